@@ -111,6 +111,9 @@ class SavedStage:
     Attributes:
         numbers: parameter -> key -> value.
         common: the optimizer's state that belongs to no parameter.
+        nested: path -> parameter groups, of an optimizer within the optimizer.
+        rest: what else its state dict holds.
+        optimizer_class, scheduler_class: their names; '' if unknown, or without a scheduler.
         modules: module -> what its ``get_extra_state`` returned.
         updates, scheduled: steps of the optimizer and the learning-rate scheduler.
         norm_square: square of the gradients' newest known global norm.
@@ -130,6 +133,10 @@ class SavedStage:
     rounds_before: int = 0
     common: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
+    nested: dict[str, tuple[ParameterGroup, ...]] = field(default_factory=dict)
+    rest: Any = None
+    optimizer_class: str = ""
+    scheduler_class: str = ""
 
     def __post_init__(self) -> None:
         if not self.groups:

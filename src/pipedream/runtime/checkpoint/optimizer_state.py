@@ -1,14 +1,16 @@
 """A stage's optimizer in a checkpoint, by parameter names: saved under one plan, restored under any other.
 
-Another partition has other parameter groups: a new group gets the options, and a scheduler's numbers, of the saved
-groups that its parameters were in.
+What is saved is the state dict of the user's optimizer, whatever form it has. Its *blocks* have the form of
+torch.optim, ``{"state": ..., "param_groups": ...}``: the whole or, in an optimizer that wraps others, parts of it.
+Their indices become parameter names. Another partition has other parameter groups: a new group gets the options, and a
+scheduler's numbers, of the saved groups that its parameters were in.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,54 +27,95 @@ _MAX_DUE = 100_000
 counts."""
 
 _NOT_OPTIONS = ("params", "param_names")
+_TENSOR_AT = "__tensor_at__"
+
+
+class _Block(NamedTuple):
+    """A dict in the form of torch.optim's state dicts.
+
+    Attributes:
+        path: keys from the optimizer's state dict to it.
+        names: index -> parameter name.
+    """
+
+    path: tuple[str | int, ...]
+    state: Mapping[Any, Any]
+    groups: Sequence[Mapping[str, Any]]
+    names: Mapping[int, str]
+
+    @property
+    def prefix(self) -> str:
+        return "".join(f"{step}." for step in self.path)
+
+    def states(self) -> Iterator[tuple[str, Any]]:
+        """Yields the name and the state of each parameter that has one."""
+        for index, state in self.state.items():
+            if index in self.names:
+                yield self.names[index], state
+
+    def saved_groups(self, what: str) -> tuple[ParameterGroup, ...]:
+        groups = []
+        for group in self.groups:
+            names = tuple(self.names[index] for index in group["params"] if index in self.names)
+            options = {
+                key: to_json(value, f"the option {key!r} of {what}")
+                for key, value in group.items()
+                if key not in _NOT_OPTIONS
+            }
+            groups.append(ParameterGroup(names, options))
+        return tuple(groups)
 
 
 def collect_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Returns ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME``, without tied weights of others."""
+    """Returns ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME``, without tied weights of others.
+
+    Raises:
+        PipelineError: the optimizer's state dict cannot be kept in a checkpoint.
+    """
     mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
     tensors = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
     for name, memory in optimizer.compensator.state.items():
         if name in mine:
             tensors |= {f"compensation/{name}/{key}": tensor for key, tensor in memory.items()}
-    for name, state in _name_states(optimizer).items():
-        if name not in mine:
-            continue
-        tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    of_parameters, _ = _split_states(optimizer, _find_blocks(optimizer.optimizer.state_dict(), optimizer))
+    for name, state in of_parameters.items():
+        if name in mine:
+            tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.items()}
     return tensors
 
 
 def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     """Returns the state other than tensors. Raises a `PipelineError` if JSON cannot hold it."""
-    names = _name_parameters(optimizer)
     kind = type(optimizer.optimizer).__name__
-    groups = []
-    for group in optimizer.optimizer.param_groups:
-        options = {key: _to_plain(value) for key, value in group.items() if key not in _NOT_OPTIONS}
-        group_names = tuple(names[id(p)] for p in group["params"] if id(p) in names)
-        groups.append(ParameterGroup(group_names, _check_json(options, f"options of {kind}")))
-    numbers = {
-        name: _check_json({k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}, f"state of {kind}")
-        for name, state in _name_states(optimizer).items()
+    whole = optimizer.optimizer.state_dict()
+    blocks = _find_blocks(whole, optimizer)
+    _, numbers = _split_states(optimizer, blocks)
+    groups = {block.path: block.saved_groups(kind) for block in blocks}
+    common = {
+        f"{block.prefix}{key}": to_json(value, f"the state {key!r} of {kind}")
+        for block in blocks
+        for key, value in block.state.items()
+        if key not in block.names and isinstance(key, str)
     }
-    everything: dict[Any, Any] = optimizer.optimizer.state  # also under keys that are texts
     scheduler = None
     if optimizer.scheduler is not None:
         state = optimizer.scheduler.state_dict()
         scheduler = _check_json(_to_plain(state), f"state of {type(optimizer.scheduler).__name__}")
+    rest = _drop_blocks(whole)
     return SavedStage(
-        tuple(groups),
-        {n: s for n, s in numbers.items() if s},
+        groups[()] if () in groups else _describe_groups(optimizer).saved_groups(kind),
+        {name: state for name, state in numbers.items() if state},
         scheduler,
         optimizer.updates,
         optimizer.scheduled,
         skipped=optimizer.skipped,
         loss_scale=None if optimizer.loss_scale is None else (optimizer.loss_scale.value, optimizer.loss_scale.good),
         rounds_before=optimizer.rounds_before,
-        common={
-            key: to_json(value, f"the state {key!r} of {kind}")
-            for key, value in everything.items()
-            if isinstance(key, str)
-        },
+        common=common,
+        nested={block.prefix: groups[block.path] for block in blocks if block.path},
+        rest=to_json(rest, f"the state dict of {kind}") if _has_content(rest) else None,
+        optimizer_class=kind,
+        scheduler_class="" if optimizer.scheduler is None else type(optimizer.scheduler).__name__,
     )
 
 
@@ -86,30 +129,38 @@ def restore(
         stage: None if plan or method has changed.
 
     Raises:
-        ArtifactError: parameters of one group were saved with different options, or with another scheduler.
+        ArtifactError: the checkpoint is one of another optimizer or scheduler; parameters of one group were saved with
+            different options; or the state dict holds tensors in a form that another plan cannot divide.
     """
-    places = {
-        name: (s, g) for s, saved in enumerate(stages) for g, group in enumerate(saved.groups) for name in group.names
-    }
     inner = optimizer.optimizer
-    names = _name_parameters(optimizer)
+    _check_class("optimizer", stages[0].optimizer_class, inner)
+    _check_class("scheduler", stages[0].scheduler_class, optimizer.scheduler)
+    then = stages[0 if stage is None else stage]  # what belongs to a stage: from the same stage, else from the first
     whole = inner.state_dict()
-    sources: list[tuple[int, int]] = []
-    for number, (group, described) in enumerate(zip(inner.param_groups, whole["param_groups"], strict=True)):
-        group_names = [names[id(p)] for p in group["params"] if id(p) in names]
-        source = _find_source(group_names, places, stages, number)
-        sources.append(source)
-        options = stages[source[0]].groups[source[1]].options
-        described |= {key: _cast_like(group[key], value) for key, value in options.items() if key in group}
-        for index, parameter in zip(described["params"], group["params"], strict=True):
-            name = names.get(id(parameter))
-            if name is not None:
-                whole["state"][index] = _collect_state(name, places, stages, tensors)
-    # What belongs to a stage: from the same stage, else from the first.
-    then = stages[0 if stage is None else stage]
-    whole["state"] = {index: state for index, state in whole["state"].items() if state}
-    whole["state"] |= {key: from_json(value) for key, value in then.common.items()}
+    blocks = _find_blocks(whole, optimizer)
+    if stage is None:
+        _fill_in_common_rest(whole, stages, type(inner).__name__)
+    elif then.rest is not None:
+        whole = from_json(then.rest)
+    outer, sources = _restore_groups(_describe_groups(optimizer), [saved.groups for saved in stages])
+    states = {name: _join_state(name, stages, tensors) for name in optimizer.named}
+    common = dict(then.common)
+    for block in sorted(blocks, key=lambda block: -len(block.path)):  # what is left is of the block around
+        target = _look_up(whole, block.path)
+        saved_groups = [saved.nested.get(block.prefix, ()) if block.path else saved.groups for saved in stages]
+        target["param_groups"] = _restore_groups(block, saved_groups)[0] if any(saved_groups) else list(block.groups)
+        of_block = {index: _pop_beneath(block.prefix, states[name]) for index, name in block.names.items()}
+        target["state"] = {index: state for index, state in of_block.items() if state}
+        target["state"] |= {key: from_json(value) for key, value in _pop_beneath(block.prefix, common).items()}
+    if left := [name for name, state in states.items() if state]:
+        raise ArtifactError(
+            f"the checkpoint has state of the parameter {left[0]!r} under {min(states[left[0]])!r}, which the state "
+            f"dict of {type(inner).__name__} does not have; resume with the same optimizer, and the checkpoint's plan"
+        )
     inner.load_state_dict(whole)
+    if not any(block.path == () for block in blocks):  # its own groups are in none of its state dict's blocks
+        for group, options in zip(inner.param_groups, outer, strict=True):
+            group.update({key: value for key, value in options.items() if key not in _NOT_OPTIONS})
     optimizer.skipped = then.skipped
     if optimizer.loss_scale is not None and optimizer.loss_scale.changes and then.loss_scale is not None:
         optimizer.loss_scale.value, optimizer.loss_scale.good = then.loss_scale
@@ -118,6 +169,171 @@ def restore(
     for name in optimizer.compensator.state:
         optimizer.compensator.load(name, _select_beneath(f"compensation/{name}/", tensors))
     _restore_scheduler(optimizer, stages, sources, stage)
+
+
+def _check_class(role: str, saved: str, present: object | None) -> None:
+    kind = type(present).__name__
+    if saved and present is not None and saved != kind:
+        raise ArtifactError(
+            f"the checkpoint was saved with the {role} {saved}, this run has {kind}; resume with {saved}, whose "
+            "options and state the checkpoint has, or begin anew with the checkpoint's weights alone (weights=)"
+        )
+
+
+def _describe_groups(optimizer: Optimizer) -> _Block:
+    """Returns the optimizer's own parameter groups as those of a block without state."""
+    names = {id(handle): name for name, handle in optimizer.named.items()}
+    groups, order = [], dict[int, str]()
+    index = 0
+    for group in optimizer.optimizer.param_groups:
+        indices = range(index, index := index + len(group["params"]))
+        groups.append({**group, "params": list(indices)})
+        order |= {i: names[id(p)] for i, p in zip(indices, group["params"], strict=True) if id(p) in names}
+    return _Block((), {}, groups, order)
+
+
+def _find_blocks(whole: Any, optimizer: Optimizer) -> list[_Block]:
+    """Returns the blocks of a state dict.
+
+    A block with as many parameters as the optimizer has all of them, in their order; else it has those that follow on
+    the block before.
+
+    Raises:
+        PipelineError: a block has other parameters, or state of what is no parameter.
+    """
+    described = _describe_groups(optimizer)
+    count = sum(len(group["params"]) for group in described.groups)
+    blocks: list[_Block] = []
+    taken = 0
+    for path, value in _walk(whole):
+        if not _is_block(value):
+            continue
+        indices = [index for group in value["param_groups"] for index in group["params"]]
+        first = 0 if len(indices) == count else taken
+        taken = first + len(indices)
+        if taken > count:
+            raise PipelineError(
+                f"the state dict of {type(optimizer.optimizer).__name__} has groups of {taken} parameters, its "
+                f"parameter groups have {count}, so they cannot be named in a checkpoint; let the wrapped optimizers "
+                "have the same parameters, in the same order"
+            )
+        names = {index: described.names[first + i] for i, index in enumerate(indices) if first + i in described.names}
+        strange = [key for key in value["state"] if key not in indices and not isinstance(key, str)]
+        if strange:
+            raise PipelineError(
+                f"the state dict of {type(optimizer.optimizer).__name__} has state under {strange[0]!r}, which is no "
+                "index of a parameter, so it cannot be kept in a checkpoint; use indices or texts"
+            )
+        blocks.append(_Block(path, value["state"], value["param_groups"], names))
+    return blocks
+
+
+def _is_block(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+        and all(isinstance(group, Mapping) and "params" in group for group in value["param_groups"])
+    )
+
+
+def _walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yields a state dict and what it holds, but not what is inside of a block's state and groups."""
+    yield path, value
+    if isinstance(value, Mapping):
+        items: list[tuple[Any, Any]] = [
+            (key, item) for key, item in value.items() if not (_is_block(value) and key in ("state", "param_groups"))
+        ]
+    else:
+        items = list(enumerate(value)) if isinstance(value, list) else []
+    for key, item in items:
+        yield from _walk(item, (*path, key))
+
+
+def _drop_blocks(value: Any) -> Any:
+    """Returns a state dict without its blocks' state and groups."""
+    if isinstance(value, Mapping):
+        dropped = ("state", "param_groups") if _is_block(value) else ()
+        return {key: _drop_blocks(item) for key, item in value.items() if key not in dropped}
+    return [_drop_blocks(item) for item in value] if isinstance(value, list) else value
+
+
+def _has_content(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return True if items is None else any(map(_has_content, items))
+
+
+def _fill_in_common_rest(whole: Any, stages: Sequence[SavedStage], what: str) -> None:
+    """Puts into a new stage's state dict what all saved stages have alike."""
+    rests = [
+        {path: value for path, value in _walk(from_json(saved.rest)) if path and not isinstance(value, dict | list)}
+        for saved in stages
+    ]
+    large = any(isinstance(value, torch.Tensor) and value.numel() > 1 for rest in rests for value in rest.values())
+    if large or any(rest != rests[0] for rest in rests):
+        raise ArtifactError(
+            f"the state dict of {what} holds state of its stage that belongs to no parameter, so it cannot be divided "
+            "among other stages; resume with the plan and the method of the checkpoint"
+        )
+    for path, value in rests[0].items():
+        _look_up(whole, path[:-1])[path[-1]] = value
+
+
+def _split_states(
+    optimizer: Optimizer, blocks: Sequence[_Block]
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, Any]]]:
+    """Returns the tensors of each parameter's state, and the rest of it as JSON, by key."""
+    what = f"the state of {type(optimizer.optimizer).__name__}"
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for block in blocks:
+        for name, state in block.states():
+            of_name, rest = tensors.setdefault(name, {}), numbers.setdefault(name, {})
+            for key, value in state.items():
+                place = f"{block.prefix}{key}"
+                if isinstance(value, torch.Tensor):
+                    of_name[place] = value
+                else:
+                    rest[place] = to_json(_take_tensors(value, place, of_name), f"{what}, {key!r},")
+    return tensors, numbers
+
+
+def _take_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Moves the tensors within a value to `tensors`, and leaves their places."""
+    if isinstance(value, torch.Tensor):
+        tensors[place] = value
+        return {_TENSOR_AT: place}
+    if isinstance(value, Mapping):
+        return {key: _take_tensors(item, f"{place}.{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_take_tensors(item, f"{place}.{i}", tensors) for i, item in enumerate(value))
+    return value
+
+
+def _put_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Inverse of `_take_tensors`; removes from `tensors` what it puts."""
+    if isinstance(value, Mapping):
+        if set(value) == {_TENSOR_AT}:
+            return tensors.pop(value[_TENSOR_AT])
+        return {key: _put_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_put_tensors(item, tensors) for item in value)
+    return value
+
+
+def _restore_groups(
+    block: _Block, saved: Sequence[Sequence[ParameterGroup]]
+) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
+    """Returns the block's groups with saved options, and the (stage, group) that each has them from."""
+    places = {name: (s, g) for s, groups in enumerate(saved) for g, group in enumerate(groups) for name in group.names}
+    restored, sources = [], []
+    for number, group in enumerate(block.groups):
+        names = [block.names[index] for index in group["params"] if index in block.names]
+        s, g = _find_source(names, places, saved, number)
+        options = {key: _cast_like(group.get(key), from_json(value)) for key, value in saved[s][g].options.items()}
+        restored.append({**group, **options})
+        sources.append((s, g))
+    return restored, sources
 
 
 def _restore_scheduler(
@@ -132,14 +348,16 @@ def _restore_scheduler(
         )
     if optimizer.scheduler is not None:
         rates = [group["lr"] for group in optimizer.optimizer.param_groups]
-        states = [saved.scheduler for saved in stages]
+        kind = type(optimizer.scheduler).__name__
+        present = optimizer.scheduler.state_dict()
         try:
-            state = _remap_groups(source.scheduler, states, sources)
-            optimizer.scheduler.load_state_dict(_restore_types(optimizer.scheduler.state_dict(), state))
+            state = source.scheduler
+            if stage is None or len(source.groups) != len(sources):
+                state = _RemappedGroups(stages, sources, kind).remap(present, state)
+            optimizer.scheduler.load_state_dict(_restore_types(present, state))
         except (KeyError, AttributeError, TypeError, IndexError) as error:
             raise ArtifactError(
-                f"the checkpoint's scheduler state does not fit {type(optimizer.scheduler).__name__}: {error}; "
-                "resume with the same scheduler"
+                f"the checkpoint's scheduler state does not fit {kind}: {error}; resume with the same scheduler"
             ) from None
         for group, rate in zip(optimizer.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -157,22 +375,38 @@ def _restore_scheduler(
         optimizer.rounds_before = stages[0].rounds_before + stages[0].updates
 
 
-def _remap_groups(
-    state: Any, states: Sequence[Any], sources: Sequence[tuple[int, int]], path: tuple[Any, ...] = ()
-) -> Any:
-    """Gives a scheduler's per-group lists the values of the groups' sources."""
-    if isinstance(state, dict):
-        remapped = {}
-        for key, value in state.items():
-            here = (*path, key)
-            if key in _OF_GROUPS and isinstance(value, list):
-                remapped[key] = [_look_up(states[s], here)[g] for s, g in sources]
-            else:
-                remapped[key] = _remap_groups(value, states, sources, here)
-        return remapped
-    if isinstance(state, list):
-        return [_remap_groups(item, states, sources, (*path, i)) for i, item in enumerate(state)]
-    return state
+class _RemappedGroups(NamedTuple):
+    """Gives the lists of a scheduler that have a value for each parameter group the values of the groups' sources.
+
+    Such a list has as many entries as its stage has groups, in each saved stage and in the new one. Another list, such
+    as milestones, must be equal in all stages.
+    """
+
+    stages: Sequence[SavedStage]
+    sources: Sequence[tuple[int, int]]
+    kind: str
+
+    def remap(self, present: Any, state: Any, path: tuple[Any, ...] = ()) -> Any:
+        """Raises ArtifactError for lists that differ between stages and cannot be divided."""
+        if isinstance(state, dict):
+            items = present if isinstance(present, dict) else {}
+            return {key: self.remap(items.get(key), value, (*path, key)) for key, value in state.items()}
+        if not isinstance(state, list):
+            return state
+        lists = [_look_up(saved.scheduler, path) for saved in self.stages]
+        counts = [len(saved.groups) for saved in self.stages]
+        size = len(present) if isinstance(present, list | tuple) else -1
+        is_alike, has_dicts = all(values == lists[0] for values in lists), any(isinstance(v, dict) for v in state)
+        fits = not has_dicts and size == len(self.sources) and list(map(len, lists)) == counts
+        if path[-1] in _OF_GROUPS or (fits and not (is_alike and size == len(state))):
+            return [lists[s][g] for s, g in self.sources]
+        if not is_alike and not has_dicts:
+            raise ArtifactError(
+                f"the checkpoint's {self.kind} has another list {path[-1]!r} in each stage, whose entries are not one "
+                "for each parameter group, so other stages cannot take it over; resume with the checkpoint's plan"
+            )
+        inner = present if size == len(state) else [None] * len(state)
+        return [self.remap(old, item, (*path, i)) for i, (old, item) in enumerate(zip(inner, state, strict=True))]
 
 
 def _restore_types(present: Any, value: Any) -> Any:
@@ -193,13 +427,17 @@ def _look_up(state: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _find_source(
-    names: Sequence[str], places: Mapping[str, tuple[int, int]], stages: Sequence[SavedStage], number: int
+    names: Sequence[str],
+    places: Mapping[str, tuple[int, int]],
+    saved: Sequence[Sequence[ParameterGroup]],
+    number: int,
 ) -> tuple[int, int]:
     """The saved (stage, group) whose options a new group gets."""
     sources = list(dict.fromkeys(places[name] for name in names if name in places))
     if not sources:
-        return 0, min(number, len(stages[0].groups) - 1)
-    options = [stages[s].groups[g].options for s, g in sources]
+        stage = next(s for s, groups in enumerate(saved) if groups)
+        return stage, min(number, len(saved[stage]) - 1)
+    options = [saved[s][g].options for s, g in sources]
     if any(other != options[0] for other in options):
         raise ArtifactError(
             f"parameters {', '.join(names[:3])} ... are in one group of the optimizer now, and were in groups with "
@@ -208,29 +446,19 @@ def _find_source(
     return sources[0]
 
 
-def _collect_state(
-    name: str,
-    places: Mapping[str, tuple[int, int]],
-    stages: Sequence[SavedStage],
-    tensors: Mapping[str, torch.Tensor],
-) -> dict[str, Any]:
-    state: dict[str, Any] = _select_beneath(f"optimizer/{name}/", tensors)
-    if name in places:
-        state |= stages[places[name][0]].numbers.get(name, {})
-    return state
+def _join_state(name: str, stages: Sequence[SavedStage], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns a parameter's state in all blocks."""
+    of_name = _select_beneath(f"optimizer/{name}/", tensors)
+    numbers = next((saved.numbers[name] for saved in stages if name in saved.numbers), {})
+    return {key: _put_tensors(from_json(value), of_name) for key, value in numbers.items()} | of_name
+
+
+def _pop_beneath(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
 
 
 def _select_beneath(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def _name_parameters(optimizer: Optimizer) -> dict[int, str]:
-    return {id(handle): name for name, handle in optimizer.named.items()}
-
-
-def _name_states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    names = _name_parameters(optimizer)
-    return {names[id(p)]: dict(state) for p, state in optimizer.optimizer.state.items() if id(p) in names}
 
 
 def _to_plain(value: Any) -> Any:

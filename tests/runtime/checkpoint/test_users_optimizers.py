@@ -1,0 +1,248 @@
+"""Optimizers and schedulers of other libraries and of users resume exactly, with the same stages and with others."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream as pd
+from pipedream.core.errors import ArtifactError, PipelineError
+
+Named = list[tuple[str, nn.Parameter]]
+ADAMW = {"lr": 0.02, "eps": 1e-4}
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Has the groups of other optimizers, and takes their steps; `state_dict` is that of `form`."""
+
+    def __init__(self, *bases: torch.optim.Optimizer, form: str = "base") -> None:
+        self.bases, self.form, self.count = bases, form, 0
+        super().__init__([{"params": [torch.zeros(())]}], {})
+        self.param_groups = [group for base in bases for group in base.param_groups]
+        self.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for base in self.bases:
+            base.step()
+            for group in base.param_groups:
+                for p in group["params"]:
+                    slow = base.state[p].setdefault("slow", p.detach().clone())
+                    if self.count % 3 == 0:
+                        p.copy_(slow.lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [base.state_dict() for base in self.bases]
+        if self.form == "base":
+            return states[0] | {"count": self.count}
+        return {"optimizers": states, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        for base, of_base in zip(self.bases, [state] if self.form == "base" else state["optimizers"], strict=True):
+            base.load_state_dict({key: of_base[key] for key in ("state", "param_groups")})
+        self.param_groups = [group for base in self.bases for group in base.param_groups]
+
+
+class Late(torch.optim.Optimizer):
+    """Makes options of its groups, and lists of tensors in its state, at the first step."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", torch.zeros(())) + 1
+            group.setdefault("betas", (0.9, 0.99))
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                moments = state.setdefault("moments", [torch.zeros_like(p), {"square": torch.zeros_like(p)}])
+                moments[0].lerp_(p.grad, 1 - first)
+                moments[1]["square"].lerp_(p.grad * p.grad, 1 - second)
+                p.sub_(group["lr"] * moments[0] / (moments[1]["square"].sqrt() + 1e-2) / math.sqrt(group["step"]))
+
+
+class Decays(torch.optim.lr_scheduler.LRScheduler):
+    """Moves the weight decay of each group too, from its own list."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, total: int = 8) -> None:
+        self.total = total
+        self.base_decays = [group["weight_decay"] for group in optimizer.param_groups]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        part = 0.5 * (1 + math.cos(math.pi * self.last_epoch / self.total))
+        for group, decay in zip(self.optimizer.param_groups, self.base_decays, strict=True):
+            group["weight_decay"] = decay * (2 - part)
+        return [base * (0.1 + part) for base in self.base_lrs]
+
+
+def biases_apart(named: Named) -> torch.optim.Optimizer:
+    """Two groups; a stage may have only one of them."""
+    bias, other = [p for n, p in named if n.endswith("bias")], [p for n, p in named if not n.endswith("bias")]
+    groups = [{"params": other, "weight_decay": 0.3, "lr": 0.05}] if other else []
+    return torch.optim.SGD(
+        [*groups, *([{"params": bias, "weight_decay": 0.1, "lr": 0.1}] if bias else [])], momentum=0.9
+    )
+
+
+def two_in_one(named: Named) -> Wrapper:
+    bias, other = [p for n, p in named if n.endswith("bias")], [p for n, p in named if not n.endswith("bias")]
+    parts = [torch.optim.SGD(other, lr=0.05, momentum=0.9)] if other else []
+    return Wrapper(*parts, *([torch.optim.AdamW(bias, **ADAMW)] if bias else []), form="list")
+
+
+def milestones(optimizer: torch.optim.Optimizer) -> Any:
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, Decays(optimizer)], milestones=[3])
+
+
+CASES: dict[str, tuple[Callable[[Named], torch.optim.Optimizer], Any]] = {
+    "wraps one": (lambda named: Wrapper(torch.optim.AdamW([p for _, p in named], **ADAMW)), None),
+    "wraps one, in a list": (
+        lambda named: Wrapper(torch.optim.AdamW([p for _, p in named], **ADAMW), form="list"),
+        None,
+    ),
+    "late options": (lambda named: Late([p for _, p in named]), None),
+    "decays by group": (biases_apart, Decays),
+    "schedulers in turn": (biases_apart, milestones),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(8, 6, generator=generator, dtype=torch.float64), torch.randint(3, (8,), generator=generator))
+        for _ in range(8)
+    ]
+
+
+@pytest.fixture(scope="module")
+def profile() -> pd.Profile:
+    return pd.profile(model(), batches()[0][0], warmup=0, runs=1)
+
+
+def plan_of(profile: pd.Profile, *cuts: int) -> pd.Plan:
+    shape = (1,) * (len(cuts) + 1)
+    return pd.plan(profile, pd.Cluster.flat(len(shape)), schedule="1f1b", microbatches=2, shape=shape, cuts=cuts)
+
+
+def train_plainly(optimizer: Callable[[Named], torch.optim.Optimizer], scheduler: Any) -> dict[str, torch.Tensor]:
+    plain = model()
+    inner = optimizer(list(plain.named_parameters()))
+    schedule = None if scheduler is None else scheduler(inner)
+    for inputs, targets in batches():
+        inner.zero_grad()
+        F.cross_entropy(plain(inputs), targets).backward()
+        inner.step()
+        if schedule is not None:
+            schedule.step()
+    return plain.state_dict()
+
+
+def train_in_two_parts(
+    folder: Path, plans: tuple[pd.Plan, pd.Plan], optimizer: Callable[[Named], torch.optim.Optimizer], scheduler: Any
+) -> dict[str, torch.Tensor]:
+    options: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": optimizer, "scheduler": scheduler, "check": False}
+    with pd.Pipeline(model(), plans[0], **options) as pipeline:
+        list(pipeline.train(batches()[:4]))
+        pipeline.save(folder)
+    with pd.Pipeline(model(), plans[1], **options) as pipeline:
+        pipeline.load(folder)
+        list(pipeline.train(batches()[4:]))
+        return pipeline.state_dict()
+
+
+@pytest.mark.parametrize("cuts", [(2,), (4,)], ids=["same plan", "other plan"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_a_plain_loop(case: str, cuts: tuple[int, ...], profile: pd.Profile, tmp_path: Path) -> None:
+    expected = train_plainly(*CASES[case])
+    weights = train_in_two_parts(tmp_path, (plan_of(profile, 2), plan_of(profile, *cuts)), *CASES[case])
+    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_several_optimizers_in_one(profile: pd.Profile, tmp_path: Path) -> None:
+    """The first stage has one of the two, so that its number is that of the other one elsewhere."""
+    plans = plan_of(profile, 2), plan_of(profile, 4)
+    expected = train_plainly(two_in_one, None)
+    for number, last in enumerate(plans):
+        weights = train_in_two_parts(tmp_path / str(number), (plans[0], last), two_in_one, None)
+        torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+    def adamw_first(named: Named) -> Wrapper:
+        return Wrapper(*reversed(two_in_one(named).bases), form="list")
+
+    with pytest.raises(ArtifactError, match=r"has state of the parameter '.*' under 'optimizers\.\d"):
+        train_in_two_parts(tmp_path / "moved", plans, adamw_first, None)
+
+
+class Opaque(torch.optim.SGD):
+    """Adds to its state dict what is in none of its parameters' states."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"history": torch.arange(3.0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state.pop("history"), torch.arange(3.0))
+        super().load_state_dict(state)
+
+
+def test_state_that_cannot_be_divided_needs_the_same_plan(profile: pd.Profile, tmp_path: Path) -> None:
+    plan = plan_of(profile, 2)
+
+    def opaque(named: Named) -> torch.optim.Optimizer:
+        return Opaque([p for _, p in named], lr=0.1)
+
+    weights = train_in_two_parts(tmp_path / "same", (plan, plan), opaque, None)
+    torch.testing.assert_close(weights, train_plainly(opaque, None), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ArtifactError, match=r"state dict of Opaque holds state of its stage .* resume with the plan"):
+        train_in_two_parts(tmp_path / "other", (plan, plan_of(profile, 4)), opaque, None)
+
+
+class Strange(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"object": object()}
+
+
+def test_what_cannot_be_saved_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
+    def strange(named: Named) -> torch.optim.Optimizer:
+        return Strange([p for _, p in named], lr=0.1)
+
+    with pytest.raises(PipelineError, match=r"the state dict of Strange\['object'\] is a object, which JSON cannot"):
+        train_in_two_parts(tmp_path, (plan_of(profile, 2),) * 2, strange, None)
+
+
+def test_another_optimizer_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"loss": F.cross_entropy, "check": False}
+    plan = plan_of(profile, 2)
+    with pd.Pipeline(model(), plan, optimizer=biases_apart, scheduler=Decays, **options) as pipeline:
+        pipeline.save(tmp_path)
+    with (
+        pd.Pipeline(model(), plan, optimizer=torch.optim.AdamW, scheduler=Decays, **options) as pipeline,
+        pytest.raises(ArtifactError, match="was saved with the optimizer SGD, this run has AdamW; resume with SGD"),
+    ):
+        pipeline.load(tmp_path)
+    with (
+        pd.Pipeline(model(), plan, optimizer=biases_apart, scheduler=milestones, **options) as pipeline,
+        pytest.raises(ArtifactError, match="with the scheduler Decays, this run has SequentialLR; resume with Decays"),
+    ):
+        pipeline.load(tmp_path)
