@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import UserDict
 from dataclasses import replace
@@ -472,3 +473,32 @@ def test_layers_that_are_faster_in_small_batches_are_planned_by_the_microbatch()
 def test_microbatches_that_cannot_be_measured(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ProfileError, match=words):
         pd.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(8, 2), **options)
+
+
+class Energy(nn.Module):
+    """Computes a force, the derivative of an energy by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().clone().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force
+
+
+def test_a_forward_may_take_derivatives() -> None:
+    model, x = Energy().double(), torch.randn(8, 6, dtype=torch.float64)
+    plan = pd.plan(pd.profile(model, x, warmup=0, runs=1), pd.Cluster.flat(1), microbatches=2, schedule="1f1b")
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(plain(x.clone()), torch.ones_like(x)).backward()
+        optimizer.step()
+    batch = (x, torch.ones_like(x))
+    with pd.Pipeline(model, plan, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
+        list(pipeline.train([batch, batch]))
+        torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)

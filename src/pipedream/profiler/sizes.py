@@ -98,15 +98,15 @@ def measure_sizes(
     savers: dict[int, list[int]] = {}
     index = 0
 
-    def pack(tensor: torch.Tensor) -> None:
-        # No backward runs here, so autograd may hold None.
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = local_part(tensor).untyped_storage()
         if storage._cdata not in owned:
             kept.setdefault(storage._cdata, storage)
             savers.setdefault(storage._cdata, []).append(index)
+        return tensor  # a forward may take derivatives, as of an energy
 
-    def unpack(_: None) -> torch.Tensor:
-        raise RuntimeError("a backward ran while the saved bytes were counted")
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     outputs, leaving = [], []
     arguments, value = sample, None

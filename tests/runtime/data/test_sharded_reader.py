@@ -6,8 +6,10 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -297,3 +299,47 @@ def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
         seed_all(99)
         rest = batches_of(IterableReader(loader, DataOrder(), EpochRange(position[0], 3, position[1]), state))
         assert [part[1:3] for part in before + rest] == expected, f"generator {has_generator}, after {count}"
+
+
+class Noise(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws from each global generator."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), random.random(), np.random.rand(), float(torch.rand(()))])
+
+
+def test_replicas_draw_different_numbers_in_their_own_processes_and_the_same_after_a_resume() -> None:
+    loader = DataLoader(Noise(), batch_size=2)
+
+    def rows(replica: int, extent: EpochRange, state: Any = None) -> list[list[float]]:
+        seed_all(3)
+        reader = reader_of(loader, DataOrder(), extent, state, replica, 2)
+        state_at_start.append(reader.state(extent.first, extent.skip))
+        return [row for minibatch in reader for row in minibatch.batch.tolist()]
+
+    state_at_start: list[Any] = []
+    both = [rows(replica, EpochRange(end=2)) for replica in (0, 1)]
+    for column in (1, 2, 3):
+        assert len({row[column] for row in both[0] + both[1]}) == 24
+    again = rows(1, EpochRange(first=0, end=2, skip=2), state_at_start[1])
+    assert again == both[1][2:], "of minibatches 1, 3, 5, ... without the first two of both replicas"
+
+
+@pytest.mark.parametrize("where", ["sampler", "batch_sampler", "dataset"])
+def test_what_leaves_samples_to_other_processes_is_refused(where: str) -> None:
+    numbers = Noise()
+    halves = torch.utils.data.DistributedSampler(numbers, num_replicas=2, rank=0)
+    loader: Any = DataLoader(numbers, sampler=halves)
+    if where == "batch_sampler":
+        loader = DataLoader(numbers, batch_sampler=torch.utils.data.BatchSampler(halves, 2, drop_last=False))
+    if where == "dataset":
+        loader = DataLoader(numbers)
+        loader.dataset._distributed = SimpleNamespace(rank=0, world_size=2)
+    with pytest.raises(WorkerError, match="gives each of 2 processes a part of the samples alone"):
+        reader_of(loader, DataOrder(), EpochRange())
+    reader_of(
+        DataLoader(Noise(), sampler=torch.utils.data.DistributedSampler(numbers, 1, 0)), DataOrder(), EpochRange()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.data.reader import Minibatch
 from pipedream.runtime.data.splitter import (
     BatchAdapter,
     BatchDim,
+    Splitter,
     count_samples,
     first_part,
     split_batch,
@@ -154,3 +157,32 @@ def test_the_input_of_a_model_with_its_own_loss_is_the_whole_batch() -> None:
 def test_a_mapping_is_not_a_pair() -> None:
     batch = UserDict({"x": torch.ones(2), "y": torch.zeros(2)})
     assert BatchAdapter()(batch) == (batch, batch)
+
+
+SHARED = {"x": torch.ones(8, 6), "context": torch.ones(5, 5)}
+
+
+@pytest.mark.parametrize(
+    ("later", "reason"),
+    [
+        ({"context": torch.ones(8, 5)}, r"'context' of the inputs, of shape \(8, 5\) for 8 samples, has the number"),
+        ({"x": torch.ones(8, 6, requires_grad=True) * 2}, "the tensor 'x' of the inputs has a graph"),
+        ({"x": torch.ones(4, 6), "context": torch.ones(4, 5)}, "has the number of samples"),
+        ({"x": torch.ones(7, 6)}, ""),
+    ],
+)
+def test_whether_a_tensor_is_split_is_decided_once(later: dict[str, Any], reason: str) -> None:
+    splitter = Splitter(lambda batch: (batch, batch["x"].detach()), {"y": 1})
+    splitter.begin(2, 0)
+    splitter.split(0, Minibatch(0, 0, SHARED, False))
+    second = Minibatch(1, 0, SHARED | later, True)
+    with pytest.raises(WorkerError, match=reason) if reason else nullcontext():
+        splitter.split(1, second)
+
+
+def test_a_tensor_whose_dimension_is_given_may_have_any_size() -> None:
+    splitter = Splitter(lambda batch: (batch, ()), {"context": None})
+    splitter.begin(2, 0)
+    for number, size in enumerate((5, 8, 4)):
+        parts = splitter.split(number, Minibatch(number, 0, SHARED | {"context": torch.ones(size, 5)}, False))
+        assert [len(unflatten(part.structure, part.tensors)["context"]) for part, _ in parts] == [size, size]

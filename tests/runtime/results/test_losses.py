@@ -136,3 +136,28 @@ def test_class_weights_are_copied_to_the_targets_device_once() -> None:
     assert loss._move_class_weights(weights.device) is weights
     weights.mul_(2.0)
     assert loss._move_class_weights(elsewhere) is not copy
+
+
+RESULTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "a dict": (lambda o, y: {"loss": F.mse_loss(o, y)}, "returned dict; let it return a scalar"),
+    "with a dict": (lambda o, y: (F.mse_loss(o, y), {"a": 1.0}), r"\(a tensor of shape \(\), with a gradient, dict\)"),
+    "with the output": (lambda o, y: (F.mse_loss(o, y), o), "with the number of samples or tokens as the weight"),
+    "with another loss": (lambda o, y: (F.mse_loss(o, y), F.l1_loss(o, y)), "as the weight"),
+    "three values": (lambda o, y: (F.mse_loss(o, y), 1.0, 2.0), "as the weight"),
+    "with an accuracy": (lambda o, y: (F.mse_loss(o, y), float((o > 0).double().mean())), "depends on the model's"),
+    "with hits": (lambda o, y: (F.mse_loss(o, y), (o.detach() > 0).sum()), "depends on the model's output"),
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_what_a_loss_may_return(case: str) -> None:
+    loss, reason = RESULTS[case]
+    output = torch.linspace(-1, 2, N, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(TypeError, match=reason):
+        Loss(loss)(output, torch.ones(N, dtype=torch.float64), N, 1.0)
+
+
+@pytest.mark.parametrize("value", [{"a": 1.0}, (1.0, 2.0, 3.0), torch.ones(2), (torch.ones(2), 1.0), "high", None])
+def test_what_a_metric_may_return(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"the metric 'm' returned .*; let it return a number or a scalar tensor"):
+        metric_scores({"m": lambda output, batch: value}, torch.ones(2), torch.ones(2), 2)

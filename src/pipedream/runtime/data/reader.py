@@ -24,6 +24,8 @@ from pipedream.runtime.data.rng import DataOrder
 from pipedream.runtime.data.tensor_json import from_json, to_json
 
 _KEPT_STATES = 3
+_SAMPLERS = ("sampler", "batch_sampler", "base_sampler")
+_SHARES = ("num_replicas", "num_processes", "world_size")
 _END = object()
 _OF_STORED: tuple[type, ...] = (type(iter([])), type(iter(())))
 
@@ -127,6 +129,7 @@ class LoaderReader(Reader):
     """Reads a user's loader, from the start or from a `state`."""
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
+        _check_samplers(loader)
         self._loader = loader
         self._order = order
         self._epochs = epochs
@@ -329,6 +332,28 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for part in {id(part): part for part in parts}.values():
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+
+
+def _check_samplers(loader: Any) -> None:
+    """Raises WorkerError if a sampler, or a data set of Hugging Face, leaves samples to other processes."""
+    parts, seen = [loader], list[Any]()
+    while parts:
+        part = parts.pop()
+        if part is None or any(part is other for other in seen):
+            continue
+        seen.append(part)
+        parts += [getattr(part, name, None) for name in _SAMPLERS]
+    for part in [*seen[1:], getattr(getattr(loader, "dataset", None), "_distributed", None)]:
+        shares = [getattr(part, name, None) for name in _SHARES]
+        count = next((count for count in shares if isinstance(count, int) and count > 1), None)
+        if count is not None:
+            raise WorkerError(
+                0,
+                "the loader",
+                f"its {type(part).__name__} gives each of {count} processes a part of the samples alone, but the "
+                "workers of a pipeline train on the same minibatches, and replicas divide them among themselves",
+                "give a loader without it, such as DataLoader(dataset, shuffle=True)",
+            )
 
 
 def empty_epoch_error(epoch: int) -> WorkerError:

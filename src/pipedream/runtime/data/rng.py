@@ -167,6 +167,21 @@ def preserved_rng(loader: Any) -> Iterator[None]:
             generator.set_state(state)
 
 
+@contextmanager
+def seeded_rng(seed: int) -> Iterator[None]:
+    """Seeds the global CPU generators, and restores them at the end."""
+    states = RngStates.read()
+    seed = seed * 0x9E3779B97F4A7C15 % (1 << 63)  # neighbours become unlike
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed >> 31)
+    try:
+        yield
+    finally:
+        states.apply()
+
+
 class DataOrder:
     """The draws that decide the order of the data; the first state is that of the global generators."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from pipedream.runtime.data.reader import (
     set_epoch,
     shut_down_workers,
 )
-from pipedream.runtime.data.rng import DataOrder
+from pipedream.runtime.data.rng import DataOrder, seeded_rng
 
 _END = object()
 
@@ -51,6 +52,7 @@ class ShardedLoader:
         self.replica = replica
         self.replicas = replicas
         self.seeded = False  # persistent workers draw one seed in their life
+        self.epoch_seed = 0
         self._sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._only_torch = _is_torchs(self._sampler)
         self._own_sampler = _OwnSampler()
@@ -69,9 +71,9 @@ class ShardedLoader:
             source: torch.Generator | None = user.generator
             state = torch.get_rng_state() if source is None else source.get_state()
             if not self.seeded:
-                seed = int(torch.empty((), dtype=torch.int64).random_(generator=source))
+                self.epoch_seed = int(torch.empty((), dtype=torch.int64).random_(generator=source))
                 if self.replica:
-                    state = torch.Generator().manual_seed(seed + self.replica).get_state()
+                    state = torch.Generator().manual_seed(self.epoch_seed + self.replica).get_state()
                 if user.num_workers:
                     lists = iter(self._sampler)  # so does torch: a sampler may draw here
                 self.seeded = user.persistent_workers
@@ -90,7 +92,14 @@ class ShardedLoader:
             self._own_loader = self._make_own_loader()
         iterator = iter(self._own_loader)
         try:
-            yield from iterator
+            while True:
+                # Replicas' processes may have equal generators: what the data set draws here depends on the minibatch.
+                apart = self.replicas > 1 and not self.loader.num_workers and epoch.has_more
+                with seeded_rng(self.epoch_seed + epoch.position) if apart else nullcontext():
+                    batch = next(iterator, _END)
+                if batch is _END:
+                    return
+                yield batch
         finally:
             if not self.loader.persistent_workers:
                 shut_down_workers(iterator)
@@ -134,6 +143,7 @@ class _EpochIndices:
     Attributes:
         seeds: generator state for the loading processes.
         number: of the next list of all replicas.
+        position: lists of the epoch before the replica's next one.
         loading: (number, ends the epoch).
     """
 
@@ -148,6 +158,8 @@ class _EpochIndices:
     ) -> None:
         self.epoch = epoch
         self.number = first
+        self.position = 0
+        self._drawn = 0
         self.loading: deque[tuple[int, bool]] = deque()
         self.empty = True
         self._loader = loader
@@ -175,12 +187,14 @@ class _EpochIndices:
     def _seek(self) -> tuple[int, Any] | None:
         while (indices := self._loader.next_indices(self._lists, self._order)) is not _END:
             self.empty = False
+            self._drawn += 1
             if self._skip:
                 self._skip -= 1
                 continue
             number = self.number
             self.number += 1
             if number % self._loader.replicas == self._loader.replica:
+                self.position = self._drawn - 1
                 return number, indices
         self._ended()
         return None

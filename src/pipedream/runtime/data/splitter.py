@@ -8,6 +8,7 @@ for positional inputs) to its dimension. Inputs that are not named have dimensio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,8 @@ AdaptBatch = Callable[[Any], tuple[Any, Any]]
 
 BatchDim = int | Mapping[str | int, int | None]
 
-Leaf = tuple[Any, int | None]
-"""A tensor or packed sequence, and its batch dimension."""
+Leaf = tuple[Any, int | None, str | int]
+"""A tensor or packed sequence, its batch dimension, and the name or position of the input that holds it."""
 
 Parts = list[tuple[Message, Message]]
 """The microbatches of a minibatch: input of the first layer, and targets of the loss."""
@@ -94,6 +95,7 @@ class Splitter:
     def __init__(self, adapt: AdaptBatch, batch_dim: BatchDim = 0) -> None:
         self._adapt = adapt
         self._batch_dim = batch_dim
+        self._is_split: dict[tuple[str, str | int, int], bool] = {}
 
     def begin(self, per_minibatch: int, base: int) -> None:
         """Begins a stream, with `base` minibatches done before."""
@@ -104,7 +106,9 @@ class Splitter:
         """Returns the microbatches of minibatch `number` of the stream."""
         inputs, targets = self._adapt(minibatch.batch)
         first = number * self._per_minibatch
-        sizes, flat_inputs, flat_targets = split_minibatch(inputs, targets, self._per_minibatch, self._batch_dim)
+        sizes, flat_inputs, flat_targets = split_minibatch(
+            inputs, targets, self._per_minibatch, self._batch_dim, self._check_leaves
+        )
         count = sum(sizes)
 
         def message(part: int, structure: str = "", tensors: tuple[torch.Tensor, ...] = ()) -> Message:
@@ -130,6 +134,32 @@ class Splitter:
             on_first(inputs, targets, parts)
         return parts
 
+    def _check_leaves(self, role: str, leaves: Sequence[Leaf], count: int) -> None:
+        """Raises WorkerError for a tensor with a graph, or one that is split in one minibatch and whole in another."""
+        counts = Counter[str | int]()
+        for leaf, dim, name in leaves:
+            if getattr(leaf, "grad_fn", None) is not None:
+                raise WorkerError(
+                    0,
+                    "the loader",
+                    f"the tensor {name!r} of the {role} has a graph, to which a pipeline returns no gradient",
+                    "detach it, or put what computed it into the model",
+                )
+            key = role, name, counts[name]
+            counts[name] += 1
+            if dim is None or self._per_minibatch == 1:
+                continue
+            is_split = _find_split_dim(leaf, dim, count) is not None
+            if self._is_split.setdefault(key, is_split) != is_split:
+                raise WorkerError(
+                    0,
+                    "the loader",
+                    f"the tensor {name!r} of the {role}, of shape {_describe_shape(leaf)} for {count} samples, "
+                    f"{'has' if is_split else 'does not have'} the number of samples in dimension {dim}, unlike "
+                    "before, so that it is unknown whether it is to be split with the samples",
+                    f"give batch_dim={{{name!r}: None}} if all samples share it, or the dimension of its samples",
+                )
+
 
 def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
     """Returns the number of samples of a model's input.
@@ -146,19 +176,28 @@ def known_samples(inputs: Any, batch_dim: BatchDim = 0) -> int | None:
 
 
 def split_minibatch(
-    inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0
+    inputs: Any,
+    targets: Any,
+    parts: int,
+    batch_dim: BatchDim = 0,
+    check: Callable[[str, Sequence[Leaf], int], None] | None = None,
 ) -> tuple[list[int], list[Flat], list[Flat]]:
     """Returns the number of samples of each part, and its inputs and targets, flattened.
 
     A tensor that is in both is split once.
+
+    Args:
+        check: called with a role, its tensors, and the number of samples.
     """
-    leaves = list(_list_dims(inputs, batch_dim))
+    leaves, target_leaves = list(_list_dims(inputs, batch_dim)), list(_list_dims(targets, batch_dim))
     count = _count(inputs, leaves)
+    if check is not None:
+        check("inputs", leaves, count)
+        check("targets", target_leaves, count)
     if parts == 1:
         return [count], [flatten(inputs)], [flatten(targets)]
     split = _Split(count, parts)
-    flat_inputs = split.flatten_parts(inputs, leaves)
-    return split.sizes, flat_inputs, split.flatten_parts(targets, list(_list_dims(targets, batch_dim)))
+    return split.sizes, split.flatten_parts(inputs, leaves), split.flatten_parts(targets, target_leaves)
 
 
 def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> list[Any]:
@@ -178,7 +217,7 @@ def first_part(value: Any, count: int, size: int, batch_dim: BatchDim = 0) -> An
             return leaf
         return _split_packed(leaf, [size])[0] if isinstance(leaf, PackedSequence) else leaf.narrow(dim, 0, size)
 
-    dims = {id(leaf): _find_split_dim(leaf, dim, count) for leaf, dim in _list_dims(value, batch_dim)}
+    dims = {id(leaf): _find_split_dim(leaf, dim, count) for leaf, dim, _ in _list_dims(value, batch_dim)}
     return map_tensors(value, lambda leaf: take_first(leaf, dims[id(leaf)]), _LEAVES)
 
 
@@ -199,7 +238,7 @@ class _Split:
         return [part(index) for index in range(len(self.sizes))]
 
     def flatten_parts(self, value: Any, leaves: Sequence[Leaf]) -> list[Flat]:
-        if any(isinstance(leaf, PackedSequence) or leaf.is_meta for leaf, _ in leaves):
+        if any(isinstance(leaf, PackedSequence) or leaf.is_meta for leaf, *_ in leaves):
             return [flatten(part) for part in self.list_parts(value, leaves)]
         # All parts have the structure of the whole.
         self._split_all(leaves)
@@ -209,7 +248,7 @@ class _Split:
         return [(structure, tensors) for tensors in zip(*pieces, strict=True)] or [(structure, ())] * whole
 
     def _split_all(self, leaves: Iterable[Leaf]) -> None:
-        for leaf, dim in leaves:
+        for leaf, dim, _ in leaves:
             if id(leaf) not in self._pieces:
                 self._pieces[id(leaf)] = self._split(leaf, _find_split_dim(leaf, dim, self._count))
 
@@ -232,24 +271,22 @@ def _count(inputs: Any, leaves: Sequence[Leaf]) -> int:
 
 
 def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
-    sizes = [size for leaf, dim in leaves if (size := _find_size(leaf, dim)) is not None]
+    sizes = [size for leaf, dim, _ in leaves if (size := _find_size(leaf, dim)) is not None]
     if not sizes:
         return None
     return max(sizes, key=sizes.count) if isinstance(inputs, Mapping) else sizes[0]
 
 
 def _list_dims(value: Any, batch_dim: BatchDim) -> Iterator[Leaf]:
-    """Yields the tensors of an input, each with its batch dimension."""
-    if isinstance(batch_dim, int):
-        yield from ((leaf, batch_dim) for leaf in _list_leaves(value))
-        return
+    """Yields the tensors of an input, each with its batch dimension and the name of what holds it."""
     inputs: Mapping[Any, Any] = {0: value}
     if isinstance(value, Mapping):
         inputs = value
     elif isinstance(value, tuple) and not isinstance(value, PackedSequence):
         inputs = dict(enumerate(value))
     for name, item in inputs.items():
-        yield from ((leaf, batch_dim.get(name, 0)) for leaf in _list_leaves(item))
+        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
+        yield from ((leaf, dim, name) for leaf in _list_leaves(item))
 
 
 def _list_leaves(value: Any) -> list[Any]:
@@ -271,6 +308,10 @@ def _find_size(leaf: Any, dim: int | None) -> int | None:
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else None
+
+
+def _describe_shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.data.shape if isinstance(leaf, PackedSequence) else leaf.shape)
 
 
 def _find_split_dim(leaf: Any, dim: int | None, count: int) -> int | None:

@@ -37,8 +37,18 @@ def probe_weight(
         return LossWeight.UNKNOWN
     sizes = [samples // 2, 1, samples - samples // 2 - 1] if samples > 2 else [1, 1]
     parts = (split or _split)(batch, samples, sizes)
+    try:
+        with torch.no_grad():
+            return _compare_parts(evaluate, batch, parts, samples, sizes)
+    except RuntimeError:  # a forward may take derivatives
+        return _compare_parts(evaluate, batch, parts, samples, sizes)
+
+
+def _compare_parts(
+    evaluate: Callable[[Any], Any], batch: Any, parts: Sequence[Any], samples: int, sizes: Sequence[int]
+) -> str:
     calls = LossCalls()
-    with torch.no_grad(), _WithoutRandomness():
+    with _WithoutRandomness():
         again = find_loss(evaluate(batch))
         if again is None:
             return LossWeight.UNKNOWN

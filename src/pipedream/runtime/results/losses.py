@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import _reduction as _Reduction
 
 from pipedream.core.errors import PipelineError
+from pipedream.runtime.comm.values import map_tensors
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
 
 Metric = Callable[[Any, Any], Any]
@@ -88,6 +89,7 @@ class Loss:
         self._is_watched = False
         self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
         self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self._has_checked_pair = False
 
     def anew(self) -> Loss:
         """Returns the same loss, which has seen no batch."""
@@ -140,8 +142,7 @@ class Loss:
         with nullcontext() if watched is None else watched.watch((), samples):
             result = self._evaluate(output, batch)
         if isinstance(result, tuple):
-            total, weight = result
-            return total, float(weight), True
+            return *self._check_pair(result, output, batch), True
         if watched is not None and minibatch is not None:
             result = self._check_scalar(result)
             return result, *self._weigh_user_loss(watched, result, samples, share, minibatch)
@@ -244,9 +245,31 @@ class Loss:
     @staticmethod
     def _check_scalar(loss: Any) -> torch.Tensor:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TypeError(f"the loss returned {what}; let it return a scalar tensor, or (sum, weight)")
+            raise TypeError(f"the loss returned {_describe(loss)}; let it return a scalar tensor, or (sum, weight)")
         return loss if not loss.ndim else loss.reshape(())
+
+    def _check_pair(self, pair: tuple[Any, ...], output: Any, batch: Any) -> tuple[torch.Tensor, float]:
+        """Returns the sum and the weight of a pair; once, it checks that the weight does not follow from the output."""
+        total: Any
+        weight: Any
+        total, weight = pair if len(pair) == 2 else (None, None)
+        if not isinstance(total, torch.Tensor) or total.numel() != 1 or not _is_amount(weight):
+            raise TypeError(
+                f"the loss returned {_describe(pair)}; let it return a scalar tensor, or (sum, weight) with "
+                "the number of samples or tokens as the weight; numbers for the log are metrics=..."
+            )
+        if not self._has_checked_pair:
+            self._has_checked_pair = True
+            other: Any = None
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
+                other = self._evaluate(map_tensors(output, torch.zeros_like), batch)
+            if isinstance(other, tuple) and _is_amount(other[1]) and float(other[1]) != float(weight):
+                raise TypeError(
+                    f"the loss returned {_describe(pair)}, taken as (sum, weight), but the second value depends on the "
+                    "model's output, as an accuracy does; let the loss return a scalar tensor, and give numbers for "
+                    "the log as metrics=..."
+                )
+        return total.reshape(()), float(weight)
 
     def _weigh_torch_loss(self, output: Any, targets: Any, reduction: str) -> float | None:
         count = self._count_in_torch_loss(output, targets, reduction)
@@ -296,6 +319,12 @@ def metric_scores(
     with torch.no_grad():
         for name, metric in metrics.items():
             value = _call_function(metric, f"metric {name!r}", output, batch)
+            parts = value if isinstance(value, tuple) else (value,)
+            if len(parts) > 2 or not all(map(_is_amount, parts)):
+                raise TypeError(
+                    f"the metric {name!r} returned {_describe(value)}; let it return a number or a scalar tensor, a "
+                    "mean over the samples, or (sum, weight)"
+                )
             total, weight = (
                 ((value[0], 1.0), (value[1], 1.0))
                 if isinstance(value, tuple)
@@ -317,6 +346,22 @@ def _call_function(function: Callable[[Any, Any], Any], name: str, output: Any, 
                 f"a {type(batch).__name__}{size}; with targets=lambda batch: batch[1] it gets (output, targets)"
             )
         raise
+
+
+def _is_amount(value: Any) -> bool:
+    """Returns whether it is a number that is not part of a graph."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.requires_grad
+    return hasattr(value, "__float__") and getattr(value, "size", 1) == 1
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        graph = ", with a gradient" if value.requires_grad else ""
+        return f"a tensor of shape {tuple(value.shape)}{graph}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_describe, value))})"
+    return type(value).__name__
 
 
 def _is_one_of(function: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:
