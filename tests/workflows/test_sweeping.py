@@ -32,7 +32,7 @@ def swept() -> Sweep:
         PlanRequest(pd.Cluster.flat(1), shape="pipeline"),
         workers=(2,),
         bandwidths=(300.0, 3e6),
-        schedules=("pipedream", "naive"),
+        schedules=("pipedream", "gpipe"),
     )
 
 
