@@ -9,7 +9,6 @@ from math import ceil, lcm
 from typing import Any
 
 import pytest
-from delayed import nf1b
 from drawn import straight
 from hypothesis import given
 from hypothesis import strategies as st
@@ -331,25 +330,6 @@ class TestLatest:
             late = [updates.update_of(s, k) - 1 - rule.forward_version(s, k) for k in range(first, first + cycle)]
             assert rule.mean_staleness(s) == pytest.approx(sum(late) / cycle)
             assert rule.staleness(s) == max(late)
-
-    @pytest.mark.parametrize(
-        ("p", "m", "delays_updates"),
-        [
-            (3, 2, [2, 1, 0]), (3, 4, [1, 1, 0]), (4, 3, [2, 2, 1, 0]), (4, 8, [1, 1, 1, 0]),
-            (8, 4, [4, 3, 3, 2, 2, 1, 1, 0]), (8, 8, [2, 2, 2, 1, 1, 1, 1, 0]),
-        ],
-    )  # fmt: skip
-    def test_nf1b_is_late_whatever_the_split(self, p: int, m: int, delays_updates: list[int]) -> None:
-        """Updates between a minibatch's first forward and its backward, as a reproduction of TiMePReSt measured them.
-
-        The order is the paper's, by a simulation of its rule; but backwards are done microbatch by microbatch.
-        """
-        schedule = build("v_timeprest", Plan.uniform(p), m)
-        assert [schedule.weights.staleness(s) for s in range(p)] == delays_updates
-        for s, row in enumerate(nf1b(p, m, 8)):
-            whole = "".join(what for what in row if what != ".").replace("B", "B" * m)
-            ops = islice((op for op in schedule.order(s) if op.kind is not Kind.UPDATE), len(whole))
-            assert "".join(op.kind.value for op in ops) == whole
 
     @pytest.mark.parametrize(
         ("changes", "message"),

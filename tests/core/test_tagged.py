@@ -96,8 +96,11 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_u
     live, tagged, between = (
         build(name, Plan.uniform(p), m) for name in ("v_timeprest", "timeprest", "timeprest_interpolated")
     )
-    for s in range(p):
+    for s, row in enumerate(nf1b(p, m, 8)):
         (ops,) = followed(live, s, 8)
+        whole = "".join(what for what in row if what != ".").replace("B", "B" * m)  # backwards microbatch by microbatch
+        order = islice((op for op in live.order(s) if op.kind is not Kind.UPDATE), len(whole))
+        assert "".join(op.kind.value for op in order) == whole
         met, late = newest_at(ops, Kind.FORWARD), newest_at(ops, Kind.BACKWARD)
         assert max(late[n * m] - met[n * m] for n in range(8)) == delays_updates[s]
         assert live.weights.staleness(s) == between.weights.staleness(s) == delays_updates[s]
