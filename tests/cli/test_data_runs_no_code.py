@@ -110,7 +110,11 @@ def test_train_with_a_plan(method: Path, run_command: RunCommand) -> None:
     assert not ran(method)
 
 
-@pytest.mark.parametrize("phases", [None, [Phase("gpipe", until=1), Phase("mine.py")]], ids=["schedule", "phases"])
+@pytest.mark.parametrize(
+    "phases",
+    [pytest.param(None, marks=pytest.mark.slow), [Phase("gpipe", until=1), Phase("mine.py")]],
+    ids=["schedule", "phases"],
+)
 def test_train_from_a_checkpoint(phases: list[Phase] | None, method: Path, run_command: RunCommand) -> None:
     Path("recipe.py").write_text(RECIPE)
     arguments: dict[str, Any] = {}

@@ -195,6 +195,7 @@ def test_what_is_said_is_kept() -> None:
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     CHAIN.save(tmp_path / "profile.json")
     command = ["plan", str(tmp_path / "profile.json"), "--workers", "2", "--bandwidth", "500", "--schedule", "auto"]
+    command += ["--microbatches", "8"]
     plan = tmp_path / "plan.json"
     assert cli.main([*command, "--json", "-o", str(plan)]) == 0
     output = json.loads(capfd.readouterr().out)

@@ -133,10 +133,10 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_equals_exhaustive_search(seed: int) -> None:
-    """In value and in plan, ties included, over 2,000 chains, 100 of them in the default run."""
+    """In value and in plan, ties included, over 1,200 chains, 60 of them in the default run."""
     draw = random.Random(seed)
     planned = refused = several = 0
-    for _ in range(100):
+    for _ in range(60):
         profile, cluster = random_profile(draw, most=6), random_cluster(draw, workers=draw.randint(1, 5))
         versions, microbatches = draw.choice(list(RULES.values())), draw.choice([1, 2, 3])
         space = SearchSpace.of(
@@ -154,9 +154,9 @@ def test_equals_exhaustive_search(seed: int) -> None:
         several += max(best.replicas) > 1 and len(best.stages) > 1
         assert pipelines.best() == best
         assert min(pipelines.periods.values()) == best.slowest_stage_s
-    assert planned > 30
-    assert refused > 10
-    assert several > 2
+    assert planned > 18
+    assert refused > 6
+    assert several > 1
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])

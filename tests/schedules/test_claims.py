@@ -19,7 +19,7 @@ from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate
 
 SIZES = (
-    (1, 1), (1, 3), (1, 12), (2, 2), (2, 3), (2, 8), (3, 1), (3, 6), (3, 7), (4, 4), (4, 6), (4, 12), (5, 5), (6, 12),
+    (1, 1), (1, 3), (2, 2), (2, 3), (2, 8), (3, 1), (3, 6), (3, 7), (4, 4), (4, 6), (5, 10), (6, 6),
 )  # fmt: skip
 """Stages and microbatches: few of both, m below, at, and beyond p, and multiples of p and others."""
 NAMES = (*SCHEDULES, "paci[backward_rule=stash]")

@@ -267,9 +267,6 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(TWO)
     assert run_command("plan", saved, "--workers", 2, "--schedule", file, "--straight", "-o", out)[0] == 0
-    status, text, _ = run_command("sweep", saved, "--workers", 2, "--schedule", f"1f1b,{name}", "--json")
-    assert status == 0
-    assert {row["schedule"] for row in json.loads(text)["rows"]} == {"data parallel", "1f1b", name}
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -131,8 +131,9 @@ def test_full_depth_hides_messages_of_replicated_plans(
     shares = []
     for counts in (full(replicas, round_trips, delays_updates), noam(replicas, delays_updates)):
         program = lower(build("pipedream", replace(plan, in_flight=counts, update_delay=delays_updates)))
-        shares.append(min(steady_metrics(simulate(program, seconds, 600), skip=400).busy_shares))
-        assert simulate(program, overlapped, 600).makespan_s <= simulate(program, seconds, 600).makespan_s
+        timeline = simulate(program, seconds, 600)
+        shares.append(min(steady_metrics(timeline, skip=400).busy_shares))
+        assert simulate(program, overlapped, 600).makespan_s <= timeline.makespan_s
     assert shares[0] == pytest.approx(1.0)
     assert shares[1] < 0.95
 
