@@ -193,6 +193,14 @@ def manifest_with(**wrong: Any) -> Callable[[Path], None]:
     return change
 
 
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder, epochs=2)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -210,9 +218,9 @@ def manifest_with(**wrong: Any) -> Callable[[Path], None]:
         (manifest_with(file="/etc/passwd"), "expected a file name without folders"),
     ],
 )
-def test_damage_is_told(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
-    path = save(tmp_path, epochs=2)[-1]
-    change(path)
+def test_damage_is_told(two_saved: Path, tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
+    shutil.copytree(two_saved, tmp_path, dirs_exist_ok=True)
+    change(folders.complete_checkpoints(tmp_path)[-1])
     with pytest.raises(ArtifactError, match=words) as caught:
         load(tmp_path)
     before = folders.complete_checkpoints(tmp_path)[0]
@@ -222,7 +230,7 @@ def test_damage_is_told(tmp_path: Path, change: Callable[[Path], None], words: s
 
 def test_no_damage_is_read_as_other_weights(tmp_path: Path) -> None:
     """A few of the trials of benchmarks/failures/damage.py."""
-    counts = damage.trials(save(tmp_path, epochs=1)[0], 20)
+    counts = damage.trials(save(tmp_path, epochs=1)[0], 10)
     assert not [key for key in counts if key[2] == "wrong"]
     assert counts["__0_0.distcp", "flipped bit", "refused"] > 0
     assert counts["checkpoint.json", "flipped bit", "refused"] > 0

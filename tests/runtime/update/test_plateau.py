@@ -80,7 +80,7 @@ def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None
     assert len(set(at_stages)) == 1
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("counts", [(1, 1), pytest.param((1, 1, 1), marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_rates(counts: tuple[int, ...], tmp_path: Path) -> None:
     rates, *_, weights = trained((1, 1), folder=tmp_path)
     later, *_, resumed = trained(counts, folder=tmp_path, resume=True)
