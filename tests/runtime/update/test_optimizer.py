@@ -7,16 +7,19 @@ from collections.abc import Generator
 from fractions import Fraction
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import pipedream as pd
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import ErrorFeedback
 from pipedream.core.schedule.coupling import Policy
@@ -272,3 +275,72 @@ def test_weights_and_gradients_of_autocast_are_cast_together() -> None:
     gradients.add([*low_precision], 1.0)
     sums, _, _ = gradients.take()
     assert all(torch.equal(total, 2 * part.float()) for total, part in zip(sums, low_precision, strict=True))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that trains y, between z and their average x, which is to be evaluated (arXiv 2405.15682, eq. 1)."""
+
+    def __init__(self, params: Any, lr: float = 0.2, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "n": 0, "training": True})
+
+    @torch.no_grad()
+    def _move(self, training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] != training:
+                group["training"] = training
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], 1 - group["beta"] if training else 1 - 1 / group["beta"])
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["training"], "call optimizer.train() before step()"
+            group["n"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.detach().clone())
+                x = (p - (1 - group["beta"]) * z) / group["beta"]
+                z.sub_(group["lr"] * p.grad)
+                x.lerp_(z, 1 / group["n"])
+                p.copy_(x * group["beta"] + z * (1 - group["beta"]))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream_2bw"])
+def test_optimizers_with_weights_for_evaluation_are_switched(schedule: str, tmp_path: Path) -> None:
+    """Evaluated, saved and resumed with the averages; trained without them."""
+    animal = zoo.make("mlp")
+    options: dict[str, Any] = {"loss": animal.loss, "optimizer": ScheduleFree, "schedule": schedule, "microbatches": 2}
+
+    def pipeline() -> pd.Pipeline:
+        fresh = zoo.make("mlp")
+        return pd.Pipeline(fresh.model, zoo.plan_of(fresh, 2), check=False, **options)
+
+    with pipeline() as first:
+        list(first.train(animal.batches, epochs=2))
+        trained = first.state_dict()
+    with pipeline() as second:
+        list(second.train(animal.batches, epochs=1))
+        loss = second.evaluate(animal.batches)["loss"]
+        second.save(tmp_path)
+        averages = second.state_dict()
+        list(second.train(animal.batches, epochs=1))
+        continued = second.state_dict()
+    plain = zoo.make("mlp").model.eval()
+    plain.load_state_dict(averages)
+    with torch.no_grad():
+        losses = [float(animal.loss(plain(x), y)) * len(x) for x, y in animal.batches]
+        expected = sum(losses) / sum(len(x) for x, _ in animal.batches)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    if schedule == "1f1b":  # a drain does not change its updates
+        torch.testing.assert_close(continued, trained, rtol=1e-5, atol=1e-7)
+    with pipeline() as third:
+        third.load(tmp_path)
+        list(third.train(animal.batches, epochs=1))
+        resumed = third.state_dict()
+    assert all(torch.equal(resumed[name], continued[name]) for name in continued)

@@ -161,6 +161,7 @@ def restore(
     if not any(block.path == () for block in blocks):  # its own groups are in none of its state dict's blocks
         for group, options in zip(inner.param_groups, outer, strict=True):
             group.update({key: value for key, value in options.items() if key not in _NOT_OPTIONS})
+    optimizer.forget_mode()
     optimizer.skipped = then.skipped
     if optimizer.loss_scale is not None and optimizer.loss_scale.changes and then.loss_scale is not None:
         optimizer.loss_scale.value, optimizer.loss_scale.good = then.loss_scale

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,12 @@ class LocalWorkers:
     @property
     def stage_states(self) -> list[tuple[int, StageState]]:
         return [item for worker in self.workers for item in worker.stage_states.items()]
+
+    def switch_optimizers(self, mode: Literal["train", "eval"]) -> None:
+        """Lets optimizers that evaluate other weights than they train (schedule-free) move them; at a drain."""
+        for _, stage_state in self.stage_states:
+            if stage_state.optimizer.switch_mode(mode):
+                stage_state.versions.reload()
 
     @property
     def first_replicas(self) -> list[tuple[int, StageState]]:

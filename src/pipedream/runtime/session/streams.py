@@ -99,6 +99,7 @@ class Streams:
     def train(self, until: int | None = None) -> Iterator[Done]:
         """Trains until the data ends, `stop`, or a total of `until` minibatches; see `Worker.train`."""
         local = self._local
+        local.switch_optimizers("train")
         comparison, self._comparison = self._comparison, None
         reference = None if comparison is None else comparison.begin(self._sources)
         for done in self._run([worker.train(self._sources.get(worker.rank), until) for worker in local.workers]):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -159,6 +159,7 @@ class Optimizer:
         self.finite = True
         self.skipped = 0
         self._has_stepped = False
+        self._mode = ""
         self.loss_scale = loss_scale
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
@@ -198,6 +199,23 @@ class Optimizer:
         self.compensator = Compensator(updates.compensation, staleness, self.optimizer, self.named)
         for name, kept in before.items():
             self.compensator.load(name, kept)
+
+    def switch_mode(self, mode: Literal["train", "eval"]) -> bool:
+        """Calls the optimizer's own ``train()`` or ``eval()``, if it has both, which may move weights.
+
+        Returns whether it was called.
+        """
+        if not callable(getattr(self.optimizer, "train", None)) or not callable(getattr(self.optimizer, "eval", None)):
+            return False
+        is_new = mode != self._mode
+        if is_new:
+            self._mode = mode
+            getattr(self.optimizer, mode)()
+        return is_new
+
+    def forget_mode(self) -> None:
+        """Lets the next switch call the optimizer, whose state was loaded."""
+        self._mode = ""
 
     @property
     def scale(self) -> float:
