@@ -179,7 +179,7 @@ class Job:
         workers = []
         for world in local_world(ranks):
             variables = self._variables | world | {"LOCAL_RANK": world["RANK"], "LOCAL_WORLD_SIZE": str(ranks)}
-            workers.append(forked.Process(target=worker, args=(variables, [*self._command, *options], errors)))
+            workers.append(forked.Process(target=train_as_rank, args=(variables, [*self._command, *options], errors)))
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -223,7 +223,7 @@ class Job:
         return len(pids)
 
 
-def worker(variables: dict[str, str], command: list[str], errors: Path) -> None:
+def train_as_rank(variables: dict[str, str], command: list[str], errors: Path) -> None:
     """Is one rank of a run."""
     os.environ.update(variables)
     torch.set_num_threads(1)
