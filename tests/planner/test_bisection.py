@@ -87,7 +87,7 @@ def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
     """On levels, uneven machines and unlike workers: never above the best, and the plan never below."""
     draw = random.Random(seed)
     gaps = []
-    for _ in range(9):
+    for _ in range(15):
         sizes = draw.choice([(), (4, 2, 3)])
         latency_s = draw.choice([0.0, 1e-5, 1e-3])
         levels = (
@@ -107,7 +107,7 @@ def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
         assert got.slowest_stage_s >= best * (1 - 1e-12)
         assert fits(space, got)
         gaps.append(got.slowest_stage_s / best - 1)
-    assert len(gaps) > 3
+    assert len(gaps) > 5
     assert min(gaps) < 2 * TOLERANCE  # it finds good plans, not bounds alone
 
 
