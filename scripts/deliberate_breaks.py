@@ -496,8 +496,8 @@ BREAKS = (
     Break(
         "data: inputs that hold the samples along another dimension are cut along the first",
         "runtime/data/splitter.py",
-        "yield from ((leaf, batch_dim) for leaf in _list_leaves(value))",
-        "yield from ((leaf, 0) for leaf in _list_leaves(value))",
+        "dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)",
+        "dim = 0 if isinstance(batch_dim, int) else batch_dim.get(name, 0)",
         ("runtime/data/test_splitter.py", "test_pipeline.py"),
     ),
     Break(
