@@ -149,13 +149,11 @@ class Pipeline:
         self._loggers.pause()
         return self._training.number
 
-    def _begin_collective_call(self, name: str, *, reads_weights: bool = True) -> None:
+    def _begin_collective_call(self, name: str) -> None:
         """Begins a call that every rank must make at the same place: drains, and waits for the others."""
         self._local.note_call(name, self._training.number - len(self.ready))
         self.drain()
-        self._local.meet()
-        if reads_weights:
-            self._local.switch_optimizers("eval")
+        self._local.meet(switch_to="eval")
 
     def _finish(self) -> None:
         """Ends a stream that its loop has left by a `break`."""
@@ -315,7 +313,7 @@ class Pipeline:
         Raises:
             PipelineError: no such phase.
         """
-        self._begin_collective_call("timeline()", reads_weights=False)
+        self._begin_collective_call("timeline()")
         number = max(self.trained, default=self._training.phase) if phase is None else phase
         return measured.collect_timeline(self._local, self._session.clock, number, self.plan.batch)
 
