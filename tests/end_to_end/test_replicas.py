@@ -26,6 +26,8 @@ ROUNDS = ("pipedream", "pipedream_vertical_sync")
 """Methods whose updates are rounds of the replicas, so that a last round may be incomplete."""
 
 EPOCHS = 5
+LONGER: dict[str, Any] = {"epochs": 7, "drain_at": 13}
+"""For pipelines that hold more minibatches than the short runs have."""
 
 # UpdateDelay needs depth: (W_s + 1) r_s <= W_u r_u + (r_u if lag_u else gcd(r_s, r_u)) for all u < s with lag_s = 1.
 LAGS = {
@@ -62,12 +64,13 @@ def _matrix() -> list[object]:
     parameters = []
     for number, replicas in enumerate(PLANS):
         for turn in range(3):
-            case = _case(replicas, METHODS[(turn - number) % len(METHODS)], scheduled=True)
+            length = LONGER if turn else {}
+            case = _case(replicas, METHODS[(turn - number) % len(METHODS)], scheduled=True, **length)
             parameters.append(pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (turn > 0)))
         method = METHODS[number % 3]
         if method in ROUNDS:
             update_delay, depth = LAGS[replicas]
-            case = _case(replicas, method, update_delay=update_delay, depth=depth)
+            case = _case(replicas, method, update_delay=update_delay, depth=depth, **LONGER)
             parameters.append(pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (number > 2)))
     return parameters
 
