@@ -1,6 +1,5 @@
 """The serial emulation of benchmarks/convergence trains as the running pipeline does, and as written out by hand.
 
-An arm whose method this version of the library does not have yet is skipped, and says what is missing.
 """
 
 from __future__ import annotations
