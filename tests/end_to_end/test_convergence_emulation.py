@@ -1,6 +1,4 @@
-"""The serial emulation of benchmarks/convergence trains as the running pipeline does, and as written out by hand.
-
-"""
+"""The serial emulation of benchmarks/convergence trains as the running pipeline does, and as written out by hand."""
 
 from __future__ import annotations
 
