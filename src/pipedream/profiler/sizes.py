@@ -97,16 +97,18 @@ def measure_sizes(
     kept: dict[int, torch.UntypedStorage] = {}
     savers: dict[int, list[int]] = {}
     index = 0
+    saved: list[list[torch.Tensor]] = []  # read if the forward takes derivatives, as of an energy
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
         storage = local_part(tensor).untyped_storage()
         if storage._cdata not in owned:
             kept.setdefault(storage._cdata, storage)
             savers.setdefault(storage._cdata, []).append(index)
-        return tensor  # a forward may take derivatives, as of an energy
+        saved.append([tensor])
+        return saved[-1]
 
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def unpack(box: list[torch.Tensor]) -> torch.Tensor:
+        return box[0]
 
     outputs, leaving = [], []
     arguments, value = sample, None
@@ -120,6 +122,8 @@ def measure_sizes(
         index = len(layers)
         if loss is not None:
             loss(value)
+    for box in saved:
+        box.clear()  # or a tensor's graph would keep it, and itself
     first = [0] * (len(layers) + 1)
     again = [0] * (len(layers) + 1)
     for number, layers_of in savers.items():

@@ -193,7 +193,8 @@ def split_minibatch(
     count = _count(inputs, leaves)
     if check is not None:
         check("inputs", leaves, count)
-        check("targets", target_leaves, count)
+        in_inputs = {id(leaf) for leaf, *_ in leaves}
+        check("targets", [leaf for leaf in target_leaves if id(leaf[0]) not in in_inputs], count)
     if parts == 1:
         return [count], [flatten(inputs)], [flatten(targets)]
     split = _Split(count, parts)
