@@ -34,6 +34,21 @@ DEFAULT = ("resnet", "tied_gpt", "attention_lstm")
 QUICK = ("attention_lstm",)
 """Those that the default run trains in stages here; it does so with others in test_model_features.py."""
 WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "densenet", "hf_bert", "hf_t5", "hf_swin")
+# fmt: off
+ALIKE = {
+    "hf_bert": ("hf_roberta", "hf_distilbert", "hf_electra", "hf_bert_classes", "hf_bert_answers"),
+    "hf_gpt_neox": ("hf_gpt_neo", "hf_gptj", "hf_opt", "hf_falcon"),
+    "hf_llama": ("hf_gemma", "hf_gemma3", "hf_phi", "hf_phi3", "hf_mistral", "hf_qwen2", "hf_olmo2", "hf_stablelm",
+                 "hf_cohere", "hf_granite"),
+    "hf_mixtral": ("hf_olmoe", "hf_qwen3_moe"),
+    "hf_bart": ("hf_mbart", "hf_pegasus", "hf_marian"),
+    "hf_vit": ("hf_deit", "hf_beit"),
+    "hf_wav2vec2": ("hf_hubert",),
+}
+# fmt: on
+"""Models built as others are."""
+LONG = {*sum(ALIKE.values(), ()), "hf_mobilenet_v2", "hf_segformer"}
+"""Continuous integration leaves these out."""
 UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask_token",)}
 """Parameters that a model has for other tasks, by the end of their names."""
 
@@ -46,10 +61,10 @@ needs_hf = pytest.mark.skipif(
 
 
 def _chosen(names: tuple[str, ...] = tuple(CASES), default: tuple[str, ...] = DEFAULT) -> list[Any]:
-    """Returns cases by name; those that are not in the default run are slow."""
+    """Returns cases by name; those that are not in the default run are slow or long."""
     parameters = []
     for name in names:
-        marks = [] if name in default else [pytest.mark.slow]
+        marks = [] if name in default else [pytest.mark.long if name in LONG else pytest.mark.slow]
         if name in KNOWN:
             marks.append(pytest.mark.xfail(reason=KNOWN[name], strict=False))
         parameters.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))

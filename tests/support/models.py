@@ -50,10 +50,22 @@ def masked(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     return {**batch, "labels": labels}
 
 
+def detected(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """For ELECTRA: which words were replaced."""
+    batch = _words(seed, samples, length)
+    return {**batch, "labels": (batch["input_ids"] % 2).to(torch.float32)}
+
+
 def classified(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     """A class for each sequence."""
     labels = torch.randint(CLASSES, (samples,), generator=_generator(seed + 1))
     return {**_words(seed, samples, length), "labels": labels}
+
+
+def answered(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """The first and last word of the answer."""
+    ends = torch.randint(2, (2, samples), generator=_generator(seed + 1))
+    return {**_words(seed, samples, length), "start_positions": ends[0], "end_positions": ends[1]}
 
 
 def translated(seed: int, samples: int, length: int) -> dict[str, Tensor]:
@@ -74,6 +86,13 @@ def large_pictures(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     side = 40 + 8 * (length % 2)
     pixels = torch.randn(samples, 3, side, side, generator=g)
     return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (samples,), generator=g)}
+
+
+def segmented(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """Images and a class for each pixel."""
+    g = _generator(seed)
+    pixels = torch.randn(samples, 3, 64, 64, generator=g)
+    return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (samples, 64, 64), generator=g)}
 
 
 def spoken(seed: int, samples: int, length: int) -> dict[str, Tensor]:
@@ -114,6 +133,11 @@ def counted(batch: dict[str, Tensor]) -> float:
     return float((batch["labels"] != IGNORED).sum())
 
 
+def unpadded(batch: dict[str, Tensor]) -> float:
+    """Returns the number of words."""
+    return float(batch["attention_mask"].sum())
+
+
 def _make(kind: str, config: str, settings: dict[str, Any]) -> nn.Module:
     transformers = import_module("transformers")
     configuration = getattr(transformers, config)(**settings)
@@ -124,9 +148,9 @@ def _make(kind: str, config: str, settings: dict[str, Any]) -> nn.Module:
 
 
 def _case(name: str, kind: str, config: str, batch: Callable[..., Any], settings: dict[str, Any]) -> Case:
-    amounts = {causal: shifted, masked: counted, translated: counted, spoken: counted}
+    amounts = {causal: shifted, masked: counted, translated: counted, spoken: counted, detected: unpadded}
     # Losses of language models are computed in float32, and T5's norms.
-    single = batch == causal or name in ("hf_modernbert", "hf_t5")
+    single = batch in (causal, detected) or name in ("hf_modernbert", "hf_t5")
     case = Case(name, partial(_make, kind, config, settings), batch, needs_hf=True, float32_inside=single)
     return replace(case, amount=amounts[batch]) if batch in amounts else case
 
@@ -181,6 +205,17 @@ NAMED_BY_THE_DOCS = (
 )
 
 OTHERS = (
+    _case("hf_bert_classes", "BertForSequenceClassification", "BertConfig", classified, BERT | LABELS),
+    _case("hf_bert_answers", "BertForQuestionAnswering", "BertConfig", answered, BERT),
+    _case("hf_roberta", "RobertaForMaskedLM", "RobertaConfig", masked, BERT),
+    _case(
+        "hf_distilbert",
+        "DistilBertForSequenceClassification",
+        "DistilBertConfig",
+        classified,
+        TEXT | LABELS | PLACES | {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24},
+    ),
+    _case("hf_electra", "ElectraForPreTraining", "ElectraConfig", detected, BERT | {"embedding_size": 12}),
     _case("hf_albert", "AlbertForMaskedLM", "AlbertConfig", masked, BERT | {"embedding_size": 12}),
     _case(
         "hf_deberta_v2",
@@ -191,6 +226,27 @@ OTHERS = (
     ),
     _case("hf_modernbert", "ModernBertForMaskedLM", "ModernBertConfig", masked, BERT),
     _case("hf_gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", causal, BERT),
+    _case(
+        "hf_gpt_neo",
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        causal,
+        TEXT
+        | PLACES
+        | {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
+        | {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    ),
+    _case("hf_gptj", "GPTJForCausalLM", "GPTJConfig", causal, GPT2 | {"rotary_dim": 4}),
+    _case(
+        "hf_opt",
+        "OPTForCausalLM",
+        "OPTConfig",
+        causal,
+        TEXT
+        | PLACES
+        | {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 24}
+        | {"word_embed_proj_dim": 16},
+    ),
     _case("hf_bloom", "BloomForCausalLM", "BloomConfig", causal, TEXT | {"hidden_size": 16, "n_layer": 3, "n_head": 2}),
     _case(
         "hf_mpt",
@@ -199,7 +255,20 @@ OTHERS = (
         causal,
         TEXT | {"d_model": 16, "n_layers": 3, "n_heads": 2, "expansion_ratio": 2, "max_seq_len": 64},
     ),
+    _case("hf_falcon", "FalconForCausalLM", "FalconConfig", causal, BERT),
+    _case("hf_gemma", "GemmaForCausalLM", "GemmaConfig", causal, LLAMA | {"head_dim": 8}),
     _case("hf_gemma2", "Gemma2ForCausalLM", "Gemma2Config", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}),
+    _case("hf_gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}),
+    _case("hf_phi", "PhiForCausalLM", "PhiConfig", causal, LLAMA),
+    _case("hf_phi3", "Phi3ForCausalLM", "Phi3Config", causal, LLAMA),
+    _case("hf_mistral", "MistralForCausalLM", "MistralConfig", causal, LLAMA | {"sliding_window": 4}),
+    _case("hf_qwen2", "Qwen2ForCausalLM", "Qwen2Config", causal, LLAMA),
+    _case("hf_qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", causal, LLAMA | EXPERTS | {"head_dim": 8}),
+    _case("hf_olmo2", "Olmo2ForCausalLM", "Olmo2Config", causal, LLAMA),
+    _case("hf_olmoe", "OlmoeForCausalLM", "OlmoeConfig", causal, LLAMA | EXPERTS),
+    _case("hf_stablelm", "StableLmForCausalLM", "StableLmConfig", causal, LLAMA),
+    _case("hf_cohere", "CohereForCausalLM", "CohereConfig", causal, LLAMA),
+    _case("hf_granite", "GraniteForCausalLM", "GraniteConfig", causal, LLAMA),
     _case(
         "hf_gpt_oss",
         "GptOssForCausalLM",
@@ -226,6 +295,9 @@ OTHERS = (
         MAMBA | {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
     ),
     _case("hf_bart", "BartForConditionalGeneration", "BartConfig", translated, BART),
+    _case("hf_mbart", "MBartForConditionalGeneration", "MBartConfig", translated, BART),
+    _case("hf_pegasus", "PegasusForConditionalGeneration", "PegasusConfig", translated, BART),
+    _case("hf_marian", "MarianMTModel", "MarianConfig", translated, BART),
     _case(
         "hf_xlnet",
         "XLNetForSequenceClassification",
@@ -255,8 +327,30 @@ OTHERS = (
         large_pictures,
         LABELS | {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 2, 1]},
     ),
+    _case("hf_deit", "DeiTForImageClassification", "DeiTConfig", pictures, PICTURE),
+    _case("hf_beit", "BeitForImageClassification", "BeitConfig", pictures, PICTURE),
     _case("hf_dinov2", "Dinov2ForImageClassification", "Dinov2Config", pictures, PICTURE),
+    _case(
+        "hf_segformer",
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        segmented,
+        LABELS
+        | {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
+        | {"decoder_hidden_size": 16, "sr_ratios": [2, 2, 1, 1]},
+    ),
+    replace(
+        _case(
+            "hf_mobilenet_v2",
+            "MobileNetV2ForImageClassification",
+            "MobileNetV2Config",
+            large_pictures,
+            LABELS | {"depth_multiplier": 0.25, "image_size": 48, "output_stride": 8},
+        ),
+        amplifies=True,
+    ),
     _case("hf_wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", waves, WAVES),
+    _case("hf_hubert", "HubertForSequenceClassification", "HubertConfig", waves, WAVES),
     replace(
         _case("hf_clip_text", "CLIPTextModel", "CLIPTextConfig", targeted(classified), BERT),
         loss=pooled,
@@ -264,8 +358,9 @@ OTHERS = (
     replace(_case("hf_clip_vision", "CLIPVisionModel", "CLIPVisionConfig", targeted(pictures), PICTURE), loss=pooled),
 )
 
+FIXED = (pictures, segmented)
 HF: dict[str, Case] = {
-    case.name: replace(case, varies_length=case.batch != pictures and case.name != "hf_clip_vision")
+    case.name: replace(case, varies_length=case.batch not in FIXED and case.name != "hf_clip_vision")
     for case in (*NAMED_BY_THE_DOCS, *OTHERS)
 }
 
