@@ -141,6 +141,7 @@ def test_each_check_runs_on_a_cpu(name: str) -> None:
         assert [finding for finding in rows if not finding["ok"] and ignored not in finding["name"]] == []
 
 
+@pytest.mark.slow
 def test_the_models_of_the_profiles_are_the_published_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = {}
     with torch.device("meta"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import thinned
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -123,7 +124,7 @@ def _cases() -> list[Any]:
     return parameters
 
 
-@pytest.mark.parametrize(("task", "arm"), _cases())
+@pytest.mark.parametrize(("task", "arm"), thinned(_cases()))
 def test_the_emulation_equals_the_running_pipeline(task: str, arm: Arm) -> None:
     losses, state = _emulated(task, arm, 3)
     expected, weights = _run(task, arm, 3)

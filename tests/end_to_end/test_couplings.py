@@ -489,6 +489,7 @@ def test_holders_without_a_flush_skip_an_update_together() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     """By all searches; each holder counts the bytes, and the sum takes time in the simulation."""
     profile = pd.profile(tied_model(), (sentences()[0][0],), runs=1, device="meta")

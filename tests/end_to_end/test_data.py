@@ -66,7 +66,7 @@ def plain_order(kind: str, folder: Path, epochs: int = 3) -> list[int]:
     "rest",
     [
         {"leave_at": 6},
-        {"drain_at": 3},
+        pytest.param({"drain_at": 3}, marks=pytest.mark.slow),
         pytest.param({"schedule": "1f1b", "microbatches": 4, "leave_at": 4}, marks=pytest.mark.slow),
     ],
 )

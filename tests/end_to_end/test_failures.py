@@ -133,6 +133,7 @@ def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     assert sorted(weights) == ["0.bias", "0.weight", "4.bias", "4.weight"]
 
 
+@pytest.mark.slow
 def test_worker_is_killed(tmp_path: Path) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")

@@ -12,6 +12,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from marks import thinned
 from models import CASES
 from split_training import (
     FEATURES,
@@ -60,11 +61,11 @@ def _profile(name: str) -> pd.Profile:
 
 @pytest.mark.parametrize(
     ("name", "feature"),
-    [
+    thinned(
         pytest.param(name, feature, marks=_marks(name, feature in QUICK.get(name, ())))
         for name in FIVE
         for feature in FLUSHING
-    ],
+    ),
 )
 def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) -> None:
     expected = plain_loop(CASES[name], batches_of(CASES[name]), FLUSHING[feature].microbatches)

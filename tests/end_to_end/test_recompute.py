@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from cases import Case, check_same, per_worker, run
+from marks import thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,10 +44,10 @@ TWICE = [case for case in CASES if case.animal == "lstm" and case.schedule in ("
 
 @pytest.mark.parametrize(
     "case",
-    [
+    thinned(
         pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 4 or case in TWICE else ())
         for number, case in enumerate(CASES)
-    ],
+    ),
 )
 def test_recomputation_changes_no_bit(case: Case) -> None:
     check_same(run(replace(case, recompute=True)), run(case), 0)

@@ -14,6 +14,7 @@ import processes
 import pytest
 import torch
 from cases import Case, check, check_same, per_worker, run
+from marks import thinned
 
 from pipedream.core.schedule.lowering import lower
 from pipedream.runtime.update.all_reduce import GradientAllReduce
@@ -75,7 +76,7 @@ def _matrix() -> list[object]:
     return parameters
 
 
-@pytest.mark.parametrize("case", _matrix())
+@pytest.mark.parametrize("case", thinned(_matrix()))
 def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)

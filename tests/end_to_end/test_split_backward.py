@@ -9,6 +9,7 @@ import cases
 import pytest
 import torch
 from cases import Case, check, check_processes, run
+from marks import thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,7 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES), ids=str)
 def test_a_split_backward_trains_as_plain_pytorch(case: Case) -> None:
     check(case, run(case))
 

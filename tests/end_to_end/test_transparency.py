@@ -16,6 +16,7 @@ import strict
 import torch
 import zoo
 from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_processes, run
+from marks import thinned
 
 from pipedream.schedules import METHODS
 
@@ -84,7 +85,7 @@ ON_SHARED_WORKERS = [
 ]
 
 
-@pytest.mark.parametrize("case", ON_SHARED_WORKERS, ids=str)
+@pytest.mark.parametrize("case", thinned(ON_SHARED_WORKERS), ids=str)
 def test_several_stages_a_worker(case: Case) -> None:
     check(case, run(case))
 
@@ -132,7 +133,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize("case", thinned(OTHERS), ids=str)
 def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
@@ -146,7 +147,7 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", pytest.param("roundpipe", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("animal", ["mlp", "cnn", "transformer"])
+@pytest.mark.parametrize("animal", thinned(["mlp", "cnn", "transformer"]))
 def test_autocast_equals_autocast_in_one_process(animal: str, schedule: str) -> None:
     case = Case(
         animal, schedule, 3, dtype=torch.float32, autocast=torch.bfloat16, epochs=2, drain_at=3,

@@ -125,6 +125,7 @@ def test_methods_that_do_not_run_are_left_out(capsys: pytest.CaptureFixture[str]
     assert run(capsys, "partition layer.json --ranks 2").endswith("\nleft out: data (--json says why)\n")
 
 
+@pytest.mark.slow
 def test_partition_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, "partition mine.py --ranks 2")
     data = report["methods"]["data"]

@@ -13,6 +13,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+from marks import thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -210,7 +211,8 @@ def _convert_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partiti
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("gru", "lstm") else name for name in CASES]
+    "name",
+    thinned(pytest.param(name, marks=pytest.mark.slow) if name in ("gru", "lstm") else name for name in CASES),
 )
 def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
     operators = _make_step(name)[2].operators

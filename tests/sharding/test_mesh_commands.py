@@ -99,6 +99,7 @@ def test_methods_are_compared_on_meshes(tmp_path: Path) -> None:
     assert "all-gather" in kinds, "sharded weights"
 
 
+@pytest.mark.slow
 def test_each_method_of_a_comparison_is_planned_for_meshes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.Linear(8, 4))
     layout = pipedream.Layout("d_ff:model", names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"})

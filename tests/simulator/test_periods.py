@@ -9,6 +9,7 @@ from math import lcm
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import thinned
 
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.plan.depth import full, noam
@@ -104,7 +105,7 @@ AT_NOAM = {
 """Least busy share of a balanced plan at the paper's depth (docs/exact_rules.md, Depth)."""
 
 
-@pytest.mark.parametrize("replicas", AT_NOAM, ids=str)
+@pytest.mark.parametrize("replicas", thinned(AT_NOAM), ids=str)
 def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     shallow = run("pipedream", balanced(replicas), None, 1200)
     busy = 3.0 / period_s(shallow, lcm(*replicas), 100)
@@ -115,7 +116,7 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "slots", "update_delay"),
-    [(replicas, (1.0, 0.3, 2.5)[i % 3], i % 2) for i, replicas in enumerate(AT_NOAM)],
+    thinned(pytest.param(replicas, (1.0, 0.3, 2.5)[i % 3], i % 2) for i, replicas in enumerate(AT_NOAM)),
     ids=str,
 )
 def test_full_depth_hides_messages_of_replicated_plans(

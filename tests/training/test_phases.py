@@ -19,6 +19,7 @@ import pytest
 import torch
 import zoo
 from cases import FLUSHING, OPTIMIZERS, Fresh, assert_near
+from marks import thinned
 from phased_runs import Outcome, Run, check, check_resumed, go
 
 import pipedream as pd
@@ -147,7 +148,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", thinned(RUNS), ids=str)
 def test_a_run_in_phases_trains_as_plain_pytorch(run: Run) -> None:
     outcome = go(run)
     check(run, outcome)
@@ -448,6 +449,7 @@ def test_a_phase_whose_end_lies_behind_is_told() -> None:
             pipeline.timeline(7)
 
 
+@pytest.mark.slow
 def test_a_checkpoints_phases_are_taken_up_as_they_were_asked(tmp_path: Path) -> None:
     plan = zoo.plan_of(zoo.make("mlp", torch.float32), 2, (1, 1))
     (tmp_path / "mine.csv").write_text(to_torch_csv(build("gpipe", Plan.uniform(2), 4)))

@@ -152,7 +152,7 @@ SAME = [
 @pytest.mark.parametrize(
     "leg",
     [
-        pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 2 or case.animal != "mlp" else ())
+        pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 4 or case.animal != "mlp" else ())
         for number, case in enumerate(SAME)
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 from cases import Case
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from marks import thinned
 
 import pipedream.workflows.prepare
 from pipedream.core.errors import DeadlockError, ScheduleError
@@ -475,10 +476,10 @@ def check_run(case: Case, program: Program) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
+    thinned(
         pytest.param(case, id=str(case), marks=pytest.mark.slow if case.schedule in ("gpipe", "pipedream_2bw") else ())
         for case in QUICK
-    ],
+    ),
 )
 @settings(max_examples=2)
 @given(data=st.data())

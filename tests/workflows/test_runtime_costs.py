@@ -60,6 +60,7 @@ def test_an_unknown_link_stays_as_it_was() -> None:
     assert MeasuredRuntime(RuntimeCosts()).on_links(Cluster.flat(2, 5.0, 0.5)) == Cluster.flat(2, 5.0, 0.5)
 
 
+@pytest.mark.slow
 def test_a_profile_has_the_runtimes_costs_unless_nothing_was_run() -> None:
     model, sample = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.rand(8, 4)
     assert pd.profile(model, sample, runs=1).runtime == measure_runtime().costs

@@ -115,6 +115,7 @@ def test_command_refuses(options: list[str], message: str, capfd: pytest.Capture
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_command_plans_for_unlike_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A recipe of real tensors is profiled too, as another device, and its model is not run."""
     profile, out = str(tmp_path / "profile.json"), tmp_path / "plan.json"

@@ -51,6 +51,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
     """Even if a process that it forked, as a loader's, lives on."""
     with subprocess.Popen(
