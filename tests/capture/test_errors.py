@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -276,6 +277,35 @@ def test_a_missing_input() -> None:
         "missing in this batch",
         "Give it in each batch",
     )
+
+
+class WithLabels(nn.Module):
+    """Computes its loss if it gets labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
+
+
+@pytest.mark.parametrize("without", [{"x": X}, {"x": X, "labels": None}], ids=["missing", "None"])
+def test_a_model_predicts_without_labels(without: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    model = WithLabels()
+    plan = pd.plan(
+        pd.profile(model, {"x": X, "labels": X}, runs=1), pd.Cluster.flat(3), shape="straight", schedule="1f1b"
+    )
+    expected = model(X)["x"].detach()
+    with pd.Pipeline(model, plan, loss=None, optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
+        (output,) = pipeline.predict([without])
+        assert output["loss"] is None
+        torch.testing.assert_close(output["x"], expected)
+        list(pipeline.train([{"x": X, "labels": X}]))
+        assert list(pipeline.evaluate([{"x": X, "labels": X}])) == ["loss"]
 
 
 @pytest.mark.slow

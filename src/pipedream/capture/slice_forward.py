@@ -181,7 +181,8 @@ class SliceForward:
                 arriving["outputs"].value,
                 arriving["results"].value,
             )
-            self.values = dict(zip(part.received, arriving["values"], strict=True))
+            values = zip(part.received, arriving["values"], strict=True)
+            self.values = {value: tensor for value, tensor in values if tensor is not None}
         self.described: dict[str, Any] = {}
         tensors = [leaf for _, leaf in walk(arriving) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         self.place = tensors[0].device if tensors else torch.device("cpu")
@@ -420,17 +421,24 @@ class SliceForward:
             if value.born < 0:
                 path = value.sites[0].path
                 value_here = _find_argument(path, *self.inputs)
-                if not isinstance(value_here, torch.Tensor):
+                if isinstance(value_here, torch.Tensor):
+                    self.values[value] = value_here
+                elif value_here is not None or torch.is_grad_enabled():
                     raise self._errors.missing_input(path, value_here, self.inputs)
-                self.values[value] = value_here
-        lacking = [value for value in part.sent if value not in self.values]
+        # Evaluated without an optional input, such as the labels, each stage finds that it is None.
+        lacking = [
+            value
+            for value in part.sent
+            if value not in self.values
+            and (value.born >= 0 or _find_argument(value.sites[0].path, *self.inputs) is not None)
+        ]
         if lacking:
             raise self._errors.other_path(
                 part.stop_at or "",
                 f"it did not make the {lacking[0].name!r}, which a later stage needs,",
                 self.last_call,
             )
-        unsent = [value for value in part.sent if isinstance(self.values[value], Placeholder)]
+        unsent = [value for value in part.sent if isinstance(self.values.get(value), Placeholder)]
         if unsent and self.begun:
             raise CutFailed(
                 part.begin_at or "", self._errors.explain_unsent(f"the value {unsent[0].name!r}", self.entered)
@@ -441,7 +449,7 @@ class SliceForward:
         return {
             "inputs": Unsent([map_leaves(lambda _, leaf: _strip_numbers(leaf), each) for each in self.inputs]),
             "outputs": Unsent({name: outputs[name] for name in part.described if name in outputs}),
-            "values": [self.values[value] for value in part.sent],
+            "values": [self.values.get(value) for value in part.sent],
             "results": Unsent(results),
         }
 
