@@ -165,7 +165,10 @@ IN_PROCESSES = {
         _case((2, 2, 1), "pipedream_2bw"),
         _case((3, 2), "gpipe"),
     ],
-    6: [_case((3, 2, 1), "pipedream"), _case((4, 2), "pipedream", depth="full", update_delay=(1, 1))],
+    6: [
+        _case((3, 2, 1), "pipedream"),
+        _case((4, 2), "pipedream", depth="full", update_delay=(1, 1), epochs=7, drain_at=17),
+    ],
 }
 
 

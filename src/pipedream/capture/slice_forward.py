@@ -181,8 +181,7 @@ class SliceForward:
                 arriving["outputs"].value,
                 arriving["results"].value,
             )
-            values = zip(part.received, arriving["values"], strict=True)
-            self.values = {value: tensor for value, tensor in values if tensor is not None}
+            self.values = {v: t for v, t in zip(part.received, arriving["values"], strict=True) if t is not None}
         self.described: dict[str, Any] = {}
         tensors = [leaf for _, leaf in walk(arriving) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         self.place = tensors[0].device if tensors else torch.device("cpu")
@@ -240,11 +239,11 @@ class SliceForward:
         """The model's inputs: those that a later layer reads were received, the others are placeholders."""
         real = {value.sites[0].path: tensor for value, tensor in self.values.items() if value.born < 0}
         args, kwargs = self.inputs
-        restored = partial(self._restore_input, real)
-        return map_leaves(restored, list(args)), map_leaves(restored, kwargs)
 
-    def _restore_input(self, real: Mapping[str, torch.Tensor], path: str, leaf: Any) -> Any:
-        return real[path] if path in real else self._restore_placeholder(path, leaf)
+        def restored(path: str, leaf: Any) -> Any:
+            return real[path] if path in real else self._restore_placeholder(path, leaf)
+
+        return map_leaves(restored, list(args)), map_leaves(restored, kwargs)
 
     def _restore_placeholder(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
@@ -417,21 +416,13 @@ class SliceForward:
 
     def _make_bundle(self) -> dict[str, Any]:
         part = self.part
-        for value in part.sent if part.is_first else ():
-            if value.born < 0:
-                path = value.sites[0].path
-                value_here = _find_argument(path, *self.inputs)
-                if isinstance(value_here, torch.Tensor):
-                    self.values[value] = value_here
-                elif value_here is not None or torch.is_grad_enabled():
-                    raise self._errors.missing_input(path, value_here, self.inputs)
-        # Evaluated without an optional input, such as the labels, each stage finds that it is None.
-        lacking = [
-            value
-            for value in part.sent
-            if value not in self.values
-            and (value.born >= 0 or _find_argument(value.sites[0].path, *self.inputs) is not None)
-        ]
+        for value in (value for value in part.sent if part.is_first and value.born < 0):
+            path = value.sites[0].path
+            if isinstance(value_here := _find_argument(path, *self.inputs), torch.Tensor):
+                self.values[value] = value_here
+            elif value_here is not None or torch.is_grad_enabled():
+                raise self._errors.missing_input(path, value_here, self.inputs)
+        lacking = [v for v in part.sent if v not in self.values and not _is_absent_input(v, self.inputs)]
         if lacking:
             raise self._errors.other_path(
                 part.stop_at or "",
@@ -470,6 +461,11 @@ class SliceForward:
         if self.begun and self.frames[-1] in self.part.open_at_stop:
             self.results[name] = map_leaves(lambda _, leaf: _strip_numbers(leaf), result)
         return result
+
+
+def _is_absent_input(value: Value, inputs: Any) -> bool:
+    """Returns whether it is an optional input that is None, such as the labels of a prediction: each stage finds so."""
+    return value.born < 0 and _find_argument(value.sites[0].path, *inputs) is None
 
 
 class _Functions(TorchFunctionMode):
