@@ -14,7 +14,6 @@ import processes
 import pytest
 import torch
 from cases import Case, check, check_same, per_worker, run
-from marks import thinned
 
 from pipedream.core.schedule.lowering import lower
 from pipedream.runtime.update.all_reduce import GradientAllReduce
@@ -76,7 +75,7 @@ def _matrix() -> list[object]:
     return parameters
 
 
-@pytest.mark.parametrize("case", thinned(_matrix()))
+@pytest.mark.parametrize("case", _matrix())
 def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
@@ -113,7 +112,7 @@ def test_each_plan_and_each_method_is_in_the_default_run() -> None:
 )
 def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int, ...]) -> None:
     for depth in ("noam", "full"):
-        case = _case(replicas, "pipedream_vertical_sync", depth=depth, drain_at=-1)
+        case = _case(replicas, "pipedream_vertical_sync", depth=depth, drain_at=-1, epochs=LONGER["epochs"])
         outcome, plan = run(case), case.plan()
         schedule = build(case.schedule, plan)
         simulated = simulate(lower(schedule), costs(plan), case.minibatches)
