@@ -315,6 +315,7 @@ def test_weights_tied_across_stages_train_as_in_one_process(run: Tied) -> None:
         for run, quick in zip(LATE_TIED, (True, False, False, False, False), strict=True)
     ],
 )
+@pytest.mark.slow
 def test_weights_tied_across_stages_train_as_a_serial_loop_of_late_updates(run: Tied) -> None:
     check_tied(run, train_tied(run))
 

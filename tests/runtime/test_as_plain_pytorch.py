@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from first_minibatches import plan_of
+from marks import thinned
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters, weight_norm
 
@@ -269,7 +270,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", thinned(LOSSES))
 def test_losses(name: str) -> None:
     run(LOSSES[name])
 
@@ -488,7 +489,7 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", thinned(WEIGHTS))
 def test_weights(name: str) -> None:
     run(WEIGHTS[name])
 
@@ -729,7 +730,7 @@ FORWARDS = {
 }
 
 
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("name", thinned(FORWARDS))
 def test_forwards(name: str) -> None:
     run(FORWARDS[name])
 

@@ -252,6 +252,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None:
     torch.manual_seed(0)
     on_cpu = hugging_face(name)

@@ -27,6 +27,7 @@ from loaders import (
     plain_loop,
     seed_all,
 )
+from marks import thinned
 from torch.utils.data import (
     DataLoader,
 )
@@ -66,7 +67,7 @@ def batches_of(reader: LoaderReader, most: int | None = None) -> list[tuple[int,
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in OTHERS_AHEAD else ()) for name in LOADERS],
+    thinned(pytest.param(name, marks=pytest.mark.slow if name in OTHERS_AHEAD else ()) for name in LOADERS),
 )
 def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
     epochs = plain_loop(LOADERS[name](), 3)
@@ -92,11 +93,11 @@ def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("done", "name"),
-    [
+    thinned(
         pytest.param(done, name, marks=pytest.mark.slow if name in slow else ())
         for done, slow in SLOW.items()
         for name in LOADERS
-    ],
+    ),
 )
 def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) -> None:
     epochs = plain_loop(LOADERS[name](), 3)
