@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.depth import read_depth
+from pipedream.core.plan.search_options import SearchOptions
 
 AUTO = "auto"
 """The mesh with which the planner chooses one for each stage; also the schedule with which it chooses the method."""
@@ -147,6 +148,11 @@ class PlanRequest:
         """The cluster, which is there once planning has begun."""
         assert self.cluster is not None, "planning fills it in"
         return self.cluster
+
+    @property
+    def search(self) -> SearchOptions:
+        """What a search of stages needs of it."""
+        return SearchOptions(**{field.name: getattr(self, field.name) for field in fields(SearchOptions)})
 
     @property
     def shape_text(self) -> str:

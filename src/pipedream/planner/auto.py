@@ -13,6 +13,7 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.search_options import SearchOptions
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
@@ -31,23 +32,20 @@ class _Alternatives:
     methods: Mapping[str, MethodProperties]
     occupancy: Callable[[str, int], MethodOccupancy]
     shapes: Sequence[Finalist]
-    microbatches: int | None
-    in_flight: str | tuple[int, ...]
-    update_delay: int
-    all_workers: bool
-    recompute: str
+    options: SearchOptions
     _profiles: dict[tuple[object, int], Profile] = field(default_factory=dict, init=False)
     _searches: dict[tuple[object, ...], PlanSearch] = field(default_factory=dict, init=False)
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False)
 
     def all(self) -> Iterator[tuple[Candidate, Finalist, str | tuple[int, ...]]]:
         powers = range(min(self.profile.batch, _MOST_MICROBATCHES).bit_length())
-        splits = [1 << power for power in powers] if self.microbatches is None else [self.microbatches]
+        options = self.options
+        splits = [1 << power for power in powers] if options.microbatches is None else [options.microbatches]
         for name, method in self.methods.items():
-            depths = [self.in_flight] if self.in_flight != "noam" or not method.uses_depth else ["noam", "auto"]
+            depths = [options.in_flight] if options.in_flight != "noam" or not method.uses_depth else ["noam", "auto"]
             delays = (0, 1) if method.delays_updates else (0,)
-            if method.delays_updates and self.update_delay:
-                delays = (self.update_delay,)
+            if method.delays_updates and options.update_delay:
+                delays = (options.update_delay,)
             for shape in self.shapes:
                 for m in splits if method.splits_minibatch else [1]:
                     for in_flight in depths:
@@ -81,12 +79,12 @@ class _Alternatives:
                 microbatches=way.microbatches,
                 shape=finalist.shape,
                 update_delay=way.update_delay,
-                all_workers=self.all_workers,
-                recompute=self.recompute,
+                all_workers=self.options.all_workers,
+                recompute=self.options.recompute,
             )
         noam = planned.in_flight
         planned = apply_depth(space, planned, in_flight)
-        if in_flight == "auto" and self.in_flight == "noam" and planned.in_flight == noam:
+        if in_flight == "auto" and self.options.in_flight == "noam" and planned.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
         return replace(
             planned, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0
@@ -104,12 +102,12 @@ class _Alternatives:
     def _plan_unlimited(self, profile: Profile, finalist: Finalist, update_delay: int) -> Plan:
         key = id(profile), update_delay
         if key not in self._searches:
-            again = "always" if self.recompute == "always" else "never"
+            again = "always" if self.options.recompute == "always" else "never"
             self._searches[key] = PlanSearch.of(
                 profile,
                 self.cluster.without_memory_limits(),
                 update_delay=update_delay,
-                all_workers=self.all_workers,
+                all_workers=self.options.all_workers,
                 recompute=again,
             )
         if (*key, finalist) not in self._plans:
@@ -123,13 +121,7 @@ def choose(
     methods: Mapping[str, MethodProperties],
     score: Callable[[Plan], Score],
     occupancy: Callable[[str, int], MethodOccupancy],
-    *,
-    shape: str | tuple[int, ...] = "any",
-    microbatches: int | None = None,
-    in_flight: str | tuple[int, ...] = "noam",
-    update_delay: int = 0,
-    all_workers: bool = False,
-    recompute: str = "never",
+    options: SearchOptions,
 ) -> Comparison:
     """Finds the way to train with the fewest simulated seconds per minibatch.
 
@@ -139,12 +131,11 @@ def choose(
         methods: by name.
         score: simulates a plan with its method and microbatches; may raise a PipelineError.
         occupancy: (method, microbatches) -> what the stages of a plan hold.
-        shape: 'any' tries the shapes of `finalists`, among them pipelines with equal replicas, like PipeDream-2BW's
-            planner (ICML 2021, section 3.3); 'pipeline' leaves out plans of one stage; any other shape is the only one.
-        microbatches: None tries powers of two up to the samples of a minibatch, 64 at most.
-        in_flight: 'noam' also tries 'auto' with methods that can be deeper.
-        update_delay: 0 also tries 1 with methods that can delay updates.
-        all_workers, recompute: see `plan`.
+        options: the shape 'any' tries those of `finalists`, among them pipelines with equal replicas, like
+            PipeDream-2BW's planner (ICML 2021, section 3.3); 'pipeline' leaves out plans of one stage; any other shape
+            is the only one. Without microbatches, powers of two up to the samples of a minibatch, 64 at most. The depth
+            'noam' also tries 'auto' with methods that can be deeper, an update delay of 0 also 1 with methods that can
+            delay updates.
 
     Raises:
         PlanError: no candidate works (with the reason for the first). Or a method splits the backward, of which a
@@ -155,10 +146,8 @@ def choose(
             f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not have the seconds of the "
             "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
         )
-    shapes = finalists(shape, profile, cluster.workers, all_workers)
-    ways = _Alternatives(
-        profile, cluster, methods, occupancy, shapes, microbatches, in_flight, update_delay, all_workers, recompute
-    )
+    shapes = finalists(options.shape, profile, cluster.workers, options.all_workers)
+    ways = _Alternatives(profile, cluster, methods, occupancy, shapes, options)
     with progress("planning", sum(1 for _ in ways.all())) as advance:
         planned, refused = _plan_all(ways, advance)
     try:
@@ -169,7 +158,7 @@ def choose(
     best = comparison.candidates[0]
     if len(best.replicas) > 1 and not methods[best.schedule].flushes:  # a plan of one stage delays nothing
         note += "; its gradients are late, so it may learn differently from a single process"
-    if profile.batch == 1 and microbatches is None:
+    if profile.batch == 1 and options.microbatches is None:
         note += "; a minibatch of one sample cannot be split; for a graph.txt, give the minibatch size (--batch)"
     return replace(comparison, plan=replace(comparison.plan, note=note))
 

@@ -186,12 +186,7 @@ def _plan_auto(profile: Profile, request: PlanRequest, names: Sequence[str]) -> 
         select_methods(names, allow_asynchronous=request.allow_asynchronous),
         score,
         occupancy_of,
-        shape=request.shape,
-        microbatches=request.microbatches,
-        in_flight=request.in_flight,
-        update_delay=request.update_delay,
-        all_workers=request.all_workers,
-        recompute=request.recompute,
+        request.search,
     )
 
 
