@@ -23,6 +23,7 @@ from torch.nn import _reduction as _Reduction
 
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.values import map_tensors
+from pipedream.runtime.results.left_out import LeftOut, count_share, find_left_out
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
 
 Metric = Callable[[Any, Any], Any]
@@ -90,6 +91,7 @@ class Loss:
         self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
         self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._has_checked_pair = False
+        self._left_out: list[LeftOut] | None = None
 
     def anew(self) -> Loss:
         """Returns the same loss, which has seen no batch."""
@@ -145,18 +147,37 @@ class Loss:
             return *self._check_pair(result, output, batch), True
         if watched is not None and minibatch is not None:
             result = self._check_scalar(result)
-            return result, *self._weigh_user_loss(watched, result, samples, share, minibatch)
+            amount, is_sum = self._weigh_user_loss(watched, result, samples, share, minibatch)
+            if watched.recognised is False:
+                self._check_left_out(output, batch, samples)
+            return result, amount, is_sum
         if self.function is None and self.weight is None:
             return self._check_scalar(result), *self._weigh_model_loss(result, samples, share, minibatch)
         result = self._check_scalar(result)
         if self.weight is not None:
             return result, float(self.weight(received)), False
+        if minibatch is not None and self._user_calls is not None:
+            self._check_left_out(output, batch, samples)
         reduction = self._reduction
         if reduction == "sum" and self._is_torch_loss:
             # The minibatch's loss is the sum of its parts: their weights sum to one.
             return result, share, True
         weight = self._weigh_torch_loss(output, received, reduction)
         return result, float(samples if weight is None else weight), False
+
+    def _check_left_out(self, output: Any, batch: Any, samples: int) -> None:
+        """Raises ValueError if a part has more or less of what the loss leaves out than the first part had."""
+        if self._left_out is None:
+            self._left_out = find_left_out(self._evaluate, map_tensors(output, torch.Tensor.detach), batch, samples)
+        for leaf, value, share in self._left_out:
+            here = count_share(batch, leaf, value, samples)
+            if here != share:
+                raise ValueError(
+                    f"the loss leaves out targets that are {value}, of which there are {here:g} per sample in this "
+                    f"part of a minibatch and {share:g} in the first one, so that its parts do not count by their "
+                    "samples; give weight=..., a function from a batch to the amount that the loss is a mean over, let "
+                    "the loss return (sum, weight), or train with microbatches=1"
+                )
 
     def _weigh_user_loss(
         self, calls: LossCalls, loss: torch.Tensor, samples: int, share: float, minibatch: int
