@@ -48,7 +48,7 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
         try:
             first = float(evaluate(output, targets))
             if not _is_close(float(evaluate(twice, _join(targets, targets, samples))), first):
-                return []  # the samples depend on each other: the first minibatch tells
+                return []  # the samples depend on each other, as the first minibatch shows
         except Exception:  # it takes parts of this size only
             return []
         for number, leaf in enumerate(tensors_in(targets)):
