@@ -505,7 +505,7 @@ BREAKS = (
         "core/seeds.py",
         "_name_seed(seed, layer) + microbatch * 0x9E3779B97F4A7C15",
         "_name_seed(seed, layer) + 0x9E3779B97F4A7C15",
-        ("end_to_end/test_transparency.py",),
+        ("core/test_seeds.py",),
     ),
     Break(
         "losses: padding counts in the mean",
