@@ -25,7 +25,18 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("src", "tests", "examples", "benchmarks", "docs", "scripts", "README.md", "CONTRIBUTING.md", "pyproject.toml")
+COPIED = (
+    "src",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "scripts",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "pyproject.toml",
+)
 TIMEOUT_S = 900.0
 
 
