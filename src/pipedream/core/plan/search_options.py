@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What a search may choose; see `planner.search.plan`."""
+    """What a search may choose: fields of `PlanRequest`."""
 
     shape: str | tuple[int, ...]
     microbatches: int | None
