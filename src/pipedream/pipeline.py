@@ -153,7 +153,7 @@ class Pipeline:
         """Begins a call that every rank must make at the same place: drains, and waits for the others."""
         self._local.note_call(name, self._training.number - len(self.ready))
         self.drain()
-        self._local.meet(switch_to="eval")
+        self._local.meet()
 
     def _finish(self) -> None:
         """Ends a stream that its loop has left by a `break`."""

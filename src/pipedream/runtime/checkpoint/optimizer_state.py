@@ -113,7 +113,7 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
         rounds_before=optimizer.rounds_before,
         common=common,
         nested={block.prefix: groups[block.path] for block in blocks if block.path},
-        rest=to_json(rest, f"the state dict of {kind}") if _has_content(rest) else None,
+        rest=to_json(rest, f"the state dict of {kind}") if _collect_leaves(rest) else None,
         optimizer_class=kind,
         scheduler_class="" if optimizer.scheduler is None else type(optimizer.scheduler).__name__,
     )
@@ -161,7 +161,6 @@ def restore(
     if not any(block.path == () for block in blocks):  # its own groups are in none of its state dict's blocks
         for group, options in zip(inner.param_groups, outer, strict=True):
             group.update({key: value for key, value in options.items() if key not in _NOT_OPTIONS})
-    optimizer.forget_mode()
     optimizer.skipped = then.skipped
     if optimizer.loss_scale is not None and optimizer.loss_scale.changes and then.loss_scale is not None:
         optimizer.loss_scale.value, optimizer.loss_scale.good = then.loss_scale
@@ -241,35 +240,31 @@ def _is_block(value: Any) -> bool:
 def _walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Yields a state dict and what it holds, but not what is inside of a block's state and groups."""
     yield path, value
-    if isinstance(value, Mapping):
-        items: list[tuple[Any, Any]] = [
-            (key, item) for key, item in value.items() if not (_is_block(value) and key in ("state", "param_groups"))
-        ]
-    else:
-        items = list(enumerate(value)) if isinstance(value, list) else []
-    for key, item in items:
+    for key, item in _list_items(value):
         yield from _walk(item, (*path, key))
+
+
+def _list_items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        inner = ("state", "param_groups") if _is_block(value) else ()
+        return [(key, item) for key, item in value.items() if key not in inner]
+    return list(enumerate(value)) if isinstance(value, list) else []
 
 
 def _drop_blocks(value: Any) -> Any:
     """Returns a state dict without its blocks' state and groups."""
     if isinstance(value, Mapping):
-        dropped = ("state", "param_groups") if _is_block(value) else ()
-        return {key: _drop_blocks(item) for key, item in value.items() if key not in dropped}
+        return {key: _drop_blocks(item) for key, item in _list_items(value)}
     return [_drop_blocks(item) for item in value] if isinstance(value, list) else value
 
 
-def _has_content(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return True if items is None else any(map(_has_content, items))
+def _collect_leaves(value: Any) -> dict[tuple[str | int, ...], Any]:
+    return {path: leaf for path, leaf in _walk(value) if not isinstance(leaf, dict | list)}
 
 
 def _fill_in_common_rest(whole: Any, stages: Sequence[SavedStage], what: str) -> None:
     """Puts into a new stage's state dict what all saved stages have alike."""
-    rests = [
-        {path: value for path, value in _walk(from_json(saved.rest)) if path and not isinstance(value, dict | list)}
-        for saved in stages
-    ]
+    rests = [_collect_leaves({} if saved.rest is None else from_json(saved.rest)) for saved in stages]
     large = any(isinstance(value, torch.Tensor) and value.numel() > 1 for rest in rests for value in rest.values())
     if large or any(rest != rests[0] for rest in rests):
         raise ArtifactError(

@@ -171,11 +171,10 @@ def preserved_rng(loader: Any) -> Iterator[None]:
 def seeded_rng(seed: int) -> Iterator[None]:
     """Seeds the global CPU generators, and restores them at the end."""
     states = RngStates.read()
-    seed = seed * 0x9E3779B97F4A7C15 % (1 << 63)  # neighbours become unlike
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed >> 31)
+        numpy.random.seed(seed % 2**32)
     try:
         yield
     finally:

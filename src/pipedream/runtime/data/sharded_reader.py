@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from pipedream.core.seeds import layer_seed
 from pipedream.runtime.data.reader import (
     EpochRange,
     LoaderReader,
@@ -95,7 +96,7 @@ class ShardedLoader:
             while True:
                 # Replicas' processes may have equal generators: what the data set draws here depends on the minibatch.
                 apart = self.replicas > 1 and not self.loader.num_workers and epoch.has_more
-                with seeded_rng(self.epoch_seed + epoch.position) if apart else nullcontext():
+                with seeded_rng(layer_seed(self.epoch_seed, epoch.position, "loader")) if apart else nullcontext():
                     batch = next(iterator, _END)
                 if batch is _END:
                     return

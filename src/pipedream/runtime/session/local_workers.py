@@ -154,14 +154,8 @@ class LocalWorkers:
         except PipelineError as error:
             raise self.report(error) from error.__cause__
 
-    def meet(
-        self, settings: Mapping[str, str] | None = None, switch_to: Literal["train", "eval"] | None = None
-    ) -> None:
-        """Waits until every rank has made the call that was noted last, with the same settings.
-
-        Args:
-            switch_to: see `switch_optimizers`.
-        """
+    def meet(self, settings: Mapping[str, str] | None = None) -> None:
+        """Waits until every rank has made the call that was noted last, with the same settings."""
         name, minibatches = self.activity.calls[-1] if self.activity.calls else ("calibration", 0)
         call = {CALL: f"{name} after {minibatches} minibatches"}
         try:
@@ -169,8 +163,6 @@ class LocalWorkers:
         except (PipelineError, RuntimeError) as error:
             assert self.guard is not None, "a single process has nobody to differ from"
             raise self.guard.first_cause(error, self.lead.where) from error
-        if switch_to is not None:
-            self.switch_optimizers(switch_to)
 
     def any_rank(self, wish: bool) -> bool:
         """Returns whether a rank asks for something; every rank calls it."""

@@ -129,7 +129,11 @@ class Training:
         self._on_phase(phase)
 
     def drain(self) -> None:
-        """Finishes the admitted minibatches."""
+        """Finishes the admitted minibatches, and switches optimizers to the weights that they evaluate."""
+        self._end_stream()
+        self._session.local.switch_optimizers("eval")
+
+    def _end_stream(self) -> None:
         if self._segment is not None:
             self._streams.stop()
             while self._advance():
@@ -137,7 +141,7 @@ class Training:
 
     def finish(self) -> None:
         """Ends a stream that its loop has left."""
-        self.drain()
+        self._end_stream()
         self.ready.clear()
         self.is_running = False
 

@@ -159,7 +159,6 @@ class Optimizer:
         self.finite = True
         self.skipped = 0
         self._has_stepped = False
-        self._mode = ""
         self.loss_scale = loss_scale
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
@@ -201,21 +200,11 @@ class Optimizer:
             self.compensator.load(name, kept)
 
     def switch_mode(self, mode: Literal["train", "eval"]) -> bool:
-        """Calls the optimizer's own ``train()`` or ``eval()``, if it has both, which may move weights.
-
-        Returns whether it was called.
-        """
-        if not callable(getattr(self.optimizer, "train", None)) or not callable(getattr(self.optimizer, "eval", None)):
+        """Calls the optimizer's own ``train()`` or ``eval()``, which may move weights. Returns whether it has them."""
+        if not all(callable(getattr(self.optimizer, name, None)) for name in ("train", "eval")):
             return False
-        is_new = mode != self._mode
-        if is_new:
-            self._mode = mode
-            getattr(self.optimizer, mode)()
-        return is_new
-
-    def forget_mode(self) -> None:
-        """Lets the next switch call the optimizer, whose state was loaded."""
-        self._mode = ""
+        getattr(self.optimizer, mode)()
+        return True
 
     @property
     def scale(self) -> float:
