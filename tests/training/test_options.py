@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pipedream as pd
 from pipedream.core.errors import PipelineError
 from pipedream.core.flags import flag_of
 from pipedream.options import MethodOptions, ModelOptions, PipelineOptions, TrainingOptions, model_options, plain
+from pipedream.training.job import Job
 
 KINDS = [ModelOptions, MethodOptions, PipelineOptions, TrainingOptions, pd.Recipe]
 
@@ -56,3 +58,10 @@ def test_options_in_a_summary() -> None:
     assert (shown["autocast"], shown["metrics"], shown["clip"]) == ("torch.bfloat16", ["m"], "global")
     assert (shown["scheduler"], shown["inputs"], shown["ema"]) == ("partial", "len", None)
     assert "sample" not in shown
+
+
+@pytest.mark.parametrize(("option", "of_recipe", "expected"), [(False, "eager", "eager"), (True, "eager", True)])
+def test_a_run_compiles_as_its_recipe_unless_asked(option: bool, of_recipe: str, expected: bool | str) -> None:
+    unused: dict[str, Any] = {field.name: None for field in dataclasses.fields(Job)}
+    recipe = SimpleNamespace(compile=of_recipe)
+    assert Job(**unused | {"options": TrainingOptions(compile=option), "recipe": recipe}).compile == expected

@@ -96,6 +96,7 @@ def test_defaults_exclude_nothing() -> None:
     check_options({"cluster": Path("here"), "workers": [], "bandwidth": [], "latency": 0.0, "memory": None})
     check_options({"plan": "plan.json", "shape": None, "update_delay": 0, "chunks": None})
     check_options({"strategy": "2bw", "schedule": "pipedream", "in_flight": "noam"})
+    check_options({"strategy": "2bw", "schedule": None})  # a flag that is missing
 
 
 def test_spellings() -> None:

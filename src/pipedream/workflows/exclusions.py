@@ -84,7 +84,7 @@ def _meets(condition: str, options: Mapping[str, Any]) -> bool:
     if rest.startswith(":"):
         return _PROPERTIES[rest[1:]](value)
     if rest:
-        is_listed = str(value) in rest.lstrip("!=").split("|")
+        is_listed = value in rest.lstrip("!=").split("|")
         return value is not None and is_listed != rest.startswith("!")
     return value not in (None, False, 0, "", (), [], _DEFAULTS.get(name))
 
