@@ -239,7 +239,7 @@ def _make_lines(curves: Curves, task: str, arm: str, stages: int, by: str) -> It
 # left out. A change of methods drains the pipeline, and fills it again.
 
 SETTLED = 32
-"""Minibatches behind which a pipeline of at most eight stages repeats itself."""
+"""Minibatches after which a pipeline of at most eight stages repeats itself."""
 
 
 def times_of(arm: Arm, stages: int, updates: int, at: list[int]) -> list[float]:

@@ -84,7 +84,7 @@ class Convolution(nn.Sequential):
 
 
 class Head(nn.Module):
-    """The output layer, behind what is left of the network."""
+    """The output layer, after the rest of the network."""
 
     def __init__(self, body: nn.Module, width: int, classes: int) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Stands behind a layer."""
+    """Follows a layer."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, layer: _Paced) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Predicted against measured throughput: plans of up to four workers behind links of three rates. See README.md."""
+"""Predicted against measured throughput: plans of up to four workers over links of three speeds. See README.md."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Row:
         predicted_s: the simulator's, in the steady state.
         segments_s: measured, one after the other.
         others: share of the cores' time that other processes took meanwhile.
-        drift: of what computes: by how much the profiles before, between and behind its runs differ.
+        drift: how much the profiles taken before, between and after its runs differ.
         plan: that was run, as JSON, so that it can be predicted again.
     """
 
@@ -99,7 +99,7 @@ class _Patience:
         rounds: segments.
         free: what computes does so as fast as it can.
         left_s: seconds for running again what other processes disturbed.
-        end_s: by the monotonic clock: no further plan of this number of workers begins behind it.
+        end_s: by the monotonic clock: no further plan of this number of workers begins after it.
     """
 
     rounds: int
@@ -160,7 +160,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--free", action="store_true", help="what computes does so as fast as it can, not at a pace")
     parser.add_argument("--patience", type=float, default=120, help="seconds for running again what other processes "
                         "disturb")  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=18, help="behind which no further plan begins")
+    parser.add_argument("--minutes", type=float, default=18, help="minutes after which no further plan begins")
     parser.add_argument("--plans", nargs="+", choices=sorted({config for config, _ in PLANS}), help="all unless given")
     parser.add_argument("--rates", nargs="+", choices=list(RATES), help="all unless given")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="all unless given")
@@ -248,7 +248,7 @@ class _Bench:
                 lasted, taken = self._run(plan, link, _Compute(model), _FREE_S)
                 seconds.append(statistics.median(lasted))
                 others = max(others, taken)
-            # A machine is not equally fast all the time: predicted is what it was before, between and behind the runs.
+            # A machine is not always equally fast: predict from profiles taken before, between and after the runs.
             profiles.append(self.workers.profile(model))
             works = [_sum_work_s(profile) for profile in profiles]
             drift = (max(works) - min(works)) / statistics.median(works)

@@ -1,4 +1,4 @@
-"""What it saves to start the sums over replicas inside the backward: data parallelism by two workers, behind a link."""
+"""What starting the all-reduce during the backward saves: data parallelism on two workers over a slow link."""
 
 from __future__ import annotations
 

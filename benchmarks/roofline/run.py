@@ -97,7 +97,7 @@ def errors(predicted: Profile, measured: Profile) -> list[tuple[str, float, floa
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--runs", type=int, default=15, help="behind each median")
+    parser.add_argument("--runs", type=int, default=15, help="runs of each median")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", action="store_true", help="print each layer too")
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor, where others work on it too")

@@ -134,7 +134,7 @@ def test_narrowest_cuts_are_nested(graph: LayerGraph, data: st.DataObject, count
     downsets = lattice.downsets(1 << layers) or []
     cuts = narrowest_cuts(lattice, costs, sizes, count)
     assert set(cuts) <= set(downsets)
-    assert all(not before & ~behind for before, behind in pairwise(cuts))
+    assert all(not earlier & ~later for earlier, later in pairwise(cuts))
     if count == 1:
         assert cuts == [0]  # nothing crosses before the first layer
     done = {downset: sum(costs[i] for i in bit_indices(downset)) / sum(costs) * count for downset in downsets}

@@ -24,7 +24,7 @@ class SameAs:
 
 
 def is_in_place(name: str) -> bool:
-    """Returns whether the function of a name writes into its first argument, as far as the name tells."""
+    """Returns whether a function writes into its first argument, judging by its name."""
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 

@@ -20,7 +20,7 @@ MARKS = (0, -1, -100, 255)
 
 
 class LeftOut(NamedTuple):
-    """A value of a tensor of the targets that a loss does not count as others.
+    """A value of the targets that a loss does not count like others.
 
     Attributes:
         leaf: number of the tensor.
@@ -33,7 +33,7 @@ class LeftOut(NamedTuple):
 
 
 def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int) -> list[LeftOut]:
-    """Returns the values with which a loss is no mean over samples.
+    """Returns the values that stop a loss from being a mean over samples.
 
     A part is joined with a copy in which half of a tensor's elements have the value. The loss should be the mean of the
     losses of both.
