@@ -464,7 +464,7 @@ class SliceForward:
 
 
 def _is_absent_input(value: Value, inputs: Any) -> bool:
-    """Returns whether it is an optional input that is None, such as the labels of a prediction: each stage finds so."""
+    """Returns whether it is an optional input that every stage sees as None, such as the labels of a prediction."""
     return value.born < 0 and _find_argument(value.sites[0].path, *inputs) is None
 
 

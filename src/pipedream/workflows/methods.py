@@ -160,7 +160,7 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
         )
         plan = space.with_bytes(plan)
     # The search's seconds have an update per round of the replicas; this method updates once per minibatch.
-    note = f"{plan.note}; the table is of a full pipeline; only a simulation counts {built.name}'s own updates"
+    note = f"{plan.note}; the table assumes a full pipeline; only a simulation counts {built.name}'s own updates"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
 
 

@@ -339,7 +339,7 @@ def test_what_leaves_samples_to_other_processes_is_refused(where: str) -> None:
     if where == "dataset":
         loader = DataLoader(numbers)
         loader.dataset._distributed = SimpleNamespace(rank=0, world_size=2)
-    with pytest.raises(WorkerError, match="gives each of 2 processes a part of the samples alone"):
+    with pytest.raises(WorkerError, match="gives each of 2 processes only a part of the samples"):
         reader_of(loader, DataOrder(), EpochRange())
     reader_of(
         DataLoader(Noise(), sampler=torch.utils.data.DistributedSampler(numbers, 1, 0)), DataOrder(), EpochRange()

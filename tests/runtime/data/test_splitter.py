@@ -166,7 +166,7 @@ SHARED = {"x": torch.ones(8, 6), "context": torch.ones(5, 5)}
     ("later", "reason"),
     [
         ({"context": torch.ones(8, 5)}, r"'context' of the inputs, of shape \(8, 5\) for 8 samples, has the number"),
-        ({"x": torch.ones(8, 6, requires_grad=True) * 2}, "the tensor 'x' of the inputs has a graph"),
+        ({"x": torch.ones(8, 6, requires_grad=True) * 2}, "the tensor 'x' of the inputs is part of an autograd graph"),
         ({"x": torch.ones(4, 6), "context": torch.ones(4, 5)}, "has the number of samples"),
         ({"x": torch.ones(7, 6)}, ""),
     ],

@@ -61,6 +61,6 @@ def test_a_part_with_another_share_of_it_is_refused(samples: int) -> None:
         torch.testing.assert_close(value, exact(output, labels))
     shorter = labels.clone()
     shorter[0, 4:] = -100
-    with pytest.raises(ValueError, match=r"leaves out targets that are -100, of which .* give weight="):
+    with pytest.raises(ValueError, match=r"leaves out targets that are -100, and there are .* give weight="):
         loss(output, shorter, samples, 0.5, 2)
     assert loss(output, shorter, samples, 1.0)[1] == samples, "an evaluation, or a minibatch that is not split"

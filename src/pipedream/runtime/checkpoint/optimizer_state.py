@@ -145,7 +145,7 @@ def restore(
     outer, sources = _restore_groups(_describe_groups(optimizer), [saved.groups for saved in stages])
     states = {name: _join_state(name, stages, tensors) for name in optimizer.named}
     common = dict(then.common)
-    for block in sorted(blocks, key=lambda block: -len(block.path)):  # what is left is of the block around
+    for block in sorted(blocks, key=lambda block: -len(block.path)):  # what is left belongs to the enclosing block
         target = _look_up(whole, block.path)
         saved_groups = [saved.nested.get(block.prefix, ()) if block.path else saved.groups for saved in stages]
         target["param_groups"] = _restore_groups(block, saved_groups)[0] if any(saved_groups) else list(block.groups)
@@ -176,7 +176,7 @@ def _check_class(role: str, saved: str, present: object | None) -> None:
     if saved and present is not None and saved != kind:
         raise ArtifactError(
             f"the checkpoint was saved with the {role} {saved}, this run has {kind}; resume with {saved}, whose "
-            "options and state the checkpoint has, or begin anew with the checkpoint's weights alone (weights=)"
+            "options and state are in the checkpoint, or start a new run from the checkpoint's weights (weights=)"
         )
 
 
@@ -238,7 +238,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yields a state dict and what it holds, but not what is inside of a block's state and groups."""
+    """Yields a state dict and what it holds, but not what is inside a block's state and groups."""
     yield path, value
     for key, item in _list_items(value):
         yield from _walk(item, (*path, key))
@@ -263,7 +263,7 @@ def _collect_leaves(value: Any) -> dict[tuple[str | int, ...], Any]:
 
 
 def _fill_in_common_rest(whole: Any, stages: Sequence[SavedStage], what: str) -> None:
-    """Puts into a new stage's state dict what all saved stages have alike."""
+    """Copies into a new stage's state dict what is the same in all saved stages."""
     rests = [_collect_leaves({} if saved.rest is None else from_json(saved.rest)) for saved in stages]
     large = any(isinstance(value, torch.Tensor) and value.numel() > 1 for rest in rests for value in rest.values())
     if large or any(rest != rests[0] for rest in rests):
@@ -398,8 +398,8 @@ class _RemappedGroups(NamedTuple):
             return [lists[s][g] for s, g in self.sources]
         if not is_alike and not has_dicts:
             raise ArtifactError(
-                f"the checkpoint's {self.kind} has another list {path[-1]!r} in each stage, whose entries are not one "
-                "for each parameter group, so other stages cannot take it over; resume with the checkpoint's plan"
+                f"the checkpoint's {self.kind} has a different list {path[-1]!r} in each stage, and its entries are "
+                "not those of parameter groups, so other stages cannot use it; resume with the checkpoint's plan"
             )
         inner = present if size == len(state) else [None] * len(state)
         return [self.remap(old, item, (*path, i)) for i, (old, item) in enumerate(zip(inner, state, strict=True))]

@@ -350,7 +350,7 @@ def _check_samplers(loader: Any) -> None:
             raise WorkerError(
                 0,
                 "the loader",
-                f"its {type(part).__name__} gives each of {count} processes a part of the samples alone, but the "
+                f"its {type(part).__name__} gives each of {count} processes only a part of the samples, but the "
                 "workers of a pipeline train on the same minibatches, and replicas divide them among themselves",
                 "give a loader without it, such as DataLoader(dataset, shuffle=True)",
             )

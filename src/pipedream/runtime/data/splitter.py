@@ -142,7 +142,8 @@ class Splitter:
                 raise WorkerError(
                     0,
                     "the loader",
-                    f"the tensor {name!r} of the {role} has a graph, to which a pipeline returns no gradient",
+                    f"the tensor {name!r} of the {role} is part of an autograd graph, to which a pipeline returns no "
+                    "gradient",
                     "detach it, or put what computed it into the model",
                 )
             key = role, name, counts[name]
@@ -156,7 +157,7 @@ class Splitter:
                     "the loader",
                     f"the tensor {name!r} of the {role}, of shape {_describe_shape(leaf)} for {count} samples, "
                     f"{'has' if is_split else 'does not have'} the number of samples in dimension {dim}, unlike "
-                    "before, so that it is unknown whether it is to be split with the samples",
+                    "in earlier minibatches, so it is unclear whether to split it with the samples",
                     f"give batch_dim={{{name!r}: None}} if all samples share it, or the dimension of its samples",
                 )
 

@@ -173,10 +173,10 @@ class Loss:
             here = count_share(batch, leaf, value, samples)
             if here != share:
                 raise ValueError(
-                    f"the loss leaves out targets that are {value}, of which there are {here:g} per sample in this "
-                    f"part of a minibatch and {share:g} in the first one, so that its parts do not count by their "
-                    "samples; give weight=..., a function from a batch to the amount that the loss is a mean over, let "
-                    "the loss return (sum, weight), or train with microbatches=1"
+                    f"the loss leaves out targets that are {value}, and there are {here:g} of them per sample in "
+                    f"this part of a minibatch but {share:g} in the first part, so parts cannot be weighted by their "
+                    "numbers of samples; give weight=..., a function from a batch to the amount that the loss is a "
+                    "mean over, let the loss return (sum, weight), or train with microbatches=1"
                 )
 
     def _weigh_user_loss(
@@ -277,7 +277,7 @@ class Loss:
         if not isinstance(total, torch.Tensor) or total.numel() != 1 or not _is_amount(weight):
             raise TypeError(
                 f"the loss returned {_describe(pair)}; let it return a scalar tensor, or (sum, weight) with "
-                "the number of samples or tokens as the weight; numbers for the log are metrics=..."
+                "the number of samples or tokens as the weight; log other numbers with metrics=..."
             )
         if not self._has_checked_pair:
             self._has_checked_pair = True
@@ -287,8 +287,8 @@ class Loss:
             if isinstance(other, tuple) and _is_amount(other[1]) and float(other[1]) != float(weight):
                 raise TypeError(
                     f"the loss returned {_describe(pair)}, taken as (sum, weight), but the second value depends on the "
-                    "model's output, as an accuracy does; let the loss return a scalar tensor, and give numbers for "
-                    "the log as metrics=..."
+                    "model's output, as an accuracy does; let the loss return a scalar tensor, and log other numbers "
+                    "with metrics=..."
                 )
         return total.reshape(()), float(weight)
 
