@@ -319,10 +319,12 @@ def _compute_bound_s(plan: Plan, flushes: bool) -> float:
     if not flushes:
         rows = zip(stages, sites, tied_sums, runtime, plan.update_delay, strict=True)
         return max(
-            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + more_s, summed_bytes))
+            ((stage.compute_s + more_s) / site.speed + sum_s) / site.replicas
             for stage, site, tied_s, runtime_s, update_delay in rows
-            # What the runtime adds may hide the sum.
-            for more_s, summed_bytes in ((tied_s, 0 if update_delay else stage.parameter_bytes), (runtime_s, 0))
+            for more_s, sum_s in (
+                (tied_s, 0.0 if update_delay else float(site.sum_s(stage.parameter_bytes, stage.redone_s))),
+                (runtime_s, 0.0),  # what the runtime adds may hide the sum, with its latency
+            )
         )
     passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
     shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
