@@ -104,4 +104,5 @@ def test_probe_leaves_room_for_communicators(monkeypatch: pytest.MonkeyPatch) ->
     _fake_gpus(monkeypatch, H200)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (100 * GB, 150 * GB))
-    assert machine.available_bytes(device, 1) == 101 * GB - 500_000_000
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: GB // 4)
+    assert machine.available_bytes(device, 1) == 100 * GB + 3 * GB // 4 - 500_000_000, "with what is cached"

@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 import pipedream.pipeline
 from pipedream import Pipeline
 from pipedream.capture import capture
+from pipedream.capture.compare import fingerprint
 from pipedream.core.errors import WorkerError
+from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.session.comparer import Reference
+from pipedream.runtime.session.comparison import LayersCheck
+from pipedream.runtime.session.reference_run import ReferenceRun
+from pipedream.runtime.stage.stage_module import StageModule
 
 DATA = batches()
 
@@ -393,6 +400,32 @@ def test_it_leaves_no_trace(m: int, schedule: str) -> None:
         grads = [parameter.grad is None for parameter in model.parameters()]
         results.append((losses, {name: value.tolist() for name, value in state.items()}, kept, draws, rest, grads))
     assert results[0] == results[1]
+
+
+def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("give back"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(f"reset {device}"))
+    monkeypatch.setattr(ReferenceRun, "_run", lambda self, *arguments: Reference())
+    plain_model: Any = SimpleNamespace(fingerprint=fingerprint)
+    run = ReferenceRun(
+        plain_model,
+        Loss(mse),
+        rank=0,
+        split=1,
+        base=0,
+        seed=0,
+        device=torch.device("cuda", 0),
+        autocast=None,
+        compiles=False,
+    )
+    run.read(*DATA[0], [])
+    assert calls == ["give back", "reset cuda:0"]
+    module = StageModule([], {}, torch.device("cpu"), 0)
+    LayersCheck(run, 0, module, []).before_update({})
+    assert calls == ["give back", "reset cuda:0"] * 2, "after a comparison stage by stage too"
 
 
 class Mixed(nn.Module):

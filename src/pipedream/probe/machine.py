@@ -39,7 +39,8 @@ def available_bytes(device: torch.device, sharing: int) -> int:
     Of a GPU's what this process may still take, without what NCCL will need.
     """
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
         return max(1, free - _COMMUNICATORS_BYTES)
     try:
         rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

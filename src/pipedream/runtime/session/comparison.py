@@ -265,6 +265,10 @@ class LayersCheck(StageCheck):
         self._run.comparer.compare_values(self._stage, "gradient of the received tensor", expected, actual)
         self._input_gradients = []
 
+    def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
+        """Ends the comparison, whose memory training may need."""
+        self._run.release_memory()
+
 
 def _return_itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor

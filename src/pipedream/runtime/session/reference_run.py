@@ -122,10 +122,15 @@ class ReferenceRun:
             reference = Reference(incomparable=f"the model raised {with_place(error)}")
         self.comparer.reference = reference
         self._values = {}
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)  # the reported peak is that of training
+        self.release_memory()
         if self._publish is not None:
             self._publish(reference.to_json())
+
+    def release_memory(self) -> None:
+        """Gives a GPU the memory of the comparison back, and lets the reported peak be that of training."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # first: the peak of what is reserved begins at what is reserved now
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> Reference:
         plain = self._plain
