@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import commands
@@ -73,6 +75,14 @@ def seconds(network: Network, sender: int, receiver: int, size: int, port: int =
         return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
+def fastest_s(take: Callable[[], float], most_s: float, tries: int = 10) -> float:
+    """The shortest of several tries: whatever else the machine does only makes them longer."""
+    times_s = [take()]
+    while min(times_s) >= most_s and len(times_s) < tries:
+        times_s.append(take())
+    return min(times_s)
+
+
 @pytest.mark.network
 @pytest.mark.parametrize("as_user", [False, True])
 def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +95,7 @@ def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch
         network.limit(2e6, component=1)  # it sends and receives at no more
         assert seconds(network, 0, 1, 1_000_000) > 0.48
         network.limit(None)
-        assert seconds(network, 0, 1, 3_000_000) < 0.29
+        assert fastest_s(partial(seconds, network, 0, 1, 3_000_000), 0.29) < 0.29
 
 
 @pytest.mark.network
@@ -94,34 +104,44 @@ def test_short_message_does_not_wait_until_a_long_one_of_another_host_is_sent() 
         long = pool.submit(seconds, network, 0, 2, 12_000_000)
         while network.sent_bytes() < 1_000_000:
             time.sleep(0.01)
-        tries = [seconds(network, 1, 3, 100, port=port) for port in (5001, 5002, 5003)]
-        assert not long.done()
-        assert min(tries) < 0.02  # 0.07 in one queue
+        tries_s = [1.0]
+        for port in range(5001, 5020):
+            took_s = seconds(network, 1, 3, 100, port=port)
+            if long.done():
+                break
+            tries_s.append(took_s)
+            if took_s < 0.02:
+                break
+        assert min(tries_s) < 0.02  # 0.07 in one queue
 
 
 @pytest.mark.network
 def test_data_of_one_direction_does_not_hold_up_the_other() -> None:
     """The way there is shared with another pair of hosts, the way back, on the same connection, is free."""
-    with slow_network((2, 2), (1e9, 4e6)) as network, ThreadPoolExecutor() as pool:
-        pool.submit(seconds, network, 1, 3, 8_000_000)
-        start = network.hosts[2].inside(sys.executable, "-c", BOTH_WAYS, "", "8000000", "4000000")
-        with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as other:
-            assert other.stdout is not None
-            assert other.stdout.readline() == "ready\n"
-            to = (network.hosts[2].address, "8000000", "4000000")
-            command = network.hosts[0].inside(sys.executable, "-c", BOTH_WAYS, *to)
-            back_s = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-            there_s = float(other.stdout.readline())
-        assert there_s > 3.0
-        assert back_s < 1.3  # at the rate alone 1.0
+
+    def back_s(network: Network) -> float:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(seconds, network, 1, 3, 12_000_000)
+            start = network.hosts[2].inside(sys.executable, "-c", BOTH_WAYS, "", "8000000", "4000000")
+            with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as other:
+                assert other.stdout is not None
+                assert other.stdout.readline() == "ready\n"
+                to = (network.hosts[2].address, "8000000", "4000000")
+                command = network.hosts[0].inside(sys.executable, "-c", BOTH_WAYS, *to)
+                took_s = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+                assert float(other.stdout.readline()) > 3.0, "the way there is not shared"
+        return took_s
+
+    with slow_network((2, 2), (1e9, 4e6)) as network:
+        assert fastest_s(partial(back_s, network), 1.3, tries=3) < 1.3  # at the rate alone 1.0
 
 
 @pytest.mark.network
 def test_only_messages_between_groups_cross_the_outer_links() -> None:
     with slow_network((2, 2), (None, 4e6)) as network:
         assert len({host.address for host in network.hosts}) == 4
-        assert seconds(network, 0, 1, 4_000_000) < 0.9
-        assert seconds(network, 2, 3, 4_000_000) < 0.9
+        for sender, receiver in ((0, 1), (2, 3)):
+            assert fastest_s(partial(seconds, network, sender, receiver, 4_000_000), 0.9) < 0.9
         assert seconds(network, 1, 2, 4_000_000) > 0.98
 
 

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import commands
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream import Cluster, PipelineError, Plan, Timeline, simulate
+from pipedream import Cluster, PipelineError, Plan, Timeline, metrics, simulate
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan import depth
 from pipedream.core.plan.stage import Stage
@@ -35,6 +36,12 @@ def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> Plan:
         for s, count in enumerate(counts)
     )
     return Plan(stages, depth.noam(counts), Cluster.flat(sum(counts), 1e9, 1e-4))
+
+
+def check_measured_rate(summary: dict[str, Any], folder: Path) -> None:
+    """Checks that the rate is that of the measured timeline, however late a busy machine wakes those that wait."""
+    measured = Timeline.load(folder / "measured.json")
+    assert summary["throughput"]["measured_per_s"] == pytest.approx(metrics.steady_metrics(measured).samples_per_s)
 
 
 @given(
@@ -85,7 +92,8 @@ def test_needs_a_process_a_worker() -> None:
 def test_one_worker_needs_no_others(tmp_path: Path) -> None:
     summary = emulate(plan_of((1,)), minibatches=6, out=tmp_path / "run", quiet=True)
     assert summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
-    assert 0.5 < summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
+    check_measured_rate(summary, tmp_path / "run")
+    assert summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "weights.pt").exists()
     assert summary["configuration"]["schedule"] == "pipedream"
@@ -111,7 +119,8 @@ def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None
     assert not ended.orphans
     summary = json.loads(ended.out)
     rate = summary["throughput"]
-    assert 0.3 < rate["measured_per_s"] / rate["predicted_per_s"] < 1.05
+    check_measured_rate(summary, tmp_path / "run")
+    assert rate["measured_per_s"] / rate["predicted_per_s"] < 1.05
     measured, predicted = (Timeline.load(tmp_path / "run" / f"{name}.json") for name in ("measured", "predicted"))
     assert {span.rank for span in measured.spans} == {0, 1, 2}
     for kind, seconds in (("F", 0.02), ("B", 0.04), ("U", 0.002)):
