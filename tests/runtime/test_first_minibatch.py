@@ -546,3 +546,58 @@ def test_processes_train_as_without_it() -> None:
 def test_processes_refuse_what_they_do_not_see(kind: str, free_bytes: int | None, words: str) -> None:
     for end in processes.launch(_train, 2, kind, "1f1b", 1, True, free_bytes):
         assert re.search(words, str(end.error).replace(chr(10), " ")), end.error
+
+
+class Hungry(nn.Linear):
+    """Finds no memory, once."""
+
+    fails_in = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.find_memory("forward")
+        return _HungryBackward.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    @classmethod
+    def find_memory(cls, where: str) -> None:
+        if cls.fails_in == where:
+            cls.fails_in = ""
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class _HungryBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        Hungry.find_memory("backward")
+        return gradient
+
+
+def _train_hungry(check: bool, fails_in: str) -> Any:
+    """Trains as one rank of two, each of which compares its own layers."""
+    warnings: list[str] = []
+    logging.getLogger("pipedream").warning = lambda text, *args: warnings.append(text % args)  # type: ignore
+    pipedream.pipeline.available_bytes = lambda *_: 0  # type: ignore[attr-defined]
+    torch.manual_seed(1)
+    model = nn.Sequential(Hungry(4, 4), nn.Dropout(0.3), Hungry(4, 4)).double()
+    plan = plan_of(model, DATA[0][0], (1,))
+    Hungry.fails_in = fails_in
+    with Pipeline(model, plan, schedule="1f1b", microbatches=2, loss=mse, optimizer=SGD, check=check) as pipeline:
+        losses = [done.loss for done in pipeline.train(DATA)]
+        state = pipeline.state_dict()
+    assert not Hungry.fails_in
+    kept = {name: value.tolist() for name, value in state.items()}
+    return (losses, kept), [text for text in warnings if "the memory does not suffice" in text]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_comparison_without_memory_ends_and_training_does_not() -> None:
+    alone = processes.results(_train_hungry, 2, False, "")
+    for fails_in in ("forward", "backward"):
+        for rank, (actual, warnings) in enumerate(processes.results(_train_hungry, 2, True, fails_in)):
+            assert actual == alone[rank][0]
+            assert len(warnings) == 1
+            assert warnings[0].startswith(f"the first microbatch of stage {rank} is not compared")

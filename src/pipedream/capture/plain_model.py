@@ -144,19 +144,23 @@ class PlainModel:
         )
 
     @contextmanager
-    def restoring_state(self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = ()) -> Iterator[None]:
+    def restoring_state(
+        self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = (), *, copies_on_cpu: bool = False
+    ) -> Iterator[None]:
         """A context after which model, generators and other objects are as before; gradients are None within it.
 
         Args:
             values: of parameters and buffers that are on the meta device here; used within the context.
             others: objects besides the model that may change, such as a loss.
+            copies_on_cpu: weights are copied there, which takes no memory of a GPU.
         """
         others = list(others)
         modules = [self.model, *(other for other in others if isinstance(other, nn.Module))]
         every = list({id(m): m for root in modules for m in root.modules()}.values())
         devices = self._devices = sorted({p.device.index for m in every for p in m.parameters(False) if p.is_cuda})
         tensors = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
-        kept = [(p, p.data, p.detach().clone(), p.grad) for p in tensors.values()]
+        copy = _copy_to_cpu if copies_on_cpu else torch.clone
+        kept = [(p, p.data, copy(p.detach()), p.grad) for p in tensors.values()]
         slots = [(m._parameters, dict(m._parameters)) for m in every]
         python, numpy = random.getstate(), np.random.get_state()
         generator = torch.get_rng_state()
@@ -175,17 +179,22 @@ class PlainModel:
             for holder, kept_slots in slots:
                 holder.clear()
                 holder.update(kept_slots)
-            for parameter, storage, value, grad in kept:
+            for parameter, *_, grad in kept:
+                parameter.grad = grad  # first: comparing the values may need the memory
+            for parameter, storage, value, _ in kept:
                 if parameter.data_ptr() != storage.data_ptr() or parameter.shape != storage.shape:
                     parameter.data = storage
-                if not torch.equal(storage, value):
+                if not torch.equal(storage.to(value.device), value):
                     storage.copy_(value)
-                parameter.grad = grad
 
     def python_draws(self) -> Callable[[], bool]:
         """Returns a function that returns whether Python's or NumPy's generators have drawn since."""
         before = read_python_generators()
         return lambda: read_python_generators() != before
+
+
+def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 def _list_from(names: list[str], others: list[str]) -> str:

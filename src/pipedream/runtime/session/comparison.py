@@ -200,7 +200,8 @@ class LayersCheck(StageCheck):
     """Compares a stage's first microbatch with its layers, run plainly on what the stage has received.
 
     The layers run on a copy of the received value, with the user's own parameters, before the stage's own forward;
-    their outputs, and their gradients for the gradients that the stage has received, must be the stage's own.
+    their outputs, and their gradients for the gradients that the stage has received, must be the stage's own. If the
+    memory does not suffice for it, the comparison ends with a warning, and training continues.
     """
 
     def __init__(self, run: ReferenceRun, stage: int, module: StageModule, names: Sequence[str]) -> None:
@@ -209,9 +210,54 @@ class LayersCheck(StageCheck):
         self._inputs: list[torch.Tensor] = []
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._input_gradients: list[torch.Tensor | None] = []
-        self._is_ready = False
+        self._is_ready = self._has_ended = False
 
     def before_forward(
+        self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
+    ) -> None:
+        self._try(self._run_layers, value, microbatch, is_first, message, targets)
+
+    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compares the outputs, and takes the gradients of the layers for those that the outputs have."""
+        self._try(self._run_backward, saved, gradients)
+
+    def after_forward(self, index: int) -> None:
+        """Compares no buffers: those of the layers alone were copies."""
+
+    def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
+        self._try(super().gradient_ready, index, gradient)
+
+    def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
+        if not index and self._is_ready:
+            self._try(super().after_backward, index, gradients, 1.0)
+
+    def sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._try(self._compare_sent_back, index, gradients)
+
+    def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
+        """Ends the comparison, whose memory training may need."""
+        self._run.release_memory()
+
+    def _try(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Runs a step of the comparison, unless it has ended; ends it if the memory does not suffice."""
+        if self._has_ended:
+            return
+        try:
+            step(*arguments)
+        except torch.OutOfMemoryError:
+            self._has_ended = True
+        if self._has_ended:  # only now is the error gone, whose traceback holds tensors
+            self._is_ready = False
+            self._inputs, self._outputs, self._input_gradients = [], (), []
+            self._ready.clear()
+            self._run.release_memory()
+            _log.warning(
+                "the first microbatch of stage %d is not compared with its layers: the memory does not suffice for "
+                "running them twice; training continues, and check=False (--no-check) leaves the attempt out",
+                self._stage,
+            )
+
+    def _run_layers(
         self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
     ) -> None:
         def enter(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,8 +278,7 @@ class LayersCheck(StageCheck):
         self._run.note_kinds(self._outputs)
         self._run.refer_to({})
 
-    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Compares the outputs, and takes the gradients of the layers for those that the outputs have."""
+    def _run_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
         if saved.microbatch or not self._outputs:
             return
         self._run.comparer.compare_values(self._stage, "output", self._outputs, saved.outputs)
@@ -249,14 +294,7 @@ class LayersCheck(StageCheck):
         self._inputs, self._outputs = [], ()
         self._is_ready = True
 
-    def after_forward(self, index: int) -> None:
-        """Compares no buffers: those of the layers alone were copies."""
-
-    def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        if not index and self._is_ready:
-            super().after_backward(index, gradients, 1.0)
-
-    def sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _compare_sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Compares the gradients of the received tensors, which go to the previous stage."""
         if index or not self._is_ready or len(gradients) != len(self._input_gradients):
             return
@@ -264,10 +302,6 @@ class LayersCheck(StageCheck):
         expected, actual = [a for a, _ in pairs], [torch.zeros_like(a) if b is None else b for a, b in pairs]
         self._run.comparer.compare_values(self._stage, "gradient of the received tensor", expected, actual)
         self._input_gradients = []
-
-    def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
-        """Ends the comparison, whose memory training may need."""
-        self._run.release_memory()
 
 
 def _return_itself(tensor: torch.Tensor) -> torch.Tensor:

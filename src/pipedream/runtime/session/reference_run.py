@@ -36,7 +36,7 @@ class UserModel(Protocol):
     def forward(self, inputs: Any, reseed: Callable[[str], None]) -> Any: ...
 
     def restoring_state(
-        self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = ()
+        self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = (), *, copies_on_cpu: bool = False
     ) -> AbstractContextManager[None]: ...
 
     def python_draws(self) -> Callable[[], bool]: ...
@@ -290,8 +290,11 @@ class ReferenceRun:
     # -- one stage alone ----------------------------------------------------------------------------------
 
     def restoring_state(self) -> AbstractContextManager[None]:
-        """A context after which the layers here, the loss and the generators are as before."""
-        return self._plain.restoring_state({}, [self._loss.function, *self._modules_of_loss])
+        """A context after which the layers here, the loss and the generators are as before.
+
+        Their weights are copied to the CPU: stages are compared one by one where a GPU's memory is short.
+        """
+        return self._plain.restoring_state({}, [self._loss.function, *self._modules_of_loss], copies_on_cpu=True)
 
     def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
         """Returns the loss of the last stage's output, computed anew; the model's own loss is what it returned."""
