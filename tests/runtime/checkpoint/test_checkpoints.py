@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import processes
@@ -56,6 +56,55 @@ def test_the_writers_thread_uses_the_gpu_of_the_tensors(tmp_path: Path, monkeypa
     background.finish()
     assert [what for what, _ in done] == ["cuda:1", "save"]
     assert done[0][1] == done[1][1] != threading.get_ident()
+
+
+class _OnGpu(torch.Tensor):
+    """Stands for a tensor on a GPU: a copy into pinned memory is complete when an event is."""
+
+    is_cuda = True  # type: ignore[assignment]
+    under_way: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def clone(self, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        raise AssertionError("takes memory of the GPU")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.empty_like:
+            assert kwargs == {"device": "cpu", "pin_memory": True}
+            return torch.full(args[0].shape, -1.0)
+        if function is torch.Tensor.copy_ and not isinstance(args[0], _OnGpu):
+            assert kwargs == {"non_blocking": True}
+            cls.under_way.append((args[0], args[1].as_subclass(torch.Tensor).clone()))
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class _Event:
+    def record(self) -> None:
+        self._copies = list(_OnGpu.under_way)
+
+    def synchronize(self) -> None:
+        for copy, value in self._copies:
+            copy.copy_(value)
+
+
+def test_what_is_saved_in_the_background_is_copied_to_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    weight, step = torch.ones(3), torch.ones(2)
+    more = {"model/weight": weight.as_subclass(_OnGpu), "optimizer/weight/step": step}
+    with pipeline(zoo.make("mlp")) as trained:
+        checkpointer = trained._session.checkpointer
+        tensors, places, stages = checkpointer._collect()
+        monkeypatch.setattr(checkpointer, "_collect", lambda: (tensors | more, places, stages))
+        path = trained.save(tmp_path, wait=False)
+        for tensor in (weight, step):
+            tensor.fill_(2.0)  # as training would
+        checkpointer.writer.finish()
+    saved = pieces.read_tensors(path, folders.read_manifest(path), more)
+    assert {name: tensor.tolist() for name, tensor in saved.items()} == {
+        "model/weight": [1.0, 1.0, 1.0],
+        "optimizer/weight/step": [1.0, 1.0],
+    }
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

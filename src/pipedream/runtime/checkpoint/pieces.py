@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -181,6 +181,26 @@ def _compute_crc32(tensor: torch.Tensor) -> int:
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     plain = tensor.resolve_conj().resolve_neg().reshape(-1)
     return zlib.crc32(plain.contiguous().view(torch.uint8).numpy().data, head)
+
+
+def copy_for_writing(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], Callable[[], None] | None]:
+    """Returns copies on the CPU that training does not change, and what waits until they are complete, if needed.
+
+    A GPU copies into pinned memory, and before anything that it is given later. So the host need not wait, and no
+    memory of the GPU is needed. The pinned memory is used again for the next copies.
+    """
+    copies = {name: _copy_to_pinned(tensor) if tensor.is_cuda else tensor.clone() for name, tensor in tensors.items()}
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        return copies, None
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return copies, copied.synchronize
+
+
+def _copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
 
 
 def write_tensors(

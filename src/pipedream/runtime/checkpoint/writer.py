@@ -25,7 +25,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,6 +69,7 @@ class _Save:
     tensors: Mapping[str, torch.Tensor]
     places: Mapping[str, tuple[Box, Sequence[int]]]
     keep: int | None
+    wait_for_tensors: Callable[[], None] | None
 
     @property
     def scratch(self) -> AnyPath:
@@ -101,6 +102,7 @@ class Writer:
         tensors: Mapping[str, torch.Tensor],
         keep: int | None,
         places: Mapping[str, tuple[Box, Sequence[int]]] | None = None,
+        wait_for_tensors: Callable[[], None] | None = None,
     ) -> AnyPath:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
 
@@ -109,6 +111,7 @@ class Writer:
             tensors: must not be modified until `finish`.
             keep: complete checkpoints to keep; None keeps all.
             places: for tensors that are parts: which part, and the shape of the whole.
+            wait_for_tensors: called by the thread that writes, before it reads the tensors.
 
         Raises:
             ArtifactError: another run has saved one of that name, or is writing into the folder.
@@ -125,7 +128,7 @@ class Writer:
         failure = broadcast_text(failure, self._group)
         if failure:
             raise ArtifactError(failure)
-        save = _Save(path, manifest, tensors, places or {}, keep)
+        save = _Save(path, manifest, tensors, places or {}, keep, wait_for_tensors)
         if folder not in self._apart:
             self._apart[folder] = [not sees for sees in ranks_that_see(folder, self._rank, self._group)]
         self._last = (path, manifest.minibatches)
@@ -153,6 +156,8 @@ class Writer:
         failure = ""
         written: list[Any] = []
         try:
+            if save.wait_for_tensors is not None:
+                save.wait_for_tensors()
             written = write_tensors(scratch / f"__{self._rank}_0.distcp", save.tensors, save.places)
         except Exception as error:
             failure = summarise_error(system_error(error))

@@ -75,8 +75,9 @@ class Checkpointer:
         with self._local.reporting("saving a checkpoint"):
             self.writer.finish()
             tensors, places, stages = self._collect()
+            wait_for_copies = None
             if not wait:
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+                tensors, wait_for_copies = pieces.copy_for_writing(tensors)
             state = json.dumps([stages, save_rng(self._device)]) if self._is_first else ""
             texts = [text for text in gather_texts(state, self._group) if text]
             every: dict[int, SavedStage] = {}
@@ -93,7 +94,7 @@ class Checkpointer:
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
             )
-            path = self.writer.begin(folder, manifest, tensors, keep, places)
+            path = self.writer.begin(folder, manifest, tensors, keep, places, wait_for_copies)
             if wait:
                 self.writer.finish()
             return path
