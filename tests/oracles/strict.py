@@ -6,7 +6,7 @@ It does what NCCL does, and refuses what would make NCCL wait for ever or return
 - tensors on another device than the communicator's are refused;
 - what was issued on a communicator runs in that order, in a thread, as NCCL's kernels on their stream: a receive whose
   send has not been issued holds up what comes after it;
-- each receive must match the next send in bytes and type;
+- each receive must match the next send in bytes and type, which is one that NCCL has;
 - `is_completed` is true once the transfer has ended; `wait` does not let the host wait for more than that;
 - a wait for the whole device, and a drain, fail while something is outstanding.
 """
@@ -30,6 +30,11 @@ from pipedream.runtime.comm import channel, connections, process_group, shared_m
 from pipedream.runtime.session import streams
 
 _HOST_TIMEOUT_S = 30.0
+NCCL_DTYPES = {
+    torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""Those of torch's table in torch/csrc/distributed/c10d/NCCLUtils.cpp."""
 _FIRST_TAG = 1 << 20
 _communicators: list[StrictCommunicator] = []
 _numbers = itertools.count()
@@ -91,6 +96,9 @@ class StrictCommunicator:
         if connects:
             self._meet("the making of a communicator")
 
+    def rank(self) -> int:
+        return self._ranks.index(self._rank)
+
     def send(self, tensors: list[Tensor], place: int, tag: int) -> _Work:
         return self._issue("a send", tensors, place, self._send)
 
@@ -107,6 +115,8 @@ class StrictCommunicator:
         peer = self._ranks[place]
         if tensor.device != self._device:
             raise StrictError(f"{what} of a tensor on {tensor.device} was issued on a communicator of {self._device}")
+        if tensor.dtype not in NCCL_DTYPES:
+            raise StrictError(f"{what} of a tensor of {tensor.dtype}, which NCCL does not have")
         if not tensor.is_contiguous():
             raise StrictError(f"{what} of a tensor that is not contiguous")
         if peer == self._rank:
@@ -190,7 +200,7 @@ def installed() -> Iterator[None]:
         if ctas is None:  # sums have gloo's
             return plain(ranks, device)
         number = next(_numbers)
-        return StrictCommunicator(tuple(ranks), device, number) if dist.get_rank() in ranks else None
+        return StrictCommunicator(tuple(sorted(ranks)), device, number) if dist.get_rank() in ranks else None
 
     def drained(ends: Any) -> None:
         channel.drain(ends)

@@ -11,6 +11,7 @@ import strict
 import torch
 import torch.distributed as dist
 
+from pipedream.runtime.comm import message
 from pipedream.runtime.comm.channel import drain
 from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
 from pipedream.runtime.comm.message import Message
@@ -146,6 +147,27 @@ def tensor_of_another_device() -> None:
     (communicator.send if place else communicator.recv)([torch.ones(2)], place, 0)
 
 
+def type_that_nccl_lacks() -> None:
+    communicator, place = strict.StrictCommunicator((0, 1), CPU, 2004), 1 - dist.get_rank()
+    (communicator.send if place else communicator.recv)([torch.ones(2, dtype=torch.complex64)], place, 0)
+
+
+def types_arrive() -> list[str]:
+    """Tensors of every type that a message may have, of which NCCL lacks some; returns the types."""
+    out, back = ends(6)
+    tensors = [torch.arange(6).reshape(2, 3).to(torch.float32).to(dtype).t() for dtype in message._DTYPES]
+    tensors.append(torch.complex(torch.ones(2), torch.arange(2.0)).conj())
+    out.send(Message(0, tensors=tuple(tensors)), 0)
+    received = back.receive(0).tensors
+    out.drain()
+    for tensor, expected in zip(received, tensors, strict=True):
+        assert tensor is not None
+        assert torch.equal(
+            tensor.contiguous().view(torch.uint8), expected.resolve_conj().contiguous().view(torch.uint8)
+        )
+    return [str(tensor.dtype) for tensor in received if tensor is not None]
+
+
 def orders_that_differ() -> None:
     communicator = strict.StrictCommunicator((0, 1), CPU, 2001, timeout_s=3.0)
     sizes = (2, 3) if dist.get_rank() == 0 else (3, 2)
@@ -205,11 +227,20 @@ def all_scenarios() -> dict[str, Any]:
     torch.cuda.synchronize = strict.synchronize
     results: dict[str, Any] = {"kept": messages_arrive(), "right order": refused(lambda: in_the_order_of_1f1b(2))}
     results["lazy"] = refused(lambda: in_the_order_of_1f1b(3, connects=False))
-    scenarios = (tensor_of_another_device, one_end_alone, device_wide_wait, drain_with_a_receive, orders_that_differ)
-    for scenario in (*scenarios, first_use_in_the_program):
+    scenarios = (
+        tensor_of_another_device,
+        type_that_nccl_lacks,
+        one_end_alone,
+        device_wide_wait,
+        drain_with_a_receive,
+        orders_that_differ,
+        first_use_in_the_program,
+    )
+    for scenario in scenarios:
         results[scenario.__name__] = refused(scenario)
         dist.barrier()
     results["completion"] = completion()
+    results["types"] = types_arrive()
     results["apart"] = tensors_on_a_device_travel_apart()
     return results
 

@@ -21,9 +21,6 @@ import torch.distributed as dist
 from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import Message, MessageFormat, flatten_in_memory_order
 
-_SENDER, _RECEIVER = 0, 1
-"""Their ranks in the communicator."""
-
 
 class SendingLink:
     """The sending end of a link.
@@ -35,6 +32,7 @@ class SendingLink:
     def __init__(self, headers: ConnectionSender, communicator: dist.ProcessGroup) -> None:
         self._headers = headers
         self._communicator = communicator
+        self._receiver = 1 - communicator.rank()
         self._out: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def send(self, message: Message, channel: int) -> int:
@@ -42,8 +40,8 @@ class SendingLink:
         message_format = self._headers.send_on(message, channel)
         for tensor, spec in zip(message.tensors, message_format.specs, strict=True):
             if tensor is not None and spec is not None and spec.begin is None and tensor.numel():
-                sent = flatten_in_memory_order(tensor)
-                self._out.append((self._communicator.send([sent], _RECEIVER, 0), sent))
+                sent = _view_as_bytes(tensor)
+                self._out.append((self._communicator.send([sent], self._receiver, 0), sent))
         while self._out and self._out[0][0].is_completed():
             self._out.popleft()
         return message_format.sent_bytes
@@ -68,6 +66,7 @@ class ReceivingLink:
     ) -> None:
         self._headers = headers
         self._communicator = communicator
+        self._sender = 1 - communicator.rank()
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._arrived: dict[int, deque[tuple[Message, list[tuple[dist.Work, torch.Tensor]]]]] = {}
@@ -96,7 +95,7 @@ class ReceivingLink:
                     tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self._device)
                     tensors[i] = tensor
                     if tensor.numel():
-                        work = self._communicator.recv([flatten_in_memory_order(tensor)], _SENDER, 0)
+                        work = self._communicator.recv([_view_as_bytes(tensor)], self._sender, 0)
                         receives.append((work, tensor))
         message.tensors = tuple(tensors)  # nobody else has seen it
         return message, receives
@@ -144,3 +143,8 @@ class LinkReceiver(RemoteReceiver):
 
     def drain(self) -> None:
         self._link.drain()
+
+
+def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """NCCL has no complex numbers, no int16, and of the unsigned integers only uint8."""
+    return flatten_in_memory_order(tensor).view(torch.uint8)
