@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
 import processes
@@ -71,11 +73,68 @@ def test_nccl_is_used_if_the_group_has_it_and_each_rank_a_card(
     assert connections.has_nccl(torch.device(device), cards) is uses_nccl
 
 
+def test_nccl_is_not_used_where_each_launch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that send to each other would wait for ever."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.warns(
+        UserWarning, match="CUDA_LAUNCH_BLOCKING=1 makes each send wait .* through the memory of the CPU"
+    ):
+        assert not connections.has_nccl(torch.device("cuda"), ["a", "b"])
+
+
+class Backend:
+    """NCCL's side of a group, with the names of what was called."""
+
+    def __init__(self, calls: list[str], aborts: threading.Event) -> None:
+        self._calls = calls
+        self._aborts = aborts
+
+    def _group_start(self) -> None:
+        self._calls.append("start")
+
+    def _group_end(self) -> None:
+        self._calls.append("end")
+
+    def abort(self) -> None:
+        assert self._aborts.wait(60.0)
+        self._calls.append("abort")
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        assert device.type == "cuda"
+        return self
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_after_a_failure_all_communicators_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """One by one, each would wait for the others' kernels; an abort that does not end must not keep the process."""
+    calls: list[str] = []
+    at_exit: list[Any] = []
+    aborts = threading.Event()
+    groups: list[Any] = [Backend(calls, aborts) for _ in range(3)]
+    monkeypatch.setattr(connections, "_ABORT_S", 10.0 if ends else 0.01)
+    monkeypatch.setattr(connections.atexit, "register", at_exit.append)
+    if ends:
+        aborts.set()
+    everyone: Any = object()
+    links = {(0, 1): groups[0], (1, 0): groups[1]}
+    connections.Connections(everyone, everyone, (groups[2], None), (), {}, links).abort()
+    if ends:
+        assert calls == ["start", "abort", "abort", "abort", "end"]
+    assert at_exit == ([] if ends else [connections._end_process])
+    aborts.set()
+    connections.Connections(everyone, everyone, (groups[2],), (), {}, {}).abort()  # gloo's need nothing
+
+
 def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
+        _timeout = None
+
         class config:
             max_ctas = -1
 
+    monkeypatch.setenv("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "1")
+    monkeypatch.delenv("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING")
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Double", (), {"Options": Options}), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls.append({"ranks": ranks} | options))
@@ -83,12 +142,16 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     connections._make_group((1, 0), gpu, 4)
     connections._make_group((0, 1), gpu)
     link, sums = calls
-    assert link["ranks"] == [1, 0]
-    assert link["sort_ranks"] is False
+    assert link["ranks"] == [0, 1]
+    assert set(link) == {"ranks", "backend", "timeout", "pg_options", "device_id"}, "torch 2.11 has no sort_ranks"
     assert link["backend"] == "nccl"
+    assert link["pg_options"]._timeout == link["timeout"], "torch warns"
+    assert os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "0"
     assert link["pg_options"].config.max_ctas == 4
     assert sums["backend"] == "cpu:gloo,cuda:nccl"
-    assert all(call["device_id"] == gpu and call["timeout"].days >= 7 for call in calls)
+    assert all(call["device_id"] == gpu and 7 <= call["timeout"].days <= 24 for call in calls), (
+        "milliseconds in 32 bits"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

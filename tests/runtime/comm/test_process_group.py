@@ -6,17 +6,20 @@ import os
 import re
 import socket
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import processes
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from pipedream.core.errors import PeerError, PlanError
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.launcher import LOCAL_RANKS
 
-VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", *LOCAL_RANKS)
+VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", *LOCAL_RANKS)
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: int) -> list[str]:
@@ -41,6 +44,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: int) -> li
         (4, {"WORLD_SIZE": 8, "OMPI_COMM_WORLD_LOCAL_RANK": 1}, "cuda:1"),
         (1, {"WORLD_SIZE": 8, "SLURM_LOCALID": 5}, "cuda:0"),
         (1, {"WORLD_SIZE": 8}, "cuda:0"),
+        (1, {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 3, "CUDA_VISIBLE_DEVICES": 3}, "cuda:0"),
     ],
 )
 def test_gpu_of_a_process(monkeypatch: pytest.MonkeyPatch, gpus: int, variables: dict[str, int], device: str) -> None:
@@ -63,6 +67,11 @@ def test_gpu_of_a_process(monkeypatch: pytest.MonkeyPatch, gpus: int, variables:
             0,
             {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1},
             "no GPUs were found; start them with --device cpu",
+        ),
+        (
+            1,
+            {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1},
+            r"but 1 GPU was found; start 1 \(--workers or --nproc-per-node",
         ),
         (2, {"WORLD_SIZE": 4, "SLURM_LOCALID": 2}, "'cuda:2' was requested, but 2 GPUs.*or start fewer processes"),
     ],
@@ -123,8 +132,38 @@ def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     _machine(monkeypatch, 1)
+    queues: list[str] = []
+
+    def is_available() -> bool:  # starts CUDA, which reads the variable
+        queues.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
     process_group.process_device("cuda")
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert set(queues) == {"32"}
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match="CUDA was started before the pipeline .* set CUDA_DEVICE_MAX_CONNECTIONS=32"):
+        process_group.process_device("cuda:0")
+
+
+def _make_groups_in_a_bound_world() -> tuple[list[int], str]:
+    """Returns what `make_group` asked of the world's communicator, and the device that the world keeps."""
+    splits: list[int] = []
+    communicator = SimpleNamespace(perform_nocolor_split=lambda device: splits.append(dist.get_rank()))
+    everyones = dist.group.WORLD
+    everyones.bound_device_id = torch.device("cuda:0")
+    with mock.patch.object(distributed_c10d, "_get_split_source", return_value=communicator):
+        process_group.make_group([0])
+    bound, everyones.bound_device_id = str(everyones.bound_device_id), None
+    dist.barrier()
+    return splits, bound
+
+
+@pytest.mark.processes
+def test_groups_are_not_split_from_a_users_group_with_a_device() -> None:
+    """Rank 1 would wait for a split to which rank 0 does not come: its group is gloo's."""
+    assert processes.results(_make_groups_in_a_bound_world, 2) == [([], "cuda:0")] * 2
 
 
 def _free_port() -> int:

@@ -10,9 +10,13 @@ for something else first, so every group is used once here, in an order that all
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -26,13 +30,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipedream.core.errors import PlanError, WorkerError
 from pipedream.core.plan.mesh import Mesh
-from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, world_group
+from pipedream.runtime.comm.process_group import (
+    gather_texts,
+    groups_of_their_own,
+    leave_group,
+    machine_address,
+    set_timeout,
+    world_group,
+)
 from pipedream.runtime.comm.shared_memory import Listener, MemoryPair
 
 CONNECT_TIMEOUT_S = 60.0
 """How long the ranks of a group may take to connect, once all ranks are there."""
-_NCCL_TIMEOUT = timedelta(days=30)  # a user may pause a run, as in a notebook; failures are found by the guard
+# A user may pause a run, as in a notebook; failures are found by the guard. In milliseconds it fits into 32 bits.
+_NCCL_TIMEOUT = timedelta(days=20)
 _LINK_CTAS = 4  # of a message; they share no SM with compute
+_ABORT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -106,8 +119,46 @@ class Connections:
         ):
             if group is not None and group is not self.everyone:
                 leave_group(group)
+        for group in self._mesh_groups:
+            if group is not dist.group.WORLD:
+                leave_group(group)
         for memory in self.memory.values():
             memory.close()
+
+    @property
+    def _mesh_groups(self) -> Sequence[dist.ProcessGroup]:
+        """The groups along the mesh's dimensions."""
+        return self.mesh.get_all_groups() if self.mesh is not None else ()
+
+    def abort(self) -> None:
+        """Ends what NCCL has under way after a failure, when other ranks may be gone.
+
+        At exit torch would abort one communicator after the other, each of which waits for the kernels of the others.
+        """
+        if not self.links:
+            return
+        sums = (*self.stages, *self.holders, self.mesh_group, *self._mesh_groups)
+        groups = {*self.links.values(), *(group for group in sums if group is not None)}
+        aborting = Thread(target=_abort_backends, args=(groups,), daemon=True, name="pipedream-abort")
+        aborting.start()
+        aborting.join(_ABORT_S)
+        if aborting.is_alive():
+            atexit.register(_end_process)
+
+
+def _abort_backends(groups: Iterable[dist.ProcessGroup]) -> None:
+    backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
+    backends[0]._group_start()
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
+
+
+def _end_process() -> None:
+    """Ends the process without the destructors of NCCL's communicators, which would never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def connect_groups(
@@ -128,6 +179,18 @@ def connect_groups(
     """
     everyone = world_group()
     assert everyone is not None
+    with groups_of_their_own():
+        return _connect_all(everyone, pairs, stages, holders, device, meshes)
+
+
+def _connect_all(
+    everyone: dist.ProcessGroup,
+    pairs: Sequence[tuple[int, int]],
+    stages: Sequence[Sequence[int]],
+    holders: Sequence[Sequence[int]],
+    device: torch.device,
+    meshes: Sequence[Mesh],
+) -> Connections:
     uses_nccl = has_nccl(device, gather_texts(name_card(device), everyone))
     if device.type != "cpu" and not uses_nccl and any(mesh.dimensions for mesh in meshes):
         raise PlanError(
@@ -182,7 +245,7 @@ def _connect_memory(
 def _connect_link(connecting: _Connecting, pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | None:
     make = partial(_make_group, pair, device, _LINK_CTAS)
     sends = dist.get_rank() == pair[0]
-    return connecting.connect(pair, make, lambda group: _exchange(group, sends, (0, 1), device))
+    return connecting.connect(pair, make, lambda group: _exchange(group, sends, device))
 
 
 def _connect_sums(
@@ -223,6 +286,9 @@ def _connect_meshes(
             continue
         grid = torch.tensor(ranks).view(*mesh.dimensions.values())
         device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=tuple(mesh.dimensions))
+        if device.type == "cuda" and dist.get_rank() in ranks:
+            for at in device_mesh.get_all_groups():
+                set_timeout(_NCCL_TIMEOUT, at)
         group = _make_group(ranks, torch.device("cpu"))
         on_device = group if device.type == "cpu" else _make_group(ranks, device)
         groups_here = (device_mesh, group, on_device) if dist.get_rank() in ranks else groups_here
@@ -312,10 +378,10 @@ def _share_memory(
         memory[pair] = MemoryPair(connection, sends=dist.get_rank(everyone) == sender)
 
 
-def _exchange(group: dist.ProcessGroup, sends: bool, places: tuple[int, int], device: torch.device) -> None:
-    """Sends one byte from a rank to another, whose places in the group are given, and waits for it."""
-    byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
-    _finish(group.send(byte, places[1], 0) if sends else group.recv(byte, places[0], 0))
+def _exchange(group: dist.ProcessGroup, sends: bool, device: torch.device) -> None:
+    """Sends one byte to the other rank of a group of two, or receives it, and waits for that."""
+    byte, other = [torch.zeros(1, dtype=torch.uint8, device=device)], 1 - group.rank()
+    _finish(group.send(byte, other, 0) if sends else group.recv(byte, other, 0))
 
 
 def _add(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -340,17 +406,27 @@ def _make_group(ranks: Sequence[int], device: torch.device, ctas: int | None = N
     else:
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = ctas
+        options._timeout = _NCCL_TIMEOUT  # torch warns where it differs from the argument, which counts
+        # A link runs its messages in one order on purpose, of which torch would warn.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         group = dist.new_group(
-            list(ranks), backend="nccl", timeout=_NCCL_TIMEOUT, pg_options=options, device_id=device, sort_ranks=False
+            sorted(ranks), backend="nccl", timeout=_NCCL_TIMEOUT, pg_options=options, device_id=device
         )
     return group
 
 
 def has_nccl(device: torch.device, cards: Sequence[str]) -> bool:
     """Returns whether the user's process group has NCCL, which refuses ranks that share a card."""
-    if device.type != "cuda" or len(set(cards)) < len(cards):
+    if device.type != "cuda" or len(set(cards)) < len(cards) or "nccl" not in dist.get_backend_config():
         return False
-    return "nccl" in dist.get_backend_config()
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        warnings.warn(
+            "CUDA_LAUNCH_BLOCKING=1 makes each send wait for its receive, and two ranks that send to each other would "
+            "wait for ever; messages go through the memory of the CPU instead. Unset it for NCCL",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def name_card(device: torch.device) -> str:

@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -87,9 +88,13 @@ def _join(backend: str) -> None:
         else:
             which = "it tried " + ", ".join(f"rank {other} at {store.get(keys[other]).decode()}" for other in others)
         raise PlanError(f"{here} is not connected within {JOIN_TIMEOUT_S:g} s: {which}; {advice} ({error})") from error
-    # Public from torch 2.14 on, where the private name warns.
-    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(dist.default_pg_timeout)
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Limits the waits in a group, by default that of all ranks."""
+    # Public from torch 2.14 on, where the private name warns.
+    (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def machine_address() -> str:
@@ -196,8 +201,25 @@ def wait_for_all() -> None:
 
 def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Returns a process group of some ranks; every rank calls it, in the same order."""
-    group: dist.ProcessGroup = dist.new_group(list(ranks))
+    with groups_of_their_own():
+        group: dist.ProcessGroup = dist.new_group(list(ranks))
     return group
+
+
+@contextmanager
+def groups_of_their_own() -> Iterator[None]:
+    """Makes new groups connect by themselves, without a split of the user's group.
+
+    Of a user's `init_process_group(..., device_id=...)` torch splits each new group; for one of gloo it makes the
+    ranks outside of it wait for a split to which its own ranks never come.
+    """
+    everyones = dist.group.WORLD
+    assert everyones is not None
+    device, everyones.bound_device_id = everyones.bound_device_id, None
+    try:
+        yield
+    finally:
+        everyones.bound_device_id = device
 
 
 def leave_group(group: dist.ProcessGroup | None = None) -> None:
@@ -237,6 +259,16 @@ def process_device(name: str) -> torch.device:
 
     Raises PlanError if this machine has no such device, or it is not known which is this process's.
     """
+    if name.startswith("cuda"):
+        # Read when CUDA starts: with the default of 8 queues, computation would wait in one with a receive.
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if started and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+            warnings.warn(
+                "CUDA was started before the pipeline was made, so that its computation may wait behind its messages; "
+                "set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment",
+                stacklevel=2,
+            )
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name == "cuda":
         name = f"cuda:{_choose_gpu()}"
     try:
@@ -244,8 +276,6 @@ def process_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise PlanError(f"device {name!r} is not known: {error}; choose cpu or cuda") from None
     if device.type == "cuda":
-        # Read when CUDA starts: with the default of 8 queues, computation would wait in one with a receive.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             remedy = f"choose one of cuda:0 to cuda:{count - 1}, or start fewer processes" if count else "use cpu"
@@ -258,8 +288,8 @@ def _choose_gpu() -> int:
     """Returns the number of this process's GPU on its machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if count == 1 and launcher() is not None:
-        return 0  # srun and mpirun may show each process its own GPU alone
+    if count == 1 and (launcher() is not None or os.environ.get("CUDA_VISIBLE_DEVICES")):
+        return 0  # srun, mpirun and scripts under torchrun may show each process its own GPU alone
     if here > max(count, 1):
         raise PlanError(
             f"{here} processes were started on this machine, each for a GPU of its own, but {_spell_gpus(count)} "

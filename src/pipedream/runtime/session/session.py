@@ -114,6 +114,8 @@ class Session:
                 wait_for_all()
                 local.connections.close()
                 local.connections = None
+        elif local.connections is not None:
+            local.connections.abort()
         self.checkpointer.close(failed=failed)
         if local.guard is not None:
             local.guard.end()
