@@ -11,17 +11,20 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import processes
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import _random
 from torch.nn import functional as F
 
 import pipedream
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.plan.mesh import meshes_of
+from pipedream.sharding.stage import StageSharding
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 D = 16
@@ -387,6 +390,31 @@ def test_a_model_that_is_no_chain_may_be_one_stage() -> None:
         for end in processes.launch(_train_residual, 2 * len(shape.split("-")), "cut1:2", p, shape):
             assert isinstance(end.error, PipelineError)
             assert words in str(end.error)
+
+
+def test_random_operators_on_gpus_draw_from_the_stages_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensor's own tracker would be made by a broadcast to all ranks of the job, to which only this stage's come."""
+    broadcasts: list[bool] = []
+    monkeypatch.setattr(
+        _random.OffsetBasedRNGTracker,
+        "__init__",
+        lambda self, mesh, run_state_sync=True: broadcasts.append(run_state_sync),
+    )
+    monkeypatch.setattr(_random, "_rng_tracker", None)
+    mesh: Any = SimpleNamespace(
+        device_type="cuda", mesh_dim_names=("model",), size=lambda at: 2, get_coordinate=lambda: [0], ndim=1
+    )
+    StageSharding(pipedream.Layout("d_ff:model"), mesh)
+    tracker: Any = _random._rng_tracker
+    assert broadcasts == [False]
+    torch.manual_seed(1)
+    draws = []
+    for _ in range(2):
+        with tracker._distribute_region(None):
+            draws.append(torch.rand(2))
+    torch.manual_seed(1)
+    assert torch.equal(torch.stack(draws), torch.stack([torch.rand(2), torch.rand(2)]))
+    assert not tracker.distribute_region_enabled
 
 
 def test_a_layout_must_fit_the_model() -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -37,6 +37,22 @@ from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part, runs_early
 from pipedream.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
 from pipedream.sharding.whole_weights import step_whole_weights, steps_each_element
+
+
+class _StageGenerator(_random.OffsetBasedRNGTracker):
+    """Lets DTensor's random operators draw from the stage's generator, as on CPUs.
+
+    By default DTensor makes a tracker at the first of them, and broadcasts its state to all ranks of the job, of which
+    only those of this stage are there.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        super().__init__(device_mesh, run_state_sync=False)
+        self.distribute_region_enabled = False
+
+    @contextmanager
+    def _distribute_region(self, spec: DTensorSpec, generator: torch.Generator | None = None) -> Iterator[None]:
+        yield  # torch 2.11 would set the generator back, though the region is disabled
 
 
 class _Part:
@@ -148,6 +164,8 @@ class StageSharding:
         self.mesh = Mesh(",".join(f"{name}:{device_mesh.size(at)}" for at, name in enumerate(names)))
         self._layout = layout
         self.device_mesh = device_mesh
+        if device_mesh.device_type == "cuda":
+            _random._rng_tracker = _StageGenerator(device_mesh)
         self.group = group
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
         self._shard_dim = self._find_dimension(layout.shard_weights)
