@@ -87,14 +87,21 @@ def summed_loss(output: Tensor, batch: Any) -> tuple[Tensor, float]:
 
 
 def plan_of(
-    model: nn.Module, sample: Any, stages: int, method: str = "1f1b", *, recompute: bool = False, workers: int = 0
+    model: nn.Module,
+    sample: Any,
+    stages: int,
+    method: str = "1f1b",
+    *,
+    recompute: bool = False,
+    workers: int = 0,
+    replicas: tuple[int, ...] = (),
 ) -> Plan:
     """Returns a plan of stages with the same number of layers; nothing is timed."""
     graph = capture(model, (sample,)).graph
     count = len(graph.layers)
     profile = Profile(type(model).__name__, graph, (LayerProfile(1.0, 2.0, 8, 8),) * count, len(sample))
     layout = LAYOUTS.get(method)
-    replicas = (1 if layout is None else layout.replicas,) * stages
+    replicas = replicas or (1 if layout is None else layout.replicas,) * stages
     cuts = tuple(stage * count // stages for stage in range(1, stages))
     plan = manual_plan(profile, Cluster.flat(sum(replicas)), cuts, replicas)
     if layout is not None:

@@ -31,6 +31,7 @@ NO_CARD = "no CUDA card was found: nothing was checked"
 CHECKS = {
     "facts": "speed_checks.facts",
     "equality": "result_checks.equality",
+    "links": "links_check.links",
     "precision": "result_checks.precision",
     "waits": "result_checks.waits",
     "host": "speed_checks.host process_checks.host_of_processes",
