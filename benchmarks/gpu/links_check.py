@@ -8,6 +8,7 @@ python links_check.py JOB    # is one of the processes: JSON, see `Job`
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -50,10 +51,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import local_world
 
 MICROBATCHES = 4
-PATIENCE_S = 150.0
+PATIENCE_S = 90.0
 GONE_S = 15.0
 """How long the ranks may live after one of them has failed."""
 NCCL_ON_ONE_CARD = {
+    "NCCL_DEBUG": "WARN",
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_P2P_DISABLE": "1",
@@ -305,6 +307,7 @@ def _train(case: Case, device: torch.device, scale: Scale, answer: dict[str, Any
 
 def run_rank(job: Job) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(PATIENCE_S - 10, exit=True)
     device, scale = torch.device(job.device), Scale(**job.scale)
     with ExitStack() as stack:
         if device.type == "cuda":
