@@ -23,6 +23,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
+from pipedream.runtime.results.loss_calls import LossCalls
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.runtime.results.losses import Loss
 
@@ -225,6 +226,70 @@ def test_an_error_in_a_forward_leaves_torch_as_it_was() -> None:
         assert F.cross_entropy is HELD
         assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
         _scored(loss, RECOGNISED["padding"], _batch(), 0)
+
+
+class _OnGpu(Tensor):
+    """Stands for a tensor on a GPU; counts what the host would wait for."""
+
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("__float__", "__int__", "__bool__", "item", "tolist", "nonzero"):
+            cls.waits += 1
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def _flat_labels(o: Tensor, b: Batch) -> Tensor:
+    return F.cross_entropy(o.flatten(0, 1), b["labels"].view(-1))
+
+
+def _inner_labels(o: Tensor, b: Batch) -> Tensor:
+    return F.cross_entropy(o[1:, 1:].transpose(1, 2), b["labels"][1:, 1:])
+
+
+def _marked_labels(o: Tensor, b: Batch) -> Tensor:
+    labels = b["labels"].view(-1)
+    labels[labels == 1] = -100
+    return F.cross_entropy(o.flatten(0, 1), labels)
+
+
+USERS: dict[str, tuple[Callable[[Tensor, Batch], Any], bool]] = {
+    "a target": (lambda o, b: F.cross_entropy(o.transpose(1, 2), b["labels"]), False),
+    "a view": (_flat_labels, False),
+    "a part": (_inner_labels, False),
+    "a regulariser": (lambda o, b: _flat_labels(o, b) + 0.1 * (o**2).mean(), False),
+    "a copy": (lambda o, b: F.cross_entropy(o.flatten(0, 1), b["labels"].flatten() + 0), True),
+    "a target that is written": (_marked_labels, True),
+    "a mean by hand": (lambda o, b: (o - b["y"]).abs().mean(), False),
+    "a pair": (lambda o, b: ((o - b["y"]).abs().sum(), o.numel()), False),
+}
+"""Losses of the user's own, and whether their targets can be counted on a GPU only."""
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_targets_are_counted_where_they_came_from(name: str) -> None:
+    function, may_wait = USERS[name]
+    loss, on_cpu = Loss(function), Loss(function)
+    for minibatch in range(3):
+        batch = _batch(minibatch)
+        received = {key: item.clone() for key, item in batch.items()}
+        on_gpu = {key: item.clone().as_subclass(_OnGpu) for key, item in batch.items()}
+        _OnGpu.waits = 0
+        _, weight, is_sum = loss(on_gpu["x"], on_gpu, N, 1.0, minibatch, received=received)
+        if minibatch:  # at first the loss is looked into
+            assert bool(_OnGpu.waits) == may_wait
+        assert (weight, is_sum) == on_cpu(batch["x"], batch, N, 1.0, minibatch)[1:]
+
+
+def test_a_loss_that_gives_pairs_is_not_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, batch = Loss(USERS["a pair"][0]), _batch()
+    entered: list[LossCalls] = []
+    enter = LossCalls.__enter__
+    monkeypatch.setattr(LossCalls, "__enter__", lambda calls: entered.append(calls) or enter(calls))
+    for minibatch in range(3):
+        assert loss(batch["x"], batch, N, 1.0, minibatch)[1:] == (batch["x"].numel(), True)
+    assert len(entered) == 1
 
 
 class _Compiled(nn.Module):

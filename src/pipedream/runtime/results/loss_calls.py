@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self
@@ -35,15 +35,20 @@ class Amounts(NamedTuple):
 
     Attributes:
         values: several if it is a sum of means; none if it is itself a sum.
-        terms: values of what is added to the losses of torch, as regularisers and losses of the user's own.
+        terms: what is added to the losses of torch, as regularisers and losses of the user's own; read only where its
+            values matter, because they may be on a GPU.
         full: as `values`, if no target were ignored and all classes had weight 1; empty if that is unknown.
     """
 
     is_sum: bool
     samples: int
     values: tuple[float, ...] = ()
-    terms: tuple[float, ...] = ()
+    terms: tuple[torch.Tensor, ...] = ()
     full: tuple[float, ...] = ()
+
+    def read_terms(self) -> tuple[float, ...]:
+        """Returns the values of the terms but for zeros, from which many sums of losses start."""
+        return tuple(value for value in map(float, self.terms) if value)
 
     def fits(self, other: Amounts) -> bool:
         """Returns whether weights of these two parts give the loss of both.
@@ -56,10 +61,16 @@ class Amounts(NamedTuple):
         mine, others = max(self.values, default=0.0), max(other.values, default=0.0)
         if not mine or not others:
             return True
-        pairs = list(zip(self.values, other.values, strict=True))
-        if any(abs(a - b) > 1e-5 * abs(a) for a, b in zip(self.terms, other.terms, strict=False)):
-            pairs.append((float(self.samples), float(other.samples)))
-        return all(abs(a / mine - b / others) <= 1e-9 * a / mine for a, b in pairs)
+
+        def has_ratio(here: float, there: float) -> bool:
+            return abs(here / mine - there / others) <= 1e-9 * here / mine
+
+        if not all(map(has_ratio, self.values, other.values)):
+            return False
+        if has_ratio(self.samples, other.samples):
+            return True
+        terms = zip(self.read_terms(), other.read_terms(), strict=False)
+        return not any(abs(a - b) > 1e-5 * abs(a) for a, b in terms)
 
 
 class _Noted(NamedTuple):
@@ -174,19 +185,30 @@ class LossCalls(TorchFunctionMode):
         # By id; the values keep the tensors, so that no id is used again.
         self._inputs: dict[int, torch.Tensor] = {}
         self._input_numbers: set[float] = set()
+        self._targets: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # where they are read, on the CPU, version
         self._samples = 1
         self._thread = 0
         self._names = {function.__name__: (function, self._watch_function(function)) for function in _AMOUNTS}
         # While it is watched, a function names itself by what watches it.
         self._functions = {key: function for function, watched in self._names.values() for key in (function, watched)}
 
-    def watch(self, inputs: Any, samples: int) -> Self:
+    def watch(
+        self, inputs: Any, samples: int, targets: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()
+    ) -> Self:
         """Takes the coming forward's inputs: a sum that is divided by a number among them remains a sum.
 
         Such a number is not split with the batch, as Hugging Face's ``num_items_in_batch``.
+
+        Args:
+            targets: on a GPU and on the CPU, where they are counted, so that no host waits for the GPU.
         """
         self.clear()
         self._samples = samples
+        self._targets = [
+            (there, here, there._version)
+            for there, here in targets
+            if there is not here and there.layout is torch.strided and not there.is_inference()
+        ]
         for item in iterate_leaves(inputs):
             if isinstance(item, torch.Tensor):
                 if item.numel() == 1 and not item.ndim:
@@ -195,10 +217,17 @@ class LossCalls(TorchFunctionMode):
                 self._input_numbers.add(float(item))
         return self
 
+    def end(self) -> None:
+        """Ends a forward whose loss is no scalar; if it is the first, the losses are not recognised."""
+        if self.recognised is None:
+            self.recognised = False
+        self.clear()
+
     def clear(self) -> None:
         self._noted.clear()
         self._inputs.clear()
         self._input_numbers.clear()
+        self._targets.clear()
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
@@ -283,11 +312,25 @@ class LossCalls(TorchFunctionMode):
         elif reduction == "sum":
             noted = _Noted("sum")
         else:
+            if function in _OF_CLASSES and arguments["weight"] is None:
+                arguments["target"] = self._find_on_cpu(arguments["target"])
             amount = partial(_AMOUNTS[function], arguments)
             noted = _Noted(
                 "mean", (amount,), full=(partial(_count_targets, arguments) if function in _OF_CLASSES else amount,)
             )
         self._noted[id(result)] = (result, noted)
+
+    def _find_on_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what is equal on the CPU to one of the targets, or to a view of one; else the tensor itself."""
+        for there, here, version in self._targets:
+            if there._version != version:  # the loss has written into it
+                continue
+            if tensor is there:
+                return here
+            if _is_part(tensor, there) and tensor._version == version and here.is_contiguous():
+                offset = here.storage_offset() + tensor.storage_offset() - there.storage_offset()
+                return here.as_strided(tensor.shape, tensor.stride(), offset)
+        return tensor
 
     def _find_note(self, item: Any) -> _Noted | None:
         entry = self._noted.get(id(item)) if isinstance(item, torch.Tensor) else None
@@ -345,6 +388,20 @@ class LossCalls(TorchFunctionMode):
         return noted  # a factor that has nothing to do with the batch
 
 
+def _is_part(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Returns whether a tensor reads no memory but that of a contiguous one of its type."""
+    if tensor.dtype != whole.dtype or tensor.is_inference() or not (whole.is_contiguous() and tensor.numel()):
+        return False
+    try:
+        if tensor.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+            return False
+    except RuntimeError:  # one without a storage, as within torch.func.vmap
+        return False
+    begin = tensor.storage_offset() - whole.storage_offset()
+    last = begin + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin >= 0 and last < whole.numel()
+
+
 def _reduce_note(noted: _Noted, name: str, argument: Any, result: torch.Tensor) -> _Noted:
     if noted.kind != "elements" or result.ndim:
         return noted
@@ -382,12 +439,11 @@ def _read_count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
 
 
 def _evaluate_note(noted: _Noted, samples: int) -> Amounts | None:
-    # Many sums of losses start from a 0.
-    terms = tuple(value for value in map(float, noted.terms) if value)
     if noted.kind == "mean":
         values, full = ([amount() for amount in amounts] for amounts in (noted.amounts, noted.full))
-        return Amounts(False, samples, tuple(values), terms, tuple(full if len(full) == len(values) else values))
-    return None if terms else Amounts(True, samples)
+        return Amounts(False, samples, tuple(values), noted.terms, tuple(full if len(full) == len(values) else values))
+    amounts = Amounts(True, samples, terms=noted.terms)
+    return None if amounts.read_terms() else amounts
 
 
 def _is_number(item: Any) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import _reduction as _Reduction
 
 from pipedream.core.errors import PipelineError
-from pipedream.runtime.comm.values import map_tensors
+from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.results.left_out import LeftOut, count_share, find_left_out
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
 
@@ -141,15 +141,18 @@ class Loss:
         watched = self._user_calls if minibatch is not None else None
         if watched is not None and watched.recognised is False:
             watched = None
-        with nullcontext() if watched is None else watched.watch((), samples):
+        targets = zip(tensors_in(batch), tensors_in(received), strict=True) if watched is not None else ()
+        with nullcontext() if watched is None else watched.watch((), samples, targets):
             result = self._evaluate(output, batch)
         if isinstance(result, tuple):
+            if watched is not None:
+                watched.end()
             return *self._check_pair(result, output, batch), True
         if watched is not None and minibatch is not None:
             result = self._check_scalar(result)
             amount, is_sum = self._weigh_user_loss(watched, result, samples, share, minibatch)
             if watched.recognised is False:
-                self._check_left_out(output, batch, samples)
+                self._check_left_out(output, batch, received, samples)
             return result, amount, is_sum
         if self.function is None and self.weight is None:
             return self._check_scalar(result), *self._weigh_model_loss(result, samples, share, minibatch)
@@ -157,7 +160,7 @@ class Loss:
         if self.weight is not None:
             return result, float(self.weight(received)), False
         if minibatch is not None and self._user_calls is not None:
-            self._check_left_out(output, batch, samples)
+            self._check_left_out(output, batch, received, samples)
         reduction = self._reduction
         if reduction == "sum" and self._is_torch_loss:
             # The minibatch's loss is the sum of its parts: their weights sum to one.
@@ -165,12 +168,15 @@ class Loss:
         weight = self._weigh_torch_loss(output, received, reduction)
         return result, float(samples if weight is None else weight), False
 
-    def _check_left_out(self, output: Any, batch: Any, samples: int) -> None:
+    def _check_left_out(self, output: Any, batch: Any, received: Any, samples: int) -> None:
         """Raises ValueError if a part has more or less of what the loss leaves out than the first part had."""
         if self._left_out is None:
-            self._left_out = find_left_out(self._evaluate, map_tensors(output, torch.Tensor.detach), batch, samples)
+            left_out = find_left_out(self._evaluate, map_tensors(output, torch.Tensor.detach), batch, samples)
+            self._left_out = [
+                each._replace(share=count_share(received, each.leaf, each.value, samples)) for each in left_out
+            ]
         for leaf, value, share in self._left_out:
-            here = count_share(batch, leaf, value, samples)
+            here = count_share(received, leaf, value, samples)
             if here != share:
                 raise ValueError(
                     f"the loss leaves out targets that are {value}, and there are {here:g} of them per sample in "
@@ -226,7 +232,7 @@ class Loss:
         if amounts.is_sum:
             return share, True
         if minibatch is None:
-            mixed = min(amounts.values) != max(amounts.values) or amounts.terms
+            mixed = min(amounts.values) != max(amounts.values) or amounts.read_terms()
             return float(samples) if mixed else amounts.values[0], False
         if self._first_part is None or self._first_part[0] != minibatch or not max(self._first_part[1].values):
             self._first_part = minibatch, amounts
