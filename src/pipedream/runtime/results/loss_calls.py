@@ -192,9 +192,7 @@ class LossCalls(TorchFunctionMode):
         # While it is watched, a function names itself by what watches it.
         self._functions = {key: function for function, watched in self._names.values() for key in (function, watched)}
 
-    def watch(
-        self, inputs: Any, samples: int, targets: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()
-    ) -> Self:
+    def watch(self, inputs: Any, samples: int, targets: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> Self:
         """Takes the coming forward's inputs: a sum that is divided by a number among them remains a sum.
 
         Such a number is not split with the batch, as Hugging Face's ``num_items_in_batch``.
