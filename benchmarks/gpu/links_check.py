@@ -287,7 +287,7 @@ def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 def _train(case: Case, device: torch.device, scale: Scale, answer: dict[str, Any], *, alone: bool) -> dict[str, Tensor]:
     """Trains in two streams, so that there are two drains; returns the weights."""
     batches = _batches(case, scale)
-    counts = (1, 1) if case.name == "large" else (2, scale.minibatches - 2)
+    counts = (1, 1) if case.name == "large" else (scale.minibatches // 2, scale.minibatches // 2)
     answer["at_drains"], since = [], time.perf_counter()
     with _pipeline(case, device, scale, alone) as pipeline:
         answer["connect_s"], since = time.perf_counter() - since, time.perf_counter()
