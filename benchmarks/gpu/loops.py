@@ -54,7 +54,7 @@ class Scale:
     repeats: int
 
 
-FULL = Scale(512, 64, 20, 2000, 8192, 1 << 30, (5e-3, 30e-3), 100)
+FULL = Scale(512, 64, 20, 600, 8192, 1 << 30, (5e-3, 30e-3), 100)
 TINY = Scale(8, 8, 4, 64, 32, 1 << 16, (1e-4, 2e-4), 3)  # for tests: shows that the code runs, not how fast
 
 Batch = tuple[Tensor, Tensor]
@@ -96,8 +96,12 @@ def plan_of(
     workers: int = 0,
     replicas: tuple[int, ...] = (),
 ) -> Plan:
-    """Returns a plan of stages with the same number of layers; nothing is timed."""
-    graph = capture(model, (sample,)).graph
+    """Returns a plan of stages with the same number of layers; nothing is timed.
+
+    Args:
+        sample: the model's only argument, or a mapping of all by their names.
+    """
+    graph = capture(model, sample if isinstance(sample, dict) else (sample,)).graph
     count = len(graph.layers)
     profile = Profile(type(model).__name__, graph, (LayerProfile(1.0, 2.0, 8, 8),) * count, len(sample))
     layout = LAYOUTS.get(method)
@@ -116,16 +120,43 @@ class Trained:
 
     Attributes:
         state: on the CPU.
-        at_drains: allocated bytes.
         scale: of the loss, at the end.
+        seconds: of a plain loop.
     """
 
     losses: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
-    at_drains: list[int] = field(default_factory=list)
     skipped: int = 0
     scale: float = 1.0
     seconds: float = 0.0
+
+
+def make_pipeline(model: nn.Module, plan: Plan, device: torch.device, **options: Any) -> pd.Pipeline:
+    """Returns a pipeline over a copy of the model; by default with the loss and the optimizer of the plain loop."""
+    options = {"loss": summed_loss, "optimizer": partial(torch.optim.SGD, **SGD), "seed": SEED} | options
+    return pd.Pipeline(copy.deepcopy(model), plan, device=str(device), **options)
+
+
+def time_stream(pipeline: pd.Pipeline, batches: Iterable[Any], device: torch.device) -> float:
+    """Returns the seconds of training from a drain to the next."""
+    wait_for(device)
+    began = time.perf_counter()
+    for _ in pipeline.train(batches):
+        pass
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def time_streams(
+    model: nn.Module, plan: Plan, batches: Sequence[Any], device: torch.device, repeats: int = 3, **options: Any
+) -> list[float]:
+    """Returns the seconds of training on the batches several times; first is a short stream that does not count.
+
+    Libraries are loaded in it, and optimizers get their state. Nothing compares the first minibatch.
+    """
+    with make_pipeline(model, plan, device, check=False, **options) as pipeline:
+        time_stream(pipeline, batches[:2], device)
+        return [time_stream(pipeline, batches, device) for _ in range(repeats)]
 
 
 def train(
@@ -143,17 +174,11 @@ def train(
         on_done: called after each minibatch.
         options: of the pipeline.
     """
-    options = {"loss": summed_loss, "optimizer": partial(torch.optim.SGD, **SGD), "seed": SEED} | options
     trained = Trained()
-    with pd.Pipeline(copy.deepcopy(model), plan, device=str(device), **options) as pipeline:
-        wait_for(device)
-        began = time.perf_counter()
+    with make_pipeline(model, plan, device, **options) as pipeline:
         for done in pipeline.train(batches):
             trained.losses.append(done.loss)
             on_done(pipeline, done)
-        wait_for(device)
-        trained.seconds = time.perf_counter() - began
-        trained.at_drains.append(allocated_bytes(device))
         trained.skipped = max(pipeline.skipped_updates())
         trained.scale = next(
             state.optimizer.scale

@@ -107,7 +107,7 @@ def _check_two_ranks(device: torch.device) -> Iterator[Finding]:
     """What NCCL says to two ranks on one card is noted; no answer is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         started = start_job(Job(folder, str(device), 2, 8, 8, 1, do="share_card_over_nccl"))
-        seconds = wait_for_all(started, 60)
+        seconds = wait_for_all(started, 20)
         printed = (Path(folder) / "0.said").read_text(encoding="utf-8")
     duplicate = [line for line in printed.splitlines() if "Duplicate GPU" in line]
     note = (duplicate or printed.strip().splitlines()[-1:] or [""])[0]

@@ -1,10 +1,11 @@
-"""Checks over several processes on one card; their payloads go through pinned memory and gloo.
+"""Checks over several processes on one card; their tensors go through the memory of this machine, or over gloo.
 
 python process_checks.py JOB    # is one of them: JSON, see `Job`; started with RANK, WORLD_SIZE and the rest
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -39,11 +40,12 @@ from loops import (
 )
 
 import pipedream as pd
+from pipedream.runtime.comm import shared_memory
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import local_world, stop_processes
 
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Job:
     Attributes:
         folder: for what they write.
         waits: for the whole device, at random minibatches.
+        shares_memory: messages go through shared memory, else through pinned memory and gloo as between machines.
     """
 
     folder: str
@@ -65,6 +68,7 @@ class Job:
     microbatches: int = 4
     dropout: float = 0.0
     waits: int = 0
+    shares_memory: bool = True
     do: str = "train"
 
 
@@ -93,30 +97,35 @@ def wait_for_all(started: list[subprocess.Popen[str]], seconds: float) -> float:
             process.wait(max(0.1, began + seconds - time.monotonic()))
         return time.monotonic() - began
     except subprocess.TimeoutExpired:
+        for process in started:
+            process.send_signal(signal.SIGUSR1)  # those that still run print where they are
+        time.sleep(1.0)
         return float("inf")
     finally:
         stop_processes(started)
 
 
 def run_job(job: Job) -> list[dict[str, list[float]]]:
-    """Returns what each rank wrote. Raises RuntimeError with the end of a failed one's output."""
+    """Returns what each rank wrote. Raises RuntimeError if one failed, whose output goes to stderr."""
     started = start_job(job)
     wait_for_all(started, PATIENCE_S)
     for rank, process in enumerate(started):
         if process.returncode:
-            printed = (Path(job.folder) / f"{rank}.said").read_text(encoding="utf-8")[-600:]
-            raise RuntimeError(f"rank {rank} of {job.stages} ended with status {process.returncode}: {printed}")
+            for index in range(job.stages):
+                printed = (Path(job.folder) / f"{index}.said").read_text(encoding="utf-8")
+                print(f"rank {index} of {job.stages} printed:\n{printed}", file=sys.stderr)
+            raise RuntimeError(f"rank {rank} of {job.stages} ended with status {process.returncode}: {printed[-600:]}")
     return [json.loads((Path(job.folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(job.stages)]
 
 
 def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
     """Two and four processes against one, their memory, waits, and the death of one."""
-    for stages in (2, 4):
+    for stages, shares_memory in ((2, True), (2, False), (4, True)):
         with tempfile.TemporaryDirectory() as folder:
             minibatches = scale.many_minibatches // 4
             job = Job(
                 folder, str(device), stages, scale.width, scale.samples, minibatches, dropout=0.1,
-                waits=50 if stages == 2 else 0,
+                waits=50 if stages == 2 else 0, shares_memory=shares_memory,
             )  # fmt: skip
             answers = run_job(job)
             state = torch.load(Path(folder) / "state.pt", weights_only=True)
@@ -128,14 +137,14 @@ def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
             batches = [few[k % len(few)] for count in counts for k in range(count)]
             with deterministic():
                 alone = train(model, plan, batches, device, schedule="1f1b", microbatches=job.microbatches)
-            name = f"{stages}_processes"
+            name = f"{stages}_processes" if shares_memory else f"{stages}_processes_over_gloo"
             yield Finding(f"{name}_differing_weights", differing_bits(Trained(state=state), alone), "==", 0)
             growth = max(abs(answer["at_drains"][1] - answer["at_drains"][0]) for answer in answers)
             yield Finding(f"{name}_growth_bytes", growth, "==", 0, f"{minibatches} minibatches")
             if job.waits:
                 longest = max((wait for answer in answers for wait in answer["waits_s"]), default=0.0)
                 count = sum(len(answer["waits_s"]) for answer in answers)
-                yield Finding("longest_wait_for_the_device_s", longest, "<=", 1.0, f"of {count}")
+                yield Finding(f"{name}_longest_wait_for_the_device_s", longest, "<=", 1.0, f"of {count}")
     yield from _check_death(device, scale)
 
 
@@ -178,6 +187,8 @@ def train_as_rank(job: dict[str, Any]) -> None:
     model = dense(job["width"], dropout=job["dropout"])
     few = batches_of(job["width"], job["samples"], 4)
     plan = plan_of(model, few[0][0], job["stages"], job["method"])
+    if not job["shares_memory"]:
+        shared_memory.is_supported = lambda: False
     answer: dict[str, Any] = {"at_drains": [], "waits_s": []}
     draws = random.Random(rank)
     with (
@@ -227,5 +238,6 @@ def share_card_over_nccl(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     request = json.loads(sys.argv[1])
     {"train": train_as_rank, "share_card_over_nccl": share_card_over_nccl}[request["do"]](request)

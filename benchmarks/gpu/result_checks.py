@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import tempfile
@@ -18,10 +17,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
+from pipedream.runtime.checkpoint import writer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "oracles"))
 import delayed
@@ -38,15 +38,20 @@ from loops import (
     deterministic,
     differing_bits,
     distance,
+    make_pipeline,
     plain_loop,
     plan_of,
     seconds_of,
     summed_loss,
+    time_streams,
     train,
     wait_for,
 )
 
 STAGES, MICROBATCHES = 4, 4
+LEFT_BYTES = 1 << 30
+"""Of a full card: for the batch, one layer's output, and kernels that are loaded now."""
+
 LATE_VERSIONS = {
     "pipedream": lambda stage, k: max(0, k - (STAGES - 1 - stage)),
     "pipedream_2bw": lambda stage, k: max(0, k - 1),
@@ -170,15 +175,13 @@ def precision(device: torch.device, scale: Scale) -> Iterator[Finding]:
     still = [name for name, tensor in trained.state.items() if torch.equal(tensor, start[name])]
     yield Finding("lstm_weights_that_did_not_move", len(still), "==", 0, ", ".join(still))
     need_card(device)
-    one_stage = plan_of(model, batches[0][0], 1)
-    longer = batches * 5
-    piped_s, plain_s = (
-        min(run().seconds for _ in range(3))
-        for run in (
-            lambda: train(model, one_stage, longer, device, schedule="1f1b", microbatches=1),
-            lambda: plain_loop(model, longer, device),
-        )
-    )
+    # So wide that a copy of its weights in each forward would take longer than the runtime's own work.
+    width = 4 * scale.width
+    model = nn.Sequential(nn.Linear(width, width), Recurrent(width))
+    batches = batches_of(width, scale.samples, scale.repeats)
+    plan = plan_of(model, batches[0][0], 1)
+    piped_s = min(time_streams(model, plan, batches, device, schedule="1f1b", microbatches=1))
+    plain_s = min(plain_loop(model, batches, device).seconds for _ in range(3))
     yield Finding("lstm_seconds_by_plain", piped_s / plain_s, "<=", 1.1)
 
 
@@ -186,13 +189,38 @@ def _measure_distance(losses: list[float], expected: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
+class WithLoss(nn.Module):
+    """Computes its own loss, as the models of Hugging Face do."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.layers(x), targets)}
+
+
+def _mean_loss(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output, batch[1])
+
+
 def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
-    """How often the host waits for the device in steady training, by torch's own debugging mode."""
-    model = dense(scale.width, dropout=0.1)
-    for method, parts in (("1f1b", MICROBATCHES), ("pipedream", 1)):
+    """How often the host waits for the device in steady training, by torch's own debugging mode.
+
+    With a loss of the user's or the model's own it reads a count at each microbatch, so these two are only reported.
+    """
+    layers = dense(scale.width, dropout=0.1)
+    for name, method, parts, model, loss in (
+        ("1f1b", "1f1b", MICROBATCHES, layers, summed_loss),
+        ("pipedream", "pipedream", 1, layers, summed_loss),
+        ("loss_of_user", "1f1b", MICROBATCHES, layers, _mean_loss),
+        ("loss_of_model", "1f1b", MICROBATCHES, WithLoss(layers), None),
+    ):
         minibatches = scale.repeats // parts + 4
-        batches = batches_of(scale.width, scale.samples, minibatches)
-        plan = plan_of(model, batches[0][0], STAGES)
+        batches: list[Any] = batches_of(scale.width, scale.samples, minibatches)
+        if loss is None:
+            batches = [{"x": x, "targets": targets} for x, targets in batches]
+        plan = plan_of(model, batches[0] if loss is None else batches[0][0], STAGES)
         places: Counter[str] = Counter()
         with ExitStack() as watched:
 
@@ -208,11 +236,12 @@ def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
                 if done.number == last:  # the end of the stream may wait
                     watched.close()
 
-            train(model, plan, batches, device, schedule=method, microbatches=parts, on_done=begin)
+            train(model, plan, batches, device, schedule=method, microbatches=parts, loss=loss, on_done=begin)
         events = {place: count for place, count in places.items() if place.startswith("event ")}
         note = "; ".join(f"{count} x {place}" for place, count in places.most_common(6))
-        yield Finding(f"{method}_waits", places.total() - sum(events.values()), "==", 0, note)
-        yield Finding(f"{method}_waits_for_one_event", sum(events.values()))
+        sign = "" if name.startswith("loss_of") else "=="
+        yield Finding(f"{name}_waits", places.total() - sum(events.values()), sign, 0, note)
+        yield Finding(f"{name}_waits_for_one_event", sum(events.values()))
     need_card(device)  # a CPU has nothing to wait for: only that the code runs was seen
 
 
@@ -251,34 +280,28 @@ def checkpoint(device: torch.device, scale: Scale) -> Iterator[Finding]:
     batches = batches_of(scale.width, scale.samples, scale.minibatches)
     model = dense(scale.width, dropout=0.2)
     plan = plan_of(model, batches[0][0], STAGES)
-    devices: set[int] = set()
-    write = FileSystemWriter.write_data
+    devices: list[int] = []  # the current one of each write
+    write = writer.write_tensors
 
-    def noted(self: Any, *args: Any, **rest: Any) -> Any:
-        if device.type == "cuda":
-            devices.add(torch.cuda.current_device())
-        return write(self, *args, **rest)
+    def noted(*args: Any, **rest: Any) -> Any:
+        devices.append(torch.cuda.current_device() if device.type == "cuda" else 0)
+        return write(*args, **rest)
 
     def pipeline() -> pd.Pipeline:
-        return pd.Pipeline(
-            copy.deepcopy(model),
-            plan,
-            schedule="pipedream",
-            loss=summed_loss,
-            optimizer=partial(torch.optim.AdamW, lr=1e-3),
-            seed=SEED,
-            device=str(device),
-        )
+        return make_pipeline(model, plan, device, schedule="pipedream", optimizer=partial(torch.optim.AdamW, lr=1e-3))
 
     def state_of(trained: pd.Pipeline) -> Trained:
         return Trained(state={name: tensor.detach().cpu().clone() for name, tensor in trained.state_dict().items()})
 
     loader = _Listed(batches)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(FileSystemWriter, "write_data", noted):
+    added_bytes = 0
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(writer, "write_tensors", noted):
         with pipeline() as first, deterministic():
             for done in first.train(loader, epochs=2):
                 if done.number == scale.minibatches // 2:
+                    before_bytes = _count_card_bytes(device)
                     first.save(folder, wait=False)
+                    added_bytes = _count_card_bytes(device) - before_bytes
             whole = state_of(first)
         with pipeline() as second, deterministic():
             epoch, _ = second.load(folder)
@@ -286,9 +309,15 @@ def checkpoint(device: torch.device, scale: Scale) -> Iterator[Finding]:
                 pass
             resumed = state_of(second)
     yield Finding("differing_weights", differing_bits(resumed, whole), "==", 0)
+    yield Finding("writes", len(devices), "==", 1)
     need_card(device)
-    wrong = devices - {device.index or 0}
-    yield Finding("writers_on_another_device", len(wrong), "==", 0, f"current devices: {sorted(devices)}")
+    elsewhere = [index for index in devices if index != (device.index or 0)]
+    yield Finding("writers_on_another_device", len(elsewhere), "==", 0, f"current devices: {devices}")
+    yield Finding("live_bytes_that_a_save_adds", added_bytes)
+
+
+def _count_card_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 class _Listed:
@@ -328,13 +357,13 @@ def compiled(device: torch.device, scale: Scale) -> Iterator[Finding]:
 
 
 def full_card(device: torch.device, scale: Scale) -> Iterator[Finding]:
-    """A pipeline that needs more than the 5% of the card that are left."""
+    """A pipeline that needs more than what is left of the card."""
     need_card(device)
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    filler = torch.empty(int(free_bytes * 0.95), dtype=torch.uint8, device=device)
+    filler = torch.empty(free_bytes - LEFT_BYTES, dtype=torch.uint8, device=device)
     # The output of one layer takes half of what is left.
-    samples = max(8, int((free_bytes - filler.nbytes) / (4 * scale.width) / 2))
+    samples = max(8, LEFT_BYTES // (4 * scale.width) // 2)
     model = dense(scale.width)
     batches = batches_of(scale.width, samples, 1)
     plan = plan_of(model, batches[0][0][:8], 2)

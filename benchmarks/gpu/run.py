@@ -1,47 +1,58 @@
 """Checks the library on a CUDA card: results, waits, speed, memory, several processes on one card, NCCL.
 
-    python benchmarks/gpu/run.py                          # all twelve checks; one H200 needs at most nine minutes
+    python benchmarks/gpu/run.py                          # all checks; they end after nine minutes
     python benchmarks/gpu/run.py --check equality         # one; may be repeated
     python benchmarks/gpu/run.py --out table.jsonl --profiles profiles/
 
-Prints one JSON row for each check, in the order of worth. Each runs in a process of its own, so that one that fails,
-hangs or breaks the card's context is a row and not the end. Exits with 0 if every check holds, or if there is no card;
-else with 1.
+Prints one JSON row for each check as it ends, the most decisive first; before them, what is installed. Each check runs
+in a process of its own, so that one that fails, hangs or breaks the card's context is a row and not the end. With --out
+all that it printed to stderr is in a file beside the table. Exits with 0 if every check holds, or if there is no card;
+else, and if this torch cannot use the card, with 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import math
 import os
+import platform
+import shutil
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 LIMIT_S = 540.0
+CHECK_LIMIT_S, LIMITS_S = 150.0, {"links": 270.0}
+"""Of one check, so that one that hangs leaves time for the others; of some by their names."""
+
+NOTED_CHARACTERS = 2000
+"""Of the end of a failed check's stderr, in its row."""
+
 NO_CARD = "no CUDA card was found: nothing was checked"
 
 CHECKS = {
     "facts": "speed_checks.facts",
     "equality": "result_checks.equality",
     "links": "links_check.links",
-    "precision": "result_checks.precision",
-    "waits": "result_checks.waits",
-    "host": "speed_checks.host process_checks.host_of_processes",
-    "throughput": "speed_checks.throughput",
-    "memory": "speed_checks.memory",
-    "clock": "speed_checks.clock",
     "processes": "process_checks.processes",
-    "nccl": "nccl_check.nccl",
+    "memory": "speed_checks.memory",
+    "waits": "result_checks.waits",
+    "throughput": "speed_checks.throughput",
     "checkpoint": "result_checks.checkpoint",
+    "precision": "result_checks.precision",
+    "host": "speed_checks.host process_checks.host_of_processes",
     "compiled": "result_checks.full_card result_checks.compiled",
+    "clock": "speed_checks.clock",
+    "nccl": "nccl_check.nccl",
 }
 """Name -> the functions of the check, in the order in which they run."""
 
@@ -65,20 +76,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.one:
         return _print_findings(options.one, device, options.scale, options.profiles)
     if device != "cpu" and not _has_card():
-        print(NO_CARD)
-        return 0
+        unusable = describe_unusable_card()
+        print(unusable or NO_CARD)
+        return int(bool(unusable))
     chosen = [name for name in CHECKS if not options.check or name in options.check]
     if options.profiles:
         chosen += [f"profile {name}" for name in PROFILES]
     common = ["--device", device, "--scale", options.scale]
     common += ["--profiles", str(options.profiles)] if options.profiles else []
     failed = False
-    with open(options.out or os.devnull, "w", encoding="utf-8") as table:
-        for row in rows(chosen, lambda name, limit_s: _start(name, common, limit_s)):
-            failed |= not row["ok"]
-            print(json.dumps(row), flush=True)
-            print(json.dumps(row), file=table, flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        out: Path = options.out or Path(scratch) / "table.jsonl"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("w", encoding="utf-8") as table:
+
+            def show(row: dict[str, Any]) -> None:
+                for file in (sys.stdout, table):
+                    print(json.dumps(row), file=file, flush=True)
+
+            show(_make_row("about", [], describe_software(), ok=True, seconds=0.0))
+            for row in rows(chosen, lambda name, limit_s: _start(name, common, limit_s, out)):
+                failed |= not row["ok"]
+                show(row)
     return int(failed)
+
+
+def describe_software() -> dict[str, str]:
+    """Returns the versions of what is installed, and the cards of this machine with their driver."""
+    import torch
+    import torch.distributed as dist
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    return {
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "nccl": nccl,
+        "python": platform.python_version(),
+        # Not by torch: in this process it would take memory of the card.
+        "cards": "; ".join(_ask_driver("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")),
+    }
+
+
+def describe_unusable_card() -> str:
+    """Returns which card is here that this torch cannot use; '' if there is none."""
+    cards = _ask_driver("-L")
+    if not cards:
+        return ""
+    import torch
+
+    build = f"CUDA {torch.version.cuda}, which its driver may be too old for" if torch.version.cuda else "CPUs alone"
+    return f"the card {cards[0]} cannot be used: torch {torch.__version__} is a build for {build}; nothing was checked"
+
+
+def _ask_driver(*arguments: str) -> list[str]:
+    """Returns the lines of nvidia-smi; none if it is missing or fails."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True)
+    return answer.stdout.strip().splitlines() if not answer.returncode else []
 
 
 def rows(
@@ -97,7 +152,7 @@ def rows(
             note = f"the limit of {limit_s:g} s was reached"
             yield _make_row(name, [], {"skipped": note}, ok=False, seconds=0.0)
             continue
-        findings, wrong = start(name, left)
+        findings, wrong = start(name, min(left, LIMITS_S.get(name, CHECK_LIMIT_S)))
         notes = {finding["name"]: finding["note"] for finding in findings if finding["note"]}
         notes |= {"error": wrong} if wrong else {}
         notes |= {} if findings or wrong else {"skipped": "needs a CUDA device"}
@@ -143,6 +198,7 @@ def one_check(name: str, device: str, scale: str) -> Iterator[dict[str, Any]]:
 
 
 def _print_findings(name: str, device: str, scale: str, folder: Path) -> int:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent when the time is over
     kind, _, model = name.partition(" ")
     for finding in _profile(model, device, folder) if kind == "profile" else one_check(name, device, scale):
         print(json.dumps(finding), flush=True)
@@ -158,37 +214,40 @@ def _profile(model: str, device: str, folder: Path) -> Iterator[dict[str, Any]]:
         yield {"name": name, "number": getattr(finding, name), "bound": "", "ok": True, "note": ""}
 
 
-def _start(name: str, common: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], str]:
-    """Runs a check in a process of its own, with all that it starts; see `Start`."""
+def _start(name: str, common: Sequence[str], limit_s: float, out: Path) -> tuple[list[dict[str, Any]], str]:
+    """Runs a check in a process of its own, with all that it starts; see `Start`.
+
+    Args:
+        out: the file of the table, beside which the check's stdout and stderr are written.
+    """
     # cuBLAS gives the same bits each time only with a workspace of its own.
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    child = subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), "--one", name, *common],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    late = threading.Event()
-
-    def stop() -> None:
-        late.set()
-        os.killpg(child.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit_s, stop)
-    timer.start()
-    try:
-        out, errors = child.communicate()
-    finally:
-        timer.cancel()
-    findings = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
-    if late.is_set():
-        return findings, f"stopped after {limit_s:.0f} s"
-    if child.returncode:
-        last = errors.strip().splitlines()[-1:] or [""]
-        return findings, f"ended with status {child.returncode}: {last[0][:500]}"
-    return findings, ""
+    beside = out.with_suffix(f".{name.replace(' ', '_')}.stdout")
+    errors = beside.with_suffix(".stderr")
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, *common]
+    # Files, not pipes: what a check has found is kept if this process is killed, too.
+    with beside.open("w") as stdout, errors.open("w") as stderr:
+        child = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
+        wrong = ""
+        try:
+            child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            wrong = f"stopped after {limit_s:.3g} s"
+            child.send_signal(signal.SIGUSR1)  # it prints where it is
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(1.0)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    printed = beside.read_text(encoding="utf-8", errors="replace")
+    findings = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
+    if child.returncode and not wrong:
+        wrong = f"ended with status {child.returncode}"
+    if wrong:
+        end = errors.read_text(encoding="utf-8", errors="replace").strip()[-NOTED_CHARACTERS:]
+        wrong += f": {end}" if end else ""
+    return findings, wrong
 
 
 def _has_card() -> bool:

@@ -17,9 +17,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
 findings, loops, profiles = (importlib.import_module(name) for name in ("findings", "loops", "profiles"))
 
-SPEED = {"facts", "host", "throughput", "clock"}  # their bounds are a card's
+SPEED = {"host", "throughput", "clock"}  # their bounds are a card's
 SLOW = {"throughput", "equality", "precision", "memory", "clock", "compiled"}
-LONG = {"host", "processes"}
+LONG = {"host", "links", "processes"}
 TINY = ["--device", "cpu", "--scale", "tiny"]
 
 
@@ -67,7 +67,7 @@ def test_every_check_has_a_row_until_the_limit() -> None:
         }[name]
 
     rows = list(run.rows(["first", "second", "third", "fourth"], start, limit_s=540.0, now_s=clock))
-    assert limits == [540.0, 290.0, 40.0]
+    assert limits == [run.CHECK_LIMIT_S, run.CHECK_LIMIT_S, 40.0]
     assert [row["name"] for row in rows] == ["first", "second", "third", "fourth"]
     assert [row["ok"] for row in rows] == [False, False, True, False]
     assert [row["seconds"] for row in rows] == [250.0, 250.0, 250.0, 0.0]
@@ -76,7 +76,11 @@ def test_every_check_has_a_row_until_the_limit() -> None:
     assert rows[1]["note"] == {"error": "ended with status 1: ValueError"}
     assert rows[3]["note"] == {"skipped": "the limit of 540 s was reached"}
     assert len({tuple(row) for row in rows}) == 1, "all rows have the same keys"
-    assert len(run.CHECKS) == 12
+
+
+def test_the_most_decisive_checks_come_first() -> None:
+    assert list(run.CHECKS)[:3] == ["facts", "equality", "links"]
+    assert sum(run.LIMITS_S.values()) + run.CHECK_LIMIT_S < run.LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -96,23 +100,92 @@ def test_differing_weights_are_counted() -> None:
 
 def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_has_card", lambda: False)
+    monkeypatch.setattr(run, "_ask_driver", lambda *arguments: [])
     assert run.main([]) == 0
     assert capsys.readouterr().out == f"{run.NO_CARD}\n"
+
+
+@pytest.mark.parametrize(("cuda", "build"), [(None, "CPUs alone"), ("12.9", "CUDA 12.9, which")])
+def test_a_card_that_torch_cannot_use_fails(
+    cuda: str | None, build: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100'\n", encoding="utf-8")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(run, "_has_card", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert run.main([]) == 1
+    line = capsys.readouterr().out
+    assert line.startswith("the card GPU 0: NVIDIA H100 cannot be used")
+    assert f"torch {torch.__version__} is a build for {build}" in line
+
+
+def test_what_is_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(run, "_ask_driver", lambda *arguments: ["NVIDIA H200, 143771 MiB, 580.95", "another"])
+    about = run.describe_software()
+    assert about["torch"] == torch.__version__
+    assert (about["nccl"], about["cards"]) == ("2.28.9", "NVIDIA H200, 143771 MiB, 580.95; another")
+
+
+@pytest.mark.parametrize("card", ["cuda: NVIDIA H100 80GB HBM3", "cuda: NVIDIA H200", "cuda: NVIDIA B300"])
+def test_the_bounds_of_facts_are_those_of_the_card(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    speed_checks = importlib.import_module("speed_checks")
+    monkeypatch.setattr(speed_checks, "name_device", lambda device: card)
+    known = speed_checks._look_up_device(torch.device("cuda"))
+    rate = None if known is None else known.bytes_per_s
+    finding = speed_checks._bound_by_table("copy_bytes_per_s", 2.8e12, rate)
+    bounds = {"H100": ">= 2.68e+12", "H200": ">= 3.84e+12", "B300": ""}
+    assert finding.bound_text == next(bound for name, bound in bounds.items() if name in card)
+    assert finding.ok == ("H200" not in card)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_check_that_fails_or_hangs_is_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    rows, wrong = run._start("no such check", TINY, 60.0)
-    assert rows == []
-    assert wrong.startswith("ended with status 1: KeyError: 'no such check'")
-    assert run._start("facts", TINY, 0.2) == ([], "stopped after 0 s")
     table = tmp_path / "table.jsonl"
+    rows, wrong = run._start("no such check", TINY, 60.0, table)
+    assert rows == []
+    assert wrong.startswith("ended with status 1: Traceback")
+    assert wrong.endswith("KeyError: 'no such check'")
+    assert (tmp_path / "table.no_such_check.stderr").read_text(encoding="utf-8").startswith("Traceback")
+    rows, wrong = run._start("facts", TINY, 0.1, table)
+    assert (rows, wrong[:19]) == ([], "stopped after 0.1 s")
     assert run.main([*TINY, "--check", "nccl", "--out", str(table)]) == 0
     out = capsys.readouterr().out
     assert table.read_text(encoding="utf-8") == out
-    row = json.loads(out)
+    about, row = map(json.loads, out.splitlines())
+    assert (about["name"], about["ok"], set(about)) == ("about", True, set(row))
     assert (row["name"], row["number"], row["note"]) == ("nccl", {}, {"skipped": "needs a CUDA device"})
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_a_check_printed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import faulthandler, signal, sys, time
+faulthandler.register(signal.SIGUSR1)
+print('{"name": "first"}', flush=True)
+print("x" * 5000 + "the end", file=sys.stderr, flush=True)
+if "hang" in sys.argv:
+    time.sleep(60)
+sys.exit(3)
+""",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(run, "__file__", str(program))
+    for name, limit_s, begin in (("fail", 60.0, "ended with status 3: x"), ("hang", 2.0, "stopped after 2 s: ")):
+        rows, wrong = run._start(name, [], limit_s, tmp_path / "table.jsonl")
+        assert rows == [{"name": "first"}]
+        assert wrong.startswith(begin)
+        assert len(wrong) < run.NOTED_CHARACTERS + 40
+        errors = (tmp_path / f"table.{name}.stderr").read_text(encoding="utf-8")
+        assert "x" * 5000 + "the end" in errors
+        assert ("most recent call first" in errors) == (name == "hang")
 
 
 @pytest.fixture
