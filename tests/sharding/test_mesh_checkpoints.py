@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import processes
@@ -16,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pipedream
-from pipedream.runtime.checkpoint import folders, pieces
+from pipedream.runtime.checkpoint import folders, parameters, pieces
+from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from tests.sharding.test_mesh_training import MODELS, Case, D, Mlp, _make_pipeline
 
 PIECE_BYTES = 512
@@ -167,3 +170,40 @@ def test_ranks_get_pieces_from_the_machines_that_have_them(tmp_path: Path) -> No
     for before, machine in ((False, [0, 1, 2, 3]), (True, [3, 0, 1, 2])):
         outcomes = processes.results(_train_epoch_apart, 4, case, tmp_path, before, machine)
         _check(outcomes[0], _train_epoch(case, "", single if before else "", single))
+
+
+class _WholeOnGpu(torch.Tensor):
+    """Stands for a whole weight on a GPU."""
+
+    def cpu(self, *_: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor).clone()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_gpu_has_two_whole_weights_for_a_state_dict(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu: list[weakref.ref[torch.Tensor]] = []
+
+    def gather(names: tuple[str, ...], part: torch.Tensor) -> torch.Tensor:
+        assert not any(tensor() is not None for tensor in on_gpu), f"with that of {names}"
+        whole = torch.cat([part, part]).as_subclass(_WholeOnGpu)
+        on_gpu.append(weakref.ref(whole))
+        return whole
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    local: Any = LocalWorkers(
+        model,
+        blueprint=SimpleNamespace(),  # type: ignore[arg-type]
+        names=ModelNames([["0.weight", "0.bias", "1.weight", "1.bias"]], {}, []),
+        rank=0,
+        connections=SimpleNamespace(leaders="first ranks" if is_first else None),  # type: ignore[arg-type]
+        group="everyone",  # type: ignore[arg-type]
+        shardings={0: SimpleNamespace(gather=gather)},  # type: ignore[dict-item]
+        workers=[SimpleNamespace(program=SimpleNamespace(placement=None))],  # type: ignore[list-item]
+    )
+    monkeypatch.setattr(parameters, "collect", lambda tensors, *_: tensors)
+    parts = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    whole = local.collect_tensors(parts)
+    assert len(on_gpu) == len(parts), "every rank takes part"
+    assert {name: tensor.shape for name, tensor in whole.items()} == {
+        name: torch.cat([part, part]).shape for name, part in parts.items() if is_first
+    }

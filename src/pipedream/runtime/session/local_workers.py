@@ -186,13 +186,24 @@ class LocalWorkers:
 
     def collect_tensors(self, local_tensors: Mapping[str, torch.Tensor], to: int = 0) -> dict[str, torch.Tensor]:
         """Returns the whole tensors of all stages at the first rank of worker `to`; every rank calls it."""
-        for sharding in self.shardings.values():
-            local_tensors = {
-                name: sharding.gather(self.names.shared.get(name, (name,)), part)
-                for name, part in local_tensors.items()
-            }
         leaders = None if self.connections is None else self.connections.leaders
-        if self.distributed and leaders is None:
+        is_first = not self.distributed or leaders is not None
+        if self.shardings:
+            local_tensors = self._gather(local_tensors, keeps=is_first)
+        if not is_first:
             return {}
         state, placement = named_state(self.model), self.program.placement
         return parameters.collect(local_tensors, state, self.names.by_stage, placement, self.worker_rank, leaders, to)
+
+    def _gather(self, parts: Mapping[str, torch.Tensor], *, keeps: bool) -> dict[str, torch.Tensor]:
+        """Returns tensors from the parts of this worker's ranks, on the CPU; nothing where they are not kept.
+
+        No device has more than one whole: a stage may fit only because it is sharded.
+        """
+        whole: dict[str, torch.Tensor] = {}
+        for name, tensor in parts.items():
+            for sharding in self.shardings.values():
+                tensor = sharding.gather(self.names.shared.get(name, (name,)), tensor)
+            if keeps:
+                whole[name] = tensor.cpu()
+        return whole
