@@ -28,15 +28,23 @@ loss = functional.mse_loss
 
 
 def measure(request: dict[str, Any]) -> list[Any]:
-    """Runs what was asked: keys `shape`, `variant` ('torch' or a schedule), `parts` (minibatches between two looks).
+    """Makes each of the `runs` that the request asks for, one after the other."""
+    return [_measure_run(**run) for run in request["runs"]]
 
-    For each part: `rise_bytes`, by which the process grew at most, and `resident_bytes` and `objects` (Python's, that
-    the collector tracks) at its end.
+
+def _measure_run(shape: dict[str, Any], variant: str, parts: list[int]) -> list[Any]:
+    """Returns for each rank and part the row of what was measured.
+
+    That is `rise_bytes`, by which the process grew at most, and `resident_bytes` and `objects` (Python's, that the
+    collector tracks) at its end.
+
+    Args:
+        variant: 'torch' or a schedule.
+        parts: minibatches between two looks.
     """
-    shape = Shape(**request["shape"])
-    run = _train_torch if request["variant"] == "torch" else partial(_train_ours, schedule=request["variant"])
+    run = _train_torch if variant == "torch" else partial(_train_ours, schedule=variant)
     rows = []
-    stream = run(shape, request["parts"])
+    stream = run(Shape(**shape), parts)
     next(stream)
     before = restart_peak()
     for _ in stream:

@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "one round, short sleeps")
+    parser = make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
     parser.add_argument("--only", choices=("waiting", "compute", "process", "memory"))
     parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, in turns")
     parser.add_argument("--segment", type=int, default=64, help="microbatches that a segment of waiting stages times")
@@ -171,17 +171,22 @@ def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
     yield "### Memory, p = 2, stages that do nothing\n"
     yield "| variant | rank | rise at m = 8 | at m = 64 | left between minibatch 200 and 2,000: resident | objects |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
-    few, many = (4, 8) if options.quick else (200, 2000)
-    for variant in ("torch", "1f1b", "pipedream"):
-        runs = []
-        for shape, parts in (
-            (Shape(2, 8, 0.0, 0.0, 1 << 20), (20,)),
-            (Shape(2, 64, 0.0, 0.0, 1 << 20), (20,)),
-            (Shape(2, 8, 0.0, 0.0), (few, many - few)),
-        ):
-            request = {"shape": asdict(shape), "variant": variant, "parts": parts}
-            runs.append(run_processes(FOLDER / "memory.py", request, 2, TIGHT_MALLOC))
-        for rank, (small, large, lasting) in enumerate(zip(*runs, strict=True)):
+    some, few, many = (2, 4, 8) if options.quick else (20, 200, 2000)
+    shapes = (
+        (Shape(2, 8, 0.0, 0.0, 1 << 20), (some,)),
+        (Shape(2, 64, 0.0, 0.0, 1 << 20), (some,)),
+        (Shape(2, 8, 0.0, 0.0), (few, many - few)),
+    )
+    variants = ("torch", "1f1b", "pipedream")
+    runs = [
+        {"variant": variant, "shape": asdict(shape), "parts": parts} for variant in variants for shape, parts in shapes
+    ]
+    # Each in processes of its own, whose memory holds nothing of another run.
+    batches = [runs] if options.quick else [[run] for run in runs]
+    rows = [row for batch in batches for row in run_processes(FOLDER / "memory.py", {"runs": batch}, 2, TIGHT_MALLOC)]
+    for variant in variants:
+        rows_of_variant, rows = rows[: len(shapes)], rows[len(shapes) :]
+        for rank, (small, large, lasting) in enumerate(zip(*rows_of_variant, strict=True)):
             rises = (format_mib(part[0]["rise_bytes"]) for part in (small, large))
             left = {name: lasting[1][name] - lasting[0][name] for name in ("resident_bytes", "objects")}
             resident = format_mib(left["resident_bytes"])
