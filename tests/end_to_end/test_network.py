@@ -18,12 +18,9 @@ from failing_recipe import SOON_S, written
 from two_machines import machines, on_both, started_on_both
 
 import pipedream
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
 from pipedream.slow_links import LINK, Network
-from pipedream.training.job import profile_recipe
-from pipedream.workflows import plan as planning
 
 __all__ = ["machines"]  # the fixture
 
@@ -31,11 +28,15 @@ pytestmark = [pytest.mark.network, pytest.mark.processes]
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
 
-def test_two_machines_give_the_losses_of_one_process(machines: Network, tmp_path: Path) -> None:
-    plan = planning.plan(profile_recipe(load_recipe(DIGITS), runs=1), Cluster.flat(2), shape="straight")
-    plan.save(tmp_path / "plan.json")
-    program = ("-m", "pipedream", "train", DIGITS, "--plan", str(tmp_path / "plan.json"), "--epochs", "1")
-    on_both(machines, "c10d", (*program, "--out", "run"), tmp_path)
+def test_two_machines_measure_plan_and_give_the_losses_of_one_process(machines: Network, tmp_path: Path) -> None:
+    machines.limit(80e6 / 8)
+    program = ("-m", "pipedream", "train", DIGITS, "--straight", "--epochs", "1", "--out", "run")
+    first, second = on_both(machines, "c10d", program, tmp_path)
+    assert re.search(r"^2 machines, measured in \d+\.\d s: Cluster of .*; levels: 2 x ", first.out, re.M), first.out
+    assert second.out == ""
+    plan = Plan.load(tmp_path / "machine0" / "run" / "plan.json")
+    assert plan.cluster.bandwidth_bytes_per_s == pytest.approx(80e6 / 8, rel=0.15)
+    assert plan.cluster.is_limited
     torch.set_num_threads(1)  # as many as each of the workers has
     pipedream.run(lambda seed: load_recipe(DIGITS, seed=seed), plan=plan, epochs=1, out=tmp_path / "here", quiet=True)
     losses = [
@@ -50,49 +51,36 @@ def test_two_machines_give_the_losses_of_one_process(machines: Network, tmp_path
     assert kept in ([], ["checkpoints"]), "rank 0 writes the rest of the run folder"
 
 
-def test_links_between_machines_are_measured_before_planning(machines: Network, tmp_path: Path) -> None:
-    machines.limit(80e6 / 8)
-    program = ("-m", "pipedream", "train", DIGITS, "--minibatches", "3", "--out", "run")
-    first, second = on_both(machines, "c10d", program, tmp_path)
-    assert re.search(r"^2 machines, measured in \d+\.\d s: Cluster of .*; levels: 2 x ", first.out, re.M), first.out
-    assert second.out == ""
-    plan = Plan.load(tmp_path / "machine0" / "run" / "plan.json")
-    assert plan.cluster.bandwidth_bytes_per_s == pytest.approx(80e6 / 8, rel=0.15)
-    assert plan.cluster.is_limited
-
-
 SCRIPT = """
 import sys, pipedream, torch
 from functools import partial
-model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
 batch = torch.randn(8, 64)
-profile = pipedream.profile(model, batch, runs=1)
-clusters = [] if sys.argv[1] == "measured" else [pipedream.Cluster.local(2)]
-plan = pipedream.plan(profile, *clusters, shape="pipeline")
 options = dict(loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1))
-with pipedream.Pipeline(model, plan, **options) as pipeline:
-    losses = [done.loss for done in pipeline.train([(batch, batch)], epochs=3)]
-print(pipeline.rank, len(losses), plan.cluster.bandwidth_bytes_per_s)
+for clusters in ([], [pipedream.Cluster.local(2)]):
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    profile = pipedream.profile(model, batch, runs=1)
+    plan = pipedream.plan(profile, *clusters, shape="pipeline")
+    with pipedream.Pipeline(model, plan, **options) as pipeline:
+        losses = [done.loss for done in pipeline.train([(batch, batch)], epochs=3)]
+    print(pipeline.rank, len(losses), plan.cluster.bandwidth_bytes_per_s)
+    print("trained", file=sys.stderr)
 """
 
 
 def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: Network, tmp_path: Path) -> None:
     machines.limit(80e6 / 8)
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    ends = {}
-    for how in ("measured", "assumed"):
-        (tmp_path / how).mkdir()
-        ends[how] = on_both(machines, "static", (str(tmp_path / "script.py"), how), tmp_path / how)
-    (line, figures), (figures_1,) = (ended.out.splitlines() for ended in ends["measured"])
+    first, second = on_both(machines, "static", (str(tmp_path / "script.py"),), tmp_path)
+    (line, figures, _), (figures_1, _) = (ended.out.splitlines() for ended in (first, second))
     assert line.startswith("2 machines, measured in ")
     assert (figures.split()[:2], figures_1.split()[:2]) == (["0", "3"], ["1", "3"])
     assert float(figures.split()[2]) == pytest.approx(80e6 / 8, rel=0.15)
     assert figures.split()[2] == figures_1.split()[2]
-    assert "UserWarning" not in ends["measured"][0].err
-    first, second = ends["assumed"]
-    assert "UserWarning: the plan assumes one machine (2.00 GB/s, 50.0 us between workers), but" in first.err, first.err
-    assert "the workers are on 2; leave out the cluster, and pipedream.plan(profile) measures" in first.err
-    assert "script.py:10: " in first.err, "the line of the user"
+    measured, assumed, _ = first.err.split("trained\n")
+    assert "UserWarning" not in measured
+    assert "UserWarning: the plan assumes one machine (2.00 GB/s, 50.0 us between workers), but" in assumed, assumed
+    assert "the workers are on 2; leave out the cluster, and pipedream.plan(profile) measures" in assumed
+    assert "script.py:10: " in assumed, "the line of the user"
     assert "UserWarning" not in second.err
 
 
