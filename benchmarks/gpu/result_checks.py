@@ -207,7 +207,7 @@ def _mean_loss(output: Tensor, batch: Any) -> Tensor:
 def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
     """How often the host waits for the device in steady training, by torch's own debugging mode.
 
-    With a loss of the user's or the model's own it reads a count at each microbatch, so these two are only reported.
+    With a loss of the model's own the host reads a count at each microbatch, which is only reported.
     """
     layers = dense(scale.width, dropout=0.1)
     for name, method, parts, model, loss in (
@@ -239,7 +239,7 @@ def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
             train(model, plan, batches, device, schedule=method, microbatches=parts, loss=loss, on_done=begin)
         events = {place: count for place, count in places.items() if place.startswith("event ")}
         note = "; ".join(f"{count} x {place}" for place, count in places.most_common(6))
-        sign = "" if name.startswith("loss_of") else "=="
+        sign = "" if name == "loss_of_model" else "=="
         yield Finding(f"{name}_waits", places.total() - sum(events.values()), sign, 0, note)
         yield Finding(f"{name}_waits_for_one_event", sum(events.values()))
     need_card(device)  # a CPU has nothing to wait for: only that the code runs was seen
@@ -313,7 +313,7 @@ def checkpoint(device: torch.device, scale: Scale) -> Iterator[Finding]:
     need_card(device)
     elsewhere = [index for index in devices if index != (device.index or 0)]
     yield Finding("writers_on_another_device", len(elsewhere), "==", 0, f"current devices: {devices}")
-    yield Finding("live_bytes_that_a_save_adds", added_bytes)
+    yield Finding("live_bytes_that_a_save_adds", added_bytes, "<=", 1 << 20)
 
 
 def _count_card_bytes(device: torch.device) -> int:
