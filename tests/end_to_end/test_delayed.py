@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from cases import Case, check, check_processes, run
+from marks import spread
 from torch import nn
 
 import pipedream as pd
@@ -73,7 +74,7 @@ def _matrix() -> list[Any]:
         Case("mlp", "timeprest", 3, replicas=(3, 2, 1), microbatches=4),
     ]
     longer = [pytest.param(case.lengthened(), id=f"{case} lengthened", marks=pytest.mark.slow) for case in slow]
-    return [pytest.param(case, id=str(case)) for case in quick] + longer
+    return [pytest.param(case, id=str(case)) for case in quick] + spread(longer)
 
 
 @pytest.mark.parametrize("case", _matrix())

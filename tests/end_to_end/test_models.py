@@ -9,6 +9,7 @@ from typing import Any
 
 import processes
 import pytest
+from marks import spread
 from models import CASES, Case
 from random_models import random_case
 from split_training import (
@@ -36,13 +37,14 @@ QUICK = ("attention_lstm",)
 WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "densenet", "hf_bert", "hf_t5", "hf_swin")
 # fmt: off
 ALIKE = {
-    "hf_bert": ("hf_roberta", "hf_distilbert", "hf_electra", "hf_bert_classes", "hf_bert_answers"),
-    "hf_gpt_neox": ("hf_gpt_neo", "hf_gptj", "hf_opt", "hf_falcon"),
+    "hf_bert": ("hf_roberta", "hf_distilbert", "hf_electra", "hf_bert_classes", "hf_bert_answers", "hf_modernbert"),
+    "hf_gpt_neox": ("hf_gpt_neo", "hf_gptj", "hf_opt", "hf_falcon", "hf_mpt"),
     "hf_llama": ("hf_gemma", "hf_gemma3", "hf_phi", "hf_phi3", "hf_mistral", "hf_qwen2", "hf_olmo2", "hf_stablelm",
-                 "hf_cohere", "hf_granite"),
-    "hf_mixtral": ("hf_olmoe", "hf_qwen3_moe"),
+                 "hf_cohere", "hf_granite", "hf_gemma2", "hf_qwen3"),
+    "hf_mixtral": ("hf_olmoe", "hf_qwen3_moe", "hf_gpt_oss"),
     "hf_bart": ("hf_mbart", "hf_pegasus", "hf_marian"),
     "hf_vit": ("hf_deit", "hf_beit"),
+    "resnet": ("hf_resnet",),
     "hf_wav2vec2": ("hf_hubert",),
 }
 # fmt: on
@@ -114,7 +116,7 @@ def test_twenty_lengths(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 1 else pytest.mark.slow) for n in range(30)],
+    spread(pytest.param(n, marks=[] if n < 1 else pytest.mark.slow) for n in range(30)),
 )
 def test_random_models_at_random_cuts(seed: int) -> None:
     case = random_case(seed)
@@ -134,7 +136,7 @@ def test_samples_that_depend_on_each_other_are_refused(name: str) -> None:
     check_same(_plain(case, 1), pipelined(case, batches_of(case), check=True), case.tolerance)
 
 
-@pytest.mark.parametrize("case", _chosen(WITH_DROPOUT, default=("glue_dropout",)))
+@pytest.mark.parametrize("case", spread(_chosen(WITH_DROPOUT, default=("glue_dropout",)), every=3))
 def test_dropout_does_not_depend_on_the_cut(case: Case) -> None:
     batches = batches_of(case)
     run = {"microbatches": 2, "profile": profile_of(case, batches[0], dropout=True), "dropout": True}

@@ -38,14 +38,15 @@ def _case(animal: str, schedule: str, stages: int) -> Case:
 
 
 def _matrix() -> list[Any]:
-    """Returns every method with every animal; all of them, with longer runs, are slow."""
+    """Returns every method with every animal; with longer runs, in each method's turn, they are slow, the rest long."""
     parameters = []
-    for animal in zoo.NAMES:
-        for schedule in (*FLUSHING, *ASYNCHRONOUS):
+    for number, animal in enumerate(zoo.NAMES):
+        for turn, schedule in enumerate((*FLUSHING, *ASYNCHRONOUS)):
             case = _case(animal, schedule, 2 if schedule == "chimera_doubled" else 4)
             if schedule in QUICK[animal]:
                 parameters.append(pytest.param(case, id=str(case)))
-            parameters.append(pytest.param(case.lengthened(), id=f"{case} lengthened", marks=pytest.mark.slow))
+            mark = pytest.mark.slow if turn % len(zoo.NAMES) == number else pytest.mark.long
+            parameters.append(pytest.param(case.lengthened(), id=f"{case} lengthened", marks=mark))
     return parameters
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import thinned
+from marks import spread, thinned
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -155,7 +155,11 @@ QUICK = (
 
 @pytest.mark.parametrize(
     "name",
-    thinned(name if name.partition(": ")[2] in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES),
+    spread(
+        thinned(
+            name if name.partition(": ")[2] in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES
+        )
+    ),
 )
 def test_layers_are_described_and_compute_the_same(name: str) -> None:
     layer, shape, loss = CASES[name]

@@ -151,7 +151,9 @@ SPLIT_TIMES = {
 """Seconds of forward, input gradient and weight gradient for which a makespan is claimed."""
 
 
-@pytest.mark.parametrize("p", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (1, 2, 4, 7))])
+@pytest.mark.parametrize(
+    "p", [3, *(pytest.param(p, marks=pytest.mark.slow if p in (1, 4) else pytest.mark.long) for p in (1, 2, 4, 7))]
+)
 @pytest.mark.parametrize(
     ("name", "times"), [(name, times) for name, each in SPLIT_TIMES.items() for times in each], ids=str
 )

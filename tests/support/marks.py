@@ -1,4 +1,4 @@
-"""Which cases the default run has."""
+"""Which cases the default run and continuous integration have."""
 
 from __future__ import annotations
 
@@ -18,5 +18,18 @@ def thinned(cases: Iterable[Any]) -> list[Any]:
             is_kept = not is_kept
             if not is_kept:
                 parameter = pytest.param(*parameter.values, id=parameter.id, marks=pytest.mark.slow)
+        parameters.append(parameter)
+    return parameters
+
+
+def spread(cases: Iterable[Any], every: int = 2) -> list[Any]:
+    """Leaves every n-th of the cases that are marked slow to continuous integration, and marks the others as long."""
+    parameters, slow = [], 0
+    for case in cases:
+        parameter: Any = case if hasattr(case, "marks") else pytest.param(case)
+        if any(mark.name == "slow" for mark in parameter.marks):
+            if slow % every:
+                parameter = pytest.param(*parameter.values, id=parameter.id, marks=[*parameter.marks, pytest.mark.long])
+            slow += 1
         parameters.append(parameter)
     return parameters

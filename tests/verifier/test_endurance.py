@@ -182,7 +182,12 @@ REPLICAS = tuple(product((1, 2, 3), repeat=3))
 
 @pytest.mark.parametrize(
     ("depth", "workers"),
-    [("noam", 4), pytest.param("noam", 9, marks=pytest.mark.long), pytest.param("full", 9, marks=pytest.mark.slow)],
+    [
+        ("noam", 4),
+        pytest.param("noam", 9, marks=pytest.mark.long),
+        pytest.param("full", 6, marks=pytest.mark.slow),
+        pytest.param("full", 9, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(LAYOUTS)))
 def test_all_replica_counts(name: str, depth: str, workers: int) -> None:

@@ -27,7 +27,7 @@ from loaders import (
     plain_loop,
     seed_all,
 )
-from marks import thinned
+from marks import spread, thinned
 from torch.utils.data import (
     DataLoader,
 )
@@ -93,10 +93,13 @@ def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("done", "name"),
-    thinned(
-        pytest.param(done, name, marks=pytest.mark.slow if name in slow else ())
-        for done, slow in SLOW.items()
-        for name in LOADERS
+    spread(
+        thinned(
+            pytest.param(done, name, marks=pytest.mark.slow if name in slow else ())
+            for done, slow in SLOW.items()
+            for name in LOADERS
+        ),
+        every=3,
     ),
 )
 def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) -> None:
