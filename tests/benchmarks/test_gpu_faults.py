@@ -1,0 +1,192 @@
+"""benchmarks/gpu: each check sees a fault in the library.
+
+Faults of training begin after the first minibatch, which the library compares by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipedream.profiler.stopwatch import Stopwatch
+from pipedream.runtime.checkpoint import optimizer_state
+from pipedream.runtime.results.recorder import Recorder
+from pipedream.runtime.stage import stage_module
+from pipedream.runtime.stage.generators import LayerGenerators
+from pipedream.runtime.stage.predictions import WeightPredictions
+from pipedream.runtime.stage.split_backward import Deferred
+from pipedream.runtime.stage.stage_module import StageModule
+from pipedream.runtime.stage.versions import Versions
+from pipedream.runtime.update.compensation import Compensator
+from pipedream.runtime.update.loss_scale import LossScale
+from pipedream.runtime.update.optimizer import Optimizer
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+sys.path.append(str(FOLDER))
+loops, speed, results, processes, links = (
+    importlib.import_module(name)
+    for name in ("loops", "speed_checks", "result_checks", "process_checks", "links_check")
+)
+sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
+
+CPU = torch.device("cpu")
+LEAKED: list[torch.Tensor] = []
+
+Fault = Callable[[Any], Any]
+"""From something of the library to what is wrong in its place."""
+
+
+def _do_nothing(function: Any) -> Any:
+    return lambda *args, **keywords: None
+
+
+def _do_before(action: Callable[[], object]) -> Fault:
+    """Returns a fault: the action before each call, until whose end its result lives."""
+
+    def make(function: Any) -> Any:
+        def wrong(*args: Any, **keywords: Any) -> Any:
+            kept = action()
+            result = function(*args, **keywords)
+            del kept
+            return result
+
+        return wrong
+
+    return make
+
+
+def _divide_by_too_much(normalise: Any) -> Any:
+    return lambda self, sums: normalise(
+        self, sums._replace(loss_weight=sums.loss_weight * (1.01 if self.updates else 1.0))
+    )
+
+
+def _lose_weight_gradients(run: Any) -> Any:
+    calls = itertools.count()
+    first = results.STAGES * results.MICROBATCHES  # calls in a minibatch
+    return lambda self: run(self) if next(calls) < first else iter(())
+
+
+def _write_in_place(begin_update: Any) -> Any:
+    def wrong(self: Versions, coming: Any) -> None:
+        self._single = True
+        begin_update(self, coming)
+
+    return wrong
+
+
+def _read_newest(read: Any) -> Any:
+    return lambda self, version: read(self, self.newest)
+
+
+def _compile_each_time(compile_layer: Any, layer: Any, arguments: Any) -> Any:
+    def run(*args: Any) -> Any:
+        torch._dynamo.reset()  # its cache
+        return compile_layer(layer, arguments)(*args)
+
+    return run
+
+
+FAULTS: tuple[tuple[Any, str, Any, str, Fault], ...] = (
+    (speed.facts, "copy_bytes_per_s", speed, "name_device", lambda name: lambda device: "H200"),
+    (results.equality, "gpipe_differing_weights", Optimizer, "normalise", _divide_by_too_much),
+    (
+        results.equality, "dropout_differing_weights", LayerGenerators, "seed",
+        lambda seed: lambda self, microbatch, layer: seed(self, microbatch + (microbatch > 3), layer),
+    ),
+    (results.equality, "zb_h1_distance", Deferred, "run", _lose_weight_gradients),
+    (results.equality, "pipedream_distance", Versions, "begin_update", _write_in_place),
+    (results.equality, "pipedream_2bw_distance", Versions, "read", _read_newest),
+    (results.equality, "pipemare_distance", WeightPredictions, "end_update", _do_nothing),
+    (results.equality, "spectrain_distance", WeightPredictions, "_advance", _do_nothing),
+    (results.precision, "bf16_loss_distance", Versions, "cast", _do_nothing),
+    (
+        results.precision, "fp16_skipped_updates", LossScale, "update",
+        lambda update: lambda self, finite: update(self, True),
+    ),
+    (results.precision, "lstm_weights_that_did_not_move", Compensator, "step", _do_nothing),
+    (results.waits, "1f1b_waits", StageModule, "forward", _do_before(lambda: torch.cuda.synchronize())),
+    (speed.host, "1f1b_us_of_a_microbatch_and_stage", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
+    (speed.throughput, "rate_by_plain_at_0.1_ms", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
+    (speed.memory, "1f1b_growth_bytes", Recorder, "note", _do_before(lambda: LEAKED.append(torch.ones(1)))),
+    (speed.memory, "peak_by_plan", StageModule, "backward", _do_before(lambda: torch.ones(1 << 14))),
+    (
+        speed.clock, "large_profile_by_whole_model", Stopwatch, "laps_s",
+        lambda laps_s: lambda self: [2.0 * lap_s for lap_s in laps_s(self)],
+    ),
+    (results.checkpoint, "differing_weights", optimizer_state, "restore", _do_nothing),
+    (
+        results.compiled, "compilations_before_the_first_update", stage_module, "_compile",
+        lambda compile_layer: lambda layer, arguments: layer,
+    ),
+    (
+        results.compiled, "recompilations", stage_module, "_compile",
+        lambda compile_layer: partial(_compile_each_time, compile_layer),
+    ),
+)  # fmt: skip
+"""Check, its finding that must fail, and what is replaced in the library: its owner, its name, by what."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
+@pytest.mark.parametrize(("check", "finding", "owner", "name", "fault"), FAULTS, ids=[row[1] for row in FAULTS])
+def test_a_fault_fails_its_finding(
+    check: Any, finding: str, owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        findings = {item.name: item for item in _iterate_until(finding, check)}
+    finally:
+        torch.set_num_threads(threads)
+        LEAKED.clear()
+    assert not findings[finding].ok
+
+
+def _iterate_until(name: str, check: Any) -> Any:
+    for finding in check(CPU, loops.TINY):
+        yield finding
+        if finding.name == name:
+            return
+
+
+WRONG_RANK = """
+import os, sys, time
+if os.environ.get("RANK") == "1":
+    from pipedream.runtime.update.optimizer import Optimizer
+    normalise = Optimizer.normalise
+    Optimizer.normalise = lambda self, sums: normalise(
+        self, sums._replace(loss_weight=sums.loss_weight * (1.01 if self.updates else 1.0))
+    )
+if os.environ.get("RANK") == "0":
+    sys.excepthook = lambda *error: time.sleep(120)  # it has failed, and does not end
+"""
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_faults_of_a_rank_fail_their_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WRONG_RANK, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(links, "CASES", links.CASES[:1])
+    scale = replace(loops.TINY, many_minibatches=16)
+    for check, name in (
+        (processes.processes, "2_processes_differing_weights"),
+        (links.links, "1f1b_differing_weights"),
+        (processes._check_death, "seconds_until_all_are_gone"),
+    ):
+        finding = next(finding for finding in check(CPU, scale) if finding.name == name)
+        assert not finding.ok, name
