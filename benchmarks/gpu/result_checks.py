@@ -230,7 +230,7 @@ def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
                 done: Any,
                 watched: ExitStack = watched,
                 places: Counter[str] = places,
-                last: int = minibatches - 2,
+                last: int = max(3, minibatches - 2 * STAGES),
             ) -> None:
                 if done.number == 1:  # libraries are loaded, and optimizers have their state
                     watched.enter_context(_note_waits(device, places))

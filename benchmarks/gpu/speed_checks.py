@@ -140,7 +140,7 @@ def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
         while microbatch_s(rows) < wanted_s:
             rows *= 2
         rows = max(4, int(rows * wanted_s / microbatch_s(rows)))
-        minibatches = max(3, int(1.5 / (wanted_s * STAGES * MICROBATCHES)) if device.type == "cuda" else 2)
+        minibatches = max(6, int(1.5 / (wanted_s * STAGES * MICROBATCHES)) if device.type == "cuda" else 2)
         x = torch.randn(rows * MICROBATCHES, width, device=device)
         batches = [x] * minibatches
         plain, piped = [], []

@@ -282,11 +282,19 @@ def evaluating(stage_states: Iterable[StageState]) -> Iterator[None]:
 
 def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:
     """Returns each trained weight that is not finite, with its stage."""
-    return {
-        name: stage
+    weights = [
+        (name, stage, handle.detach())
         for stage, stage_state in stage_states.items()
         for name, handle in stage_state.versions.handles.items()
-        if not _is_finite(handle.detach())
+    ]
+    if not weights:
+        return {}
+    # Sums first, which take a twentieth of the time, and one wait for a GPU; a sum of finite numbers may overflow.
+    finite = torch.stack([weight.sum().isfinite() for _, _, weight in weights]).tolist()
+    return {
+        name: stage
+        for (name, stage, weight), is_finite in zip(weights, finite, strict=True)
+        if not is_finite and not bool(weight.isfinite().all())
     }
 
 
@@ -312,8 +320,3 @@ def check_finite(
         f"the weight {name!r} is not finite, because a gradient of {minibatches} was not",
         NOT_FINITE_ADVICE,
     )
-
-
-def _is_finite(weight: torch.Tensor) -> bool:
-    """Tries the sum first, which takes a twentieth of the time; a sum of finite numbers may overflow."""
-    return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
