@@ -41,9 +41,9 @@ def loops(
             row = [math.exp(value - max(logits[g, s].tolist())) for value in logits[g, s].tolist()]
             odds.append([value / sum(row) for value in row])
             firsts.append(max(range(experts), key=lambda e: (odds[s][e], -e)))
-            others = [e for e in range(experts) if e != firsts[s]]
+            others = [e for e in range(experts) if e != firsts[s] or importance[g, s] != 1]
             seconds.append(max(others, key=lambda e: (odds[s][e], -e)) if top == 2 else -1)
-            pair = odds[s][firsts[s]], odds[s][seconds[s]] if top == 2 else 0.0
+            pair = odds[s][firsts[s]] * bool(importance[g, s] == 1), odds[s][seconds[s]] if top == 2 else 0.0
             divisor = sum(pair) + 1e-9 if top == 2 and normalise == "before" else 1.0
             weights.append([value / divisor for value in pair])
         for e in range(experts):
@@ -119,6 +119,24 @@ def test_second_choices_queue_after_all_kept_first_choices() -> None:
     places = masks.combine.nonzero().tolist()
     assert [p[1:] for p in places] == [[0, 1, 0], [0, 2, 1], [1, 0, 0], [2, 2, 0], [3, 1, 1]]
     # Token 1's second choice, expert 2, has its two places taken; token 4 is sent nowhere.
+
+
+@pytest.mark.parametrize("normalise", ["before", "after"])
+def test_a_token_of_low_importance_has_its_best_expert_as_second_choice(normalise: str) -> None:
+    """As published: nothing is masked where no first choice was made. The place is after all first choices."""
+    logits = torch.tensor([[[0.0, 3.0, 2.0], [0.0, 5.0, 1.0], [4.0, 0.0, 1.0]]])
+    masks = gate(logits, 2, second="all", importance=torch.tensor([[0.5, 1.0, 0.0]]), normalise=normalise)
+    assert [place[1:] for place in masks.combine.nonzero().tolist()] == [[0, 1, 1], [1, 1, 0], [1, 2, 0]]
+    assert float(masks.combine[0, 0, 1, 1]) == pytest.approx(1.0)
+
+
+def test_low_importance_sends_by_the_probability_that_is_left() -> None:
+    """Divided "before", the one weight is 1 and is always sent; "after", its probability decides."""
+    logits, half = torch.tensor([[[0.0, -0.5, -0.5, -0.5]]]), torch.full((1, 1), 0.5)  # the best has 0.355
+    how: dict[str, Any] = {"importance": half, "uniform": torch.full((1, 1), 0.8), "threshold": 0.5}
+    assert gate(logits, 4, normalise="before", **how).dispatch[0, 0, 0, 0] == 1
+    assert not gate(logits, 4, normalise="after", **how).dispatch.any()
+    assert gate(logits, 4, normalise="after", **{**how, "uniform": half}).dispatch[0, 0, 0, 0] == 1
 
 
 def test_a_uniform_gate_has_the_balance_loss_1_and_a_collapsed_one_e() -> None:

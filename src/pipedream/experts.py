@@ -84,8 +84,8 @@ def gate(
         top: choices of a token. With 1, an output counts by its probability (Switch).
         second: "random" sends a second choice of weight g with probability min(1, g / threshold), "all" always.
         uniform: [G, S], numbers from [0, 1) for "random"; drawn if None.
-        importance: [G, S]. Tokens of 1 are sent to both choices, those between 0 and 1 to the second only, those of 0
-            (padding) nowhere. None is 1 for all.
+        importance: [G, S]. Tokens of 1 are sent to both choices. Those between 0 and 1 have no first choice: their
+            second is the most probable of all experts. Those of 0 (padding) are sent nowhere. None is 1 for all.
         normalise: divides both weights by their sum "before" it is known what is sent, or "after" (lingvo's later
             form), when a choice that is sent alone counts 1.
 
@@ -122,7 +122,7 @@ def _route(
     groups, _, experts = logits.shape
     important = torch.ones_like(logits[..., 0], dtype=torch.bool) if importance is None else importance == 1
     first = probabilities.argmax(-1)
-    weight = probabilities.gather(-1, first.unsqueeze(-1)).squeeze(-1)
+    weight = probabilities.gather(-1, first.unsqueeze(-1)).squeeze(-1) * important
     chosen = F.one_hot(first, experts) * important.unsqueeze(-1)
     share = chosen.to(probabilities.dtype).mean(1)
     loss = experts**2 * (share * (probabilities * important.unsqueeze(-1)).mean(1)).mean()
@@ -130,7 +130,7 @@ def _route(
     if top == 1:
         return _Routes(first[None], place[None], kept[None], (weight * kept)[None], loss)
 
-    others = probabilities.detach().scatter(-1, first.unsqueeze(-1), -1.0)
+    others = probabilities.detach().masked_fill(chosen.bool(), -1.0)
     next_best = others.argmax(-1)
     weights = torch.stack([weight, probabilities.gather(-1, next_best.unsqueeze(-1)).squeeze(-1)])
     if normalise == "before":
