@@ -22,6 +22,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.network
+@pytest.mark.long
 def test_emulated_workers_beside_the_prediction(workers: ModuleType) -> None:
     published("gnmt")
     rows = json.loads(json.dumps(workers.measure("test", lambda line: None)))

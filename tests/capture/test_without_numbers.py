@@ -32,10 +32,18 @@ NEED_NUMBERS = {
 }
 """They branch on computed numbers, mostly on which expert a word goes to."""
 
-SLOW = ["unet", "tied_gpt", "lora", "shared_bias", "borrowed_weights", "hf_gpt2", "hf_llama", "hf_t5", "hf_mamba"]
+SLOW = ["unet", "tied_gpt", "lora", "shared_bias", "borrowed_weights", "hf_llama", "hf_mamba"]
+LONG = ["hf_gpt2", "hf_t5"]
 
 
-@pytest.mark.parametrize("name", ["early_exits", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "early_exits",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
+    ],
+)
 def test_sizes_are_those_of_a_run(name: str) -> None:
     case = {**HF, **OWN}[name]
     if case.needs_hf:
@@ -91,7 +99,7 @@ def test_models_that_need_numbers_say_so(name: str) -> None:
         estimate(case.build(), case.inputs(case.batch(0, 3, 8)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_7b_parameters_is_profiled_and_planned() -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +170,13 @@ def test_models_of_tofu_train_by_the_command(example: Path, workers: str, mesh: 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("mesh", [pytest.param("data:2", marks=pytest.mark.long), "model:2"])
-@pytest.mark.parametrize("example", PARTITIONED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("example", "mesh"),
+    [
+        pytest.param(path, mesh, id=f"{path.stem}-{mesh}", marks=[pytest.mark.long] * (number > 0))
+        for number, (path, mesh) in enumerate(product(PARTITIONED, ("model:2", "data:2")))
+    ],
+)
 def test_models_of_tofu_train_alike_on_a_mesh(example: Path, mesh: str, tmp_path: Path) -> None:
     command = ("train", str(example), "--workers", "2", "--config", "1", "--mesh", mesh)
     shorter = ("--minibatches", "3", "--evaluate-every", "0", "--out", str(tmp_path / "mesh"))
@@ -189,7 +194,7 @@ def test_models_of_tofu_train_alike_on_a_mesh(example: Path, mesh: str, tmp_path
     ("example", "sizes"),
     [
         ("rnn_partition.py", "--layers 1 --steps 2 --width 16 --batch 8"),
-        ("wide_resnet.py", "--layers 14 --widen 1 --batch 4"),
+        pytest.param("wide_resnet.py", "--layers 14 --widen 1 --batch 4", marks=pytest.mark.long),
     ],
 )
 def test_table_of_tofus_methods(example: str, sizes: str, tmp_path: Path) -> None:

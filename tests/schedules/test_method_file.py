@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cases import Case, check, run
 from commands import run as command
+from failing_recipe import written
 
 from pipedream import schedules
 from pipedream.core.errors import ScheduleError
@@ -129,11 +130,8 @@ def test_names(run_command: RunCommand) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_train(tmp_path: Path) -> None:
-    ended = command(
-        *("-m", "pipedream", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2"),
-        *("--schedule", str(EXAMPLE), "--minibatches", "6", "--epochs", "1", "--out", "run"),
-        folder=tmp_path,
-    )
+    options = ("--schedule", str(EXAMPLE), "--minibatches", "6", "--epochs", "1")
+    ended = command(*written(tmp_path), *options, folder=tmp_path)
     assert ended.status == 0, ended.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["configuration"]["schedule"] == str(EXAMPLE)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from commands import run as command
+from failing_recipe import written
 from zoo import alike_layers
 
 import pipedream as pd
@@ -35,7 +36,6 @@ from pipedream.schedules.options import options_of
 from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.workflows.methods import resolve_method
 
-ROOT = Path(__file__).parents[2]
 RunCommand = Callable[..., tuple[int, str, str]]
 
 MINE = """
@@ -315,7 +315,7 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_train(tmp_path: Path) -> None:
     name = "paci[backward_rule=recompute]"
-    head = ("-m", "pipedream", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2", "--out", "run")
+    head = (*written(tmp_path)[:4], "--workers", "2", "--out", "run")
     ended = command(*head, "--schedule", name, "--minibatches", "6", "--epochs", "1", folder=tmp_path)
     assert ended.status == 0, ended.err
     assert f"Proof of {name}, plan 1-1" in ended.out

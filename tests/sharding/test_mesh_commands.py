@@ -16,6 +16,7 @@ from pipedream import cli
 from pipedream.core.errors import PlanError
 from pipedream.core.variants import ONE_WORKER, Variant
 from pipedream.options import TrainingOptions
+from pipedream.recipe import load_recipe
 from pipedream.training.compare_runs import RunFailed, Runs
 from pipedream.training.compare_variants import LinkVariants
 
@@ -157,8 +158,10 @@ def test_planned_meshes_train_as_a_single_process(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["ranks"] == 4
     assert [stage["mesh"] for stage in summary["stages"]] == ["model:2", "model:2"]
-    alone = ["--workers", "1", "--schedule", "1f1b", "--out", "alone"]
-    assert commands.run("-m", "pipedream", "train", "recipe.py", *alone, folder=tmp_path).status == 0
+    pipedream.run(
+        lambda seed: load_recipe(str(tmp_path / "recipe.py"), seed=seed),
+        workers=1, schedule="1f1b", out=tmp_path / "alone", quiet=True,
+    )  # fmt: skip
     planned, plain = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "alone"))
     for name, weights in plain.items():
         torch.testing.assert_close(planned[name], weights, rtol=1e-4, atol=1e-6)
