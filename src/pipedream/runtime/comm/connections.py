@@ -106,7 +106,11 @@ class Connections:
         return ranks[self.place : self.place + 1] if same else ranks
 
     def close(self) -> None:
-        """Destroys the groups that were made here; every rank calls it."""
+        """Destroys the groups that were made here, but for those of the mesh; every rank calls it.
+
+        DTensor finds what it has cached by the mesh's ranks, with the first such mesh's groups, which a later pipeline
+        of this process uses too.
+        """
         on_device = () if self.mesh_group is self.worker else (self.mesh_group,)
         for group in (
             self.leaders,
@@ -119,16 +123,8 @@ class Connections:
         ):
             if group is not None and group is not self.everyone:
                 leave_group(group)
-        for group in self._mesh_groups:
-            if group is not dist.group.WORLD:
-                leave_group(group)
         for memory in self.memory.values():
             memory.close()
-
-    @property
-    def _mesh_groups(self) -> Sequence[dist.ProcessGroup]:
-        """The groups along the mesh's dimensions."""
-        return self.mesh.get_all_groups() if self.mesh is not None else ()
 
     def abort(self) -> None:
         """Ends what NCCL has under way after a failure, when other ranks may be gone.
@@ -137,7 +133,8 @@ class Connections:
         """
         if not self.links:
             return
-        sums = (*self.stages, *self.holders, self.mesh_group, *self._mesh_groups)
+        along_mesh = self.mesh.get_all_groups() if self.mesh is not None else ()
+        sums = (*self.stages, *self.holders, self.mesh_group, *along_mesh)
         groups = {*self.links.values(), *(group for group in sums if group is not None)}
         aborting = Thread(target=_abort_backends, args=(groups,), daemon=True, name="pipedream-abort")
         aborting.start()
