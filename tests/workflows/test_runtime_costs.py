@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.runtime.comm import process_group
+from pipedream.training import job
 from pipedream.training.job import profile_recipe
 from pipedream.workflows.probe import MeasuredRuntime, measure_runtime
 
@@ -96,3 +101,24 @@ def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
     if processes == 0:
         assert profile_recipe(recipe, runs=1).runtime.load_s > 0
     assert data.read % 8 == 0
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_a_recipes_targets_are_where_its_model_is_profiled(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """On a GPU the loss got the model's output from there and the targets from the CPU."""
+    places: list[str] = []
+
+    def score(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        places.extend(tensor.device.type for tensor in batch)
+        return nn.functional.mse_loss(output, output)
+
+    def profile_model(*model: Any, loss: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> Profile:
+        loss(torch.rand(8, 4))
+        return Profile.of_chain((LayerProfile(1.0, 1.0, 8, 8),))
+
+    monkeypatch.setattr(job, "profile_model", profile_model)
+    monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: RuntimeCosts())
+    monkeypatch.setattr(process_group, "process_device", lambda device: torch.device("meta"))  # stands for the GPU
+    data = [(torch.rand(8, 4), torch.rand(8, 4))]
+    profile_recipe(pd.Recipe(nn.Linear(4, 4), score, partial(torch.optim.SGD, lr=0.1), data), device=device)
+    assert places == (["meta"] * 2 if device == "cuda" else ["cpu"] * 2)

@@ -277,6 +277,8 @@ def profile_recipe(
     loss = Loss(recipe.loss, recipe.weight)
     adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
     _, targets = adapt(batch)
+    if device != "meta":
+        targets = to_device(targets, process_group.process_device(device))
     profile = profile_model(
         recipe.model,
         model_input(recipe, batch),
