@@ -20,12 +20,18 @@ class FakeCuda:
         stream_s: when the GPU has done what was submitted so far.
         events: events that were made.
         resets: how often the peak of memory was reset.
+        stream_number: of the current stream.
+        found_streams: how often torch looked for the current stream, which takes long.
     """
 
     def __init__(self) -> None:
         self.now_s = self.stream_s = 1000.0
         self.events = 0
-        self.resets = 0
+        self.resets = self.stream_number = self.found_streams = 0
+
+    def _find_stream(self, device: Any = None) -> int:
+        self.found_streams += 1
+        return self.stream_number
 
     def run(self, seconds: float, host_s: float = 5e-6) -> None:
         """Submits work; the host is busy with it for `host_s`."""
@@ -63,6 +69,8 @@ class FakeCuda:
             self.resets += 1
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", self._find_stream)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.stream_number, raising=False)
         monkeypatch.setattr(torch.cuda, "synchronize", refuse)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 100)

@@ -94,6 +94,15 @@ def test_events_are_used_again(cuda: FakeCuda) -> None:
     assert len(recorder.spans(0)) == 5_000
 
 
+def test_the_current_stream_is_looked_for_only_where_it_is_another(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    for number in (0, 0, 7, 7, 0):
+        cuda.stream_number = number
+        for index in range(100):
+            _op(cuda, recorder, index)
+    assert cuda.found_streams == 3
+
+
 def test_spans_on_a_cpu_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda().install(monkeypatch)
     recorder = Recorder(3, torch.device("cpu"))

@@ -57,7 +57,7 @@ class Recorder:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self.memory = MemoryMeter(device)
-        self._gpu = GpuTimer() if device.type == "cuda" else None
+        self._gpu = GpuTimer(device) if device.type == "cuda" else None
         self.mark: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.begin
         self._end: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.mark
         self._loose: deque[tuple[int, int, int, int, Moment, Moment]] = deque()
@@ -177,7 +177,9 @@ class GpuTimer:
     The events that are over are timed and used again as soon as `_MOST_PENDING` are not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: tuple[int, torch.cuda.Stream | None] = 0, None
         self._pending: deque[GpuMoment] = deque()
         self._free: list[torch.cuda.Event] = []
         self._origin: torch.cuda.Event | None = None
@@ -222,7 +224,11 @@ class GpuTimer:
 
     def _record(self) -> torch.cuda.Event:
         event: torch.cuda.Event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        # torch.cuda.current_stream would take most of a mark's time; the stream's number tells whether it is another.
+        number = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
+        if self._stream[1] is None or number != self._stream[0]:
+            self._stream = number, torch.cuda.current_stream(self._device)
+        event.record(self._stream[1])
         return event
 
     def _time(self, moment: GpuMoment, event: torch.cuda.Event) -> float:
