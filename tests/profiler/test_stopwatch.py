@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,6 +87,21 @@ def test_the_host_counts_its_launches_alone(gpu: Gpu) -> None:
     gpu.launch(1.0)
     watch = HostStopwatch(torch.device("cuda"))
     assert _time_laps(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3)
+
+
+@pytest.mark.parametrize("laps", [3, 16, 17, 34, 40])
+def test_the_host_waits_for_the_gpu_rarely_and_in_other_laps_of_each_run(gpu: Gpu, laps: int) -> None:
+    """A host that has just waited is slower than in training; a queue that is full would stop it."""
+    watch, waits = HostStopwatch(torch.device("cuda")), Counter[int]()
+    for _ in range(5):
+        for lap in range(laps):
+            with mock.patch.object(torch.cuda, "synchronize") as synchronize:
+                watch.start()
+            watch.stop()
+            waits[lap] += synchronize.call_count
+        watch.laps_s()
+    assert abs(waits.total() - 5 * laps / 17) <= 4
+    assert max(waits.values()) == 1, "medians are of laps without a wait"
 
 
 def test_autograds_start_is_taken_off_the_backwards() -> None:
