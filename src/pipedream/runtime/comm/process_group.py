@@ -262,7 +262,7 @@ def process_device(name: str) -> torch.device:
     if name.startswith("cuda"):
         # Read when CUDA starts: with the default of 8 queues, computation would wait in one with a receive.
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if started and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+        if started and is_distributed() and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
             warnings.warn(
                 "CUDA was started before the pipeline was made, so that its computation may wait behind its messages; "
                 "set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment",
