@@ -61,21 +61,21 @@ def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
     for _ in range(20 * scale.repeats):
         few.add_(1.0)
     launch_s = (time.perf_counter() - began) / (20 * scale.repeats)
-    yield Finding("launch_s", launch_s, "<=" if is_card else "", 10e-6, "of the host")
+    yield Finding("launch_s", launch_s, note="of the host")
     wait_for(device)
-    mark = recorder.GpuTimer().mark if is_card else time.perf_counter
+    mark = recorder.GpuTimer(device).mark if is_card else time.perf_counter
     mark()
     began = time.perf_counter()
     marks = [mark() for _ in range(20 * scale.repeats)]
-    yield Finding("mark_s", (time.perf_counter() - began) / len(marks), "<=", 10e-6, "of the host")
+    yield Finding("mark_s", (time.perf_counter() - began) / len(marks), "<=", launch_s, "of the host; a launch's")
     measured = measure_device(device, seconds=0.01 * scale.repeats)
     if known is not None:
-        for name, rate, expected in (
-            ("bf16", measured.flops_per_s["bfloat16"], known.flops_per_s["bfloat16"] * known.flop_share),
-            ("bytes", measured.bytes_per_s, known.bytes_per_s * known.byte_share),
+        # A model's shapes are not the best: the table's share of the peak is less than that of a large product.
+        for name, rate, least in (
+            ("bf16", measured.flops_per_s["bfloat16"] / known.flops_per_s["bfloat16"], known.flop_share),
+            ("bytes", measured.bytes_per_s / known.bytes_per_s, known.byte_share),
         ):
-            note = f"measured {rate:.4g}, in the table {expected:.4g}"
-            yield Finding(f"measured_by_table_{name}", abs(rate / expected - 1), "<=", 0.15, note)
+            yield Finding(f"measured_share_of_peak_{name}", rate, ">=", least - 0.05, f"in the table {least:g}")
     need_card(device)
     pinned = torch.empty(scale.copied_bytes, dtype=torch.uint8, pin_memory=True)
     copy_s = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device, max(1, scale.repeats // 4))
@@ -97,7 +97,7 @@ def _bound_by_table(name: str, rate: float, expected: float | None, note: str = 
 
 
 def host(device: torch.device, scale: Scale) -> Iterator[Finding]:
-    """The host's seconds per microbatch and stage, beyond those of the plain loop, with layers of no work."""
+    """The host's seconds beyond those of the plain loop, as its share, with layers of no work."""
     minibatches = max(4, scale.repeats)
     model = dense(8)
     batches = batches_of(8, 4 * MICROBATCHES, minibatches)
@@ -107,7 +107,8 @@ def host(device: torch.device, scale: Scale) -> Iterator[Finding]:
         plain_s = min(plain_loop(model, batches, device, microbatches=parts).seconds for _ in range(3))
         piped_s = min(time_streams(model, plan, batches, device, schedule=method, microbatches=parts))
         own_s = (piped_s - plain_s) / (minibatches * parts * STAGES)
-        yield Finding(f"{method}_us_of_a_microbatch_and_stage", own_s * 1e6, "<=", 150)
+        note = f"{own_s * 1e6:.0f} us of each microbatch and stage"
+        yield Finding(f"{method}_host_by_plain", (piped_s - plain_s) / plain_s, "<=", 2.0, note)
 
 
 class Blocks(nn.Sequential):
@@ -129,7 +130,7 @@ def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
     plan = plan_of(model, torch.randn(1, width), STAGES)
     model.to(device)
     optimizer = partial(torch.optim.SGD, lr=1e-3)
-    for wanted_s, bound in zip(scale.microbatch_s, (0.97, 0.995), strict=False):
+    for wanted_s, bound in zip(scale.microbatch_s, (0.97, 0.99), strict=False):
         stage = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))).to(device)
 
         def microbatch_s(rows: int, stage: nn.Module = stage) -> float:
@@ -274,7 +275,7 @@ def _measure_drift(scale: Scale) -> Finding:
     """Marks whose origin moves on as often as within a day, against the two events at the ends."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with mock.patch.object(recorder, "_ORIGIN_S", 1e-4):
-        timer = recorder.GpuTimer()
+        timer = recorder.GpuTimer(torch.device("cuda", torch.cuda.current_device()))
         timer.mark()
         first.record()
         moments = [timer.mark()]

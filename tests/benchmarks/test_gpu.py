@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+import pipedream as pd
+from pipedream.core.hardware.cluster import Cluster
+
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
 findings, loops, profiles = (importlib.import_module(name) for name in ("findings", "loops", "profiles"))
@@ -229,3 +232,11 @@ def test_the_models_of_the_profiles_are_the_published_ones(tmp_path: Path, monke
     monkeypatch.setitem(profiles.MODELS, "small", (*small, 2, None))
     profiles.write_profile("small", torch.device("cpu"), tmp_path, runs=1)
     assert profiles.Profile.load(tmp_path / "small.json").batch == 2
+
+
+@pytest.mark.parametrize(("model", "config"), [("vgg16", "3-1"), ("resnet50", "4")])
+def test_profiles_of_an_h200_give_the_papers_answers(model: str, config: str) -> None:
+    """PipeDream, table 1: VGG-16 is split behind replicated convolutions, ResNet-50 trains in data parallelism."""
+    profile = profiles.Profile.load(FOLDER / "h200" / f"{model}.json")
+    assert profile.device == "cuda: NVIDIA H200"
+    assert pd.plan(profile, Cluster.flat(4), schedule="pipedream").config == config
