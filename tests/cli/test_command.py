@@ -164,7 +164,7 @@ def test_output_that_nobody_takes(command: str, to: str) -> None:
     program = f"import sys; from pipedream.cli import script; sys.argv = ['pipedream', {command!r}]; script()"
     shell = f"'{sys.executable}' -c \"{program}\" " + (f"> {to}" if to[0] == "/" else "| true; exit ${PIPESTATUS[0]}")
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
-    assert done.stderr == ("pipedream: [Errno 28] No space left on device\n" if to[0] == "/" else "")
+    assert done.stderr == ("pipedream: cannot write to /dev/full: No space left on device\n" if to[0] == "/" else "")
     assert done.returncode == 1 or (done.returncode == 141 and to[0] != "/")
 
 

@@ -9,6 +9,7 @@ A command's module is imported only when it is used.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -112,6 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
     except PipelineError as error:
         return _report_error(error)
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            error = OSError(f"cannot write to {_name_output()}: {error.strerror}")
         try:
             sys.stdout.flush()
         except OSError:  # a full disk, or the reader of a pipe has gone: what is left cannot be written either
@@ -122,6 +125,14 @@ def main(arguments: list[str] | None = None) -> int:
             error.show()  # type: ignore[attr-defined]
             return BAD_CALL
         raise
+
+
+def _name_output() -> str:
+    """Returns where standard output goes to."""
+    try:
+        return os.readlink(f"/proc/self/fd/{sys.stdout.fileno()}")
+    except OSError:
+        return "standard output"
 
 
 def _report_error(error: PipelineError | OSError) -> int:

@@ -334,7 +334,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
     for told in processes.results(full_disk, workers, tmp_path, asynchronous):
         assert len(told) == 1
         assert "saving the checkpoint of minibatch 10" in told[0]
-        assert "File too large" in told[0]
+        assert f"cannot write {tmp_path / 'minibatch-00000010'}: File too large" in told[0]
         assert "earlier checkpoints are intact" in told[0]
     assert names(folders.complete_checkpoints(tmp_path)) == ["minibatch-00000005"]
     assert not list(tmp_path.glob(".minibatch*")), "what was written takes no more space"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pipedream.core.errors import PeerError, WorkerError
 from pipedream.runtime.failure import guard
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard, Heartbeat
@@ -130,6 +131,36 @@ def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
     crew[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
     report = crew[0].newest_failure(5.0)
     assert report == (1, Verdict(1, "stage 1", "the ice is thin"))
+
+
+def test_who_reports_another_rank_also_prints_it(
+    crew: list[Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank reports the rank whose save has failed; if the first to do so is not that rank, it says so for it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    full = WorkerError(0, "saving the checkpoint of minibatch 20", "No space left on device")
+    for rank in (1, 0):
+        rank_guard = Guard.__new__(Guard)
+        rank_guard._rank, rank_guard._heartbeat = rank, crew[rank]
+        first = rank_guard.first_cause(full, "stage 0, 1F19")
+        assert isinstance(rank_guard.first_cause(first, "stage 0, 1F19"), PeerError) == (rank == 0)
+        assert str(first) == str(full)
+        left = read_error(str(tmp_path / "error.json"))
+        assert left == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
+
+
+@pytest.mark.parametrize("store_owner", ["rank 0", "the launcher"])
+def test_words_when_the_store_is_gone(store_owner: str) -> None:
+    """The verdict is also read as that of rank 0, which serves the store, on the others."""
+    detector = FailureDetector(1, Activity(), stuck_after_s=1.0, store_owner=store_owner)
+    detector.receive(0.0, {0: RankStatus(1, "stage 0", RankProcess.this())})
+    verdict = next(filter(None, map(detector.check, range(20))))
+    rank_guard = Guard.__new__(Guard)
+    rank_guard._detector = detector
+    assert verdict.cause.endswith("; this rank cannot reach the others and ends")
+    blamed = rank_guard._blame_rank_0(verdict, RankProcess.this())
+    assert blamed.rank == 0
+    assert blamed.cause.endswith("; the others cannot reach it and end")
 
 
 @pytest.mark.parametrize("statuses", [{}, {0: RankStatus(1, "here", RankProcess.this())}])

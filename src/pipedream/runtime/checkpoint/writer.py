@@ -160,7 +160,7 @@ class Writer:
                 save.wait_for_tensors()
             written = write_tensors(scratch / f"__{self._rank}_0.distcp", save.tensors, save.places)
         except Exception as error:
-            failure = summarise_error(system_error(error))
+            failure = _describe_failure(error, path)
         try:
             rows = self._wait_until_written(failure, written)
         except _SaveError:
@@ -237,7 +237,9 @@ class Writer:
         except WorkerError as error:
             self._failure = error
         except Exception as error:
-            failed = error if isinstance(error, _SaveError) else _SaveError(self._rank, summarise_error(error))
+            failed = (
+                error if isinstance(error, _SaveError) else _SaveError(self._rank, _describe_failure(error, save.path))
+            )
             what = f"saving the checkpoint of minibatch {save.manifest.minibatches}"
             advice = _advise_after_failure(save.path.parent)
             self._failure = WorkerError(failed.rank, what, failed.cause, advice)
@@ -250,6 +252,13 @@ class _SaveError(Exception):
         super().__init__(cause)
         self.rank = rank
         self.cause = cause
+
+
+def _describe_failure(failure: Exception, path: AnyPath) -> str:
+    error = system_error(failure)
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot write {path}: {error.strerror}"
+    return summarise_error(error)
 
 
 def _advise_after_failure(folder: AnyPath) -> str:

@@ -38,7 +38,7 @@ from pipedream.runtime.failure.processes import (
     write_error,
     write_place,
 )
-from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, RankStatus, Verdict
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureDetector, RankStatus, Verdict
 
 _LOOK_S = 0.1
 _GRACE_S = 3.0
@@ -226,7 +226,10 @@ class Guard:
     def report(self, error: WorkerError) -> PeerError | None:
         """Reports a failure; returns one that another rank reported before."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
-        return None if first is None or first[0] == self._rank else _make_peer_error(first[1])
+        if first is not None and first[0] != self._rank:
+            return _make_peer_error(first[1])
+        write_error(f"pipedream: {error}")  # now: the launcher may end this process before it prints
+        return None
 
     def first_cause(self, error: BaseException, where: str) -> PipelineError:
         """Reports any error of this rank; returns the one to raise: it, or its cause at another rank."""
@@ -250,12 +253,15 @@ class Guard:
         return self.report(error) or error
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
-        """Returns another rank's report; waits up to `wait_s` for it."""
+        """Returns another rank's report; waits up to `wait_s` for it.
+
+        Its own report, even of another rank, is this rank's to print.
+        """
         end = time.monotonic() + wait_s
         while True:
             report = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
             if report is not None:
-                return None if report[1].rank == self._rank else _make_peer_error(report[1])
+                return None if self._rank in (report[0], report[1].rank) else _make_peer_error(report[1])
             if time.monotonic() > end:
                 return None
             time.sleep(_LOOK_S / 2)
@@ -324,7 +330,9 @@ class Guard:
         if not server.is_local:
             return verdict
         where = self._detector.others[0].where
-        return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), unresponsive=True)
+        return Verdict(
+            0, where, verdict.cause.replace(UNREACHED, "the others cannot reach it and end"), unresponsive=True
+        )
 
     def _list_ranks_here(self) -> list[int]:
         here = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]

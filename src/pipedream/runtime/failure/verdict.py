@@ -19,6 +19,7 @@ failed run must end."""
 STUCK_AFTER_S = 10.0
 """Default for how long a task may take: ops take milliseconds to seconds."""
 
+UNREACHED = "this rank cannot reach the others and ends"
 _MOST_COUNTED_S = 1.0
 _FIRST_TASKS = 3  # of a kind, which may compile, allocate or start the loader's processes
 _TIMES_LONGEST = 20.0
@@ -153,7 +154,7 @@ class FailureDetector:
             self._rank,
             self._activity.where,
             f"the store, which {self._store_owner} serves, has not answered for {self._unanswered_s:.1f} s "
-            "(stopped, ended, machine or link gone); this rank cannot reach the others and ends",
+            f"(stopped, ended, machine or link gone); {UNREACHED}",
             store_lost=True,
         )
 
