@@ -45,7 +45,7 @@ from pipedream.runtime.comm import shared_memory
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import local_world, stop_processes
 
-PATIENCE_S = 60.0
+PATIENCE_S = 110.0
 
 
 @dataclass(frozen=True)

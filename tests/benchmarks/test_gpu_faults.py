@@ -117,7 +117,7 @@ FAULTS: tuple[tuple[Any, str, Any, str, Fault], ...] = (
     ),
     (results.precision, "lstm_weights_that_did_not_move", Compensator, "step", _do_nothing),
     (results.waits, "1f1b_waits", StageModule, "forward", _do_before(lambda: torch.cuda.synchronize())),
-    (speed.host, "1f1b_us_of_a_microbatch_and_stage", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
+    (speed.host, "1f1b_host_by_plain", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
     (speed.throughput, "rate_by_plain_at_0.1_ms", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
     (speed.memory, "1f1b_growth_bytes", Recorder, "note", _do_before(lambda: LEAKED.append(torch.ones(1)))),
     (speed.memory, "peak_by_plan", StageModule, "backward", _do_before(lambda: torch.ones(1 << 14))),
