@@ -15,6 +15,7 @@ import pytest
 import torch
 import zoo
 from cases import OPTIMIZERS, Case, check, check_processes, run
+from marks import spread
 from reference import Rule
 
 import pipedream as pd
@@ -132,7 +133,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [*CASES, *(pytest.param(name, case.lengthened(), marks=pytest.mark.slow) for name, case in SLOW)],
+    [*CASES, *spread(pytest.param(name, case.lengthened(), marks=pytest.mark.slow) for name, case in SLOW)],
     ids=str,
 )
 def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:

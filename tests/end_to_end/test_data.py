@@ -61,7 +61,9 @@ def plain_order(kind: str, folder: Path, epochs: int = 3) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("replicas", [(2, 1), *(pytest.param(r, marks=pytest.mark.slow) for r in ((1, 1), (3,)))])
+@pytest.mark.parametrize(
+    "replicas", [(2, 1), pytest.param((1, 1), marks=pytest.mark.long), pytest.param((3,), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "rest",
     [

@@ -12,7 +12,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from marks import thinned
+from marks import spread, thinned
 from models import CASES
 from split_training import (
     FEATURES,
@@ -61,10 +61,12 @@ def _profile(name: str) -> pd.Profile:
 
 @pytest.mark.parametrize(
     ("name", "feature"),
-    thinned(
-        pytest.param(name, feature, marks=_marks(name, feature in QUICK.get(name, ())))
-        for name in FIVE
-        for feature in FLUSHING
+    spread(
+        thinned(
+            pytest.param(name, feature, marks=_marks(name, feature in QUICK.get(name, ())))
+            for name in FIVE
+            for feature in FLUSHING
+        )
     ),
 )
 def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) -> None:

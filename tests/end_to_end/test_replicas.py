@@ -60,13 +60,16 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
 
 
 def _matrix() -> list[object]:
-    """Returns each plan with three methods in turn, the first of them in the default run; rounds may have a lag."""
+    """Returns each plan with three methods in turn; rounds may have a lag.
+
+    The first method is in the default run, the second is slow, the third long.
+    """
     parameters = []
     for number, replicas in enumerate(PLANS):
         for turn in range(3):
             length = LONGER if turn else {}
             case = _case(replicas, METHODS[(turn - number) % len(METHODS)], scheduled=True, **length)
-            parameters.append(pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (turn > 0)))
+            parameters.append(pytest.param(case, id=str(case), marks=((), pytest.mark.slow, pytest.mark.long)[turn]))
         method = METHODS[number % 3]
         if method in ROUNDS:
             update_delay, depth = LAGS[replicas]

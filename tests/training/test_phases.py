@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -543,14 +541,13 @@ def recipe():
 """
 
 
-@pytest.mark.processes
 @pytest.mark.slow
-def test_the_command_trains_in_phases(tmp_path: Path) -> None:
+def test_the_command_trains_in_phases(
+    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "small.py").write_text(RECIPE)
-    done = subprocess.run(
-        [sys.executable, "-m", "pipedream", "train", "small.py", "--phases", "1f1b/2:3,pipedream:1e,1f1b/2",
-         "--out", "run", "--json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [phase["end"] for phase in json.loads(done.stdout)["phases"]] == [3, 6, 12]
+    monkeypatch.chdir(tmp_path)
+    phases = ("--phases", "1f1b/2:3,pipedream:1e,1f1b/2")
+    status, out, error = run_command("train", "small.py", "--workers", 1, *phases, "--out", "run", "--json")
+    assert status == 0, error
+    assert [phase["end"] for phase in json.loads(out)["phases"]] == [3, 6, 12]
