@@ -55,6 +55,16 @@ class _StageGenerator(_random.OffsetBasedRNGTracker):
         yield  # torch 2.11 would set the generator back, though the region is disabled
 
 
+def _draw_from_own_generator(device_mesh: DeviceMesh) -> None:
+    if device_mesh.device_type == "cuda":  # DTensor has no tracker for CPUs
+        _random._rng_tracker = _StageGenerator(device_mesh)
+
+
+def _describe_mesh(device_mesh: DeviceMesh) -> Mesh:
+    names = device_mesh.mesh_dim_names or ()
+    return Mesh(",".join(f"{name}:{device_mesh.size(at)}" for at, name in enumerate(names)))
+
+
 class _Part:
     """A tensor's placements, and what becomes of its gradient.
 
@@ -160,12 +170,10 @@ class StageSharding:
     """
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
-        names = device_mesh.mesh_dim_names or ()
-        self.mesh = Mesh(",".join(f"{name}:{device_mesh.size(at)}" for at, name in enumerate(names)))
+        self.mesh = _describe_mesh(device_mesh)
         self._layout = layout
         self.device_mesh = device_mesh
-        if device_mesh.device_type == "cuda":
-            _random._rng_tracker = _StageGenerator(device_mesh)
+        _draw_from_own_generator(device_mesh)
         self.group = group
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
         self._shard_dim = self._find_dimension(layout.shard_weights)
