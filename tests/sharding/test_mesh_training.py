@@ -324,6 +324,16 @@ def test_meshes_train_as_single_ranks_do(case: Case) -> None:
             assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
 
 
+def _train_twice(case: Case) -> list[list[float]]:
+    return [_train(case, case.mesh)[0] for _ in range(2)]
+
+
+@pytest.mark.processes
+def test_a_second_pipeline_may_have_the_same_mesh() -> None:
+    for first, second in processes.kept(4).results(_train_twice, Case("mlp", "model:2", "d_ff:model")):
+        assert first == second
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(

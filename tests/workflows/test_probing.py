@@ -103,7 +103,7 @@ def test_communicators_of_nccl_meet() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long  # the command itself runs in tests of two machines
 def test_command_writes_the_cluster(tmp_path: Path) -> None:
     arguments = ("probe", "--workers", "2", "--seconds", "1", "-o", "cluster.json", "--json")
     ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
