@@ -10,6 +10,9 @@
 #
 # Each makes .venv first if it is missing. PYTHON=... chooses the interpreter, PYTEST=... adds options.
 
+# Tests start many processes: each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train demo test test-all check docs bench gpu clean
 .DEFAULT_GOAL := test
 
