@@ -23,7 +23,7 @@ from pipedream.metrics import run_metrics, steady_metrics
 from pipedream.report.html_tables import NOTHING
 from pipedream.report.svg import timeline_svg
 from pipedream.report.text import grid
-from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, build, uniform
+from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, build, first_stage_units, uniform
 from pipedream.simulator import costs, simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -99,14 +99,16 @@ def write_gallery(entries: Iterable[GalleryEntry], compensated: Iterable[tuple[S
         "backward is `I3`, the gradients of what arrived, and `W3`, those of the weights. In the pictures `v` is the",
         "version of the weights that an op reads.",
         "",
-        "| schedule | m | bubble | staleness | weight sets | microbatches in flight |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| schedule | m | bubble | staleness | weight sets | microbatches in flight | activations | weights |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
         *(write_overview(entry) for entry in entries),
         "",
         "Several numbers are those of the workers, from first to last; a worker that has several stages is named with",
         "their totals, and the letters of its ops with the stage, as in `2F3`. A minibatch is split into",
         "m microbatches. The bubble is that of one minibatch if the schedule flushes, and that of the steady state",
-        "otherwise.",
+        "otherwise. Activations and weights are those of the fullest worker in units of the first stage's under 1F1B,",
+        "and so compare methods with one and with several stages on a worker (`pipedream simulate --uniform 4` does it",
+        "for those that you name).",
     ]
     return (
         "\n".join([*head, *(write_section(entry) for entry in entries), *write_compensated(compensated)]).rstrip()
@@ -138,8 +140,16 @@ def write_overview(entry: GalleryEntry) -> str:
         join_alike(rank.staleness for rank in ranks),
         join_alike(rank.peak_versions for rank in ranks),
         join_alike(rank.peak_in_flight for rank in ranks),
+        *(format_number(max(memory)) for memory in measure_memory(entry)),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def measure_memory(entry: GalleryEntry) -> tuple[tuple[float, ...], ...]:
+    """Returns the activations, and the weights, of each worker, in units of 1F1B's first stage."""
+    ranks = run_metrics(entry.run).per_rank
+    units = (first_stage_units(entry.schedule.plan, rank.peak_in_flight, rank.peak_versions or 0) for rank in ranks)
+    return tuple(zip(*units, strict=True))
 
 
 def write_section(entry: GalleryEntry) -> str:

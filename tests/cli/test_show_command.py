@@ -161,6 +161,25 @@ def test_claims_hold(name: str) -> None:
     assert (claims.differences, bool(claims.compared)) == ((), True)
 
 
+def test_claims_that_are_not_compared_are_named(run_command: RunCommand, tmp_path: Path) -> None:
+    status, out, _ = run_command("show", "zbv", "--stages", 8, "--microbatches", 8, "--verify")
+    assert status == 0
+    for claim in ("in flight", "bubble", "makespan in seconds"):
+        assert f"not compared: {claim}: it is claimed from m = 16 on, and m is 8" in out
+    (tmp_path / "mine.py").write_text(
+        WRONG.replace("gpipe", "pipedream").replace("CLAIM", "bubble=lambda p, m: 0.0, in_flight=None")
+    )
+    shown = ("show", tmp_path / "mine.py", "--stages", 3, "--verify")
+    status, out, _ = run_command(*shown)
+    assert (status, out.rstrip().splitlines()[-1]) == (
+        0, "not compared: bubble: it is compared over one minibatch, and this method does not flush"
+    )  # fmt: skip
+    assert [claim.split(":")[0] for claim in json.loads(run_command(*shown, "--json")[1])["claims"]["omitted"]] == [
+        "bubble"
+    ]
+    assert "not compared" not in run_command("show", "zbv", "--stages", 4, "--microbatches", 8, "--verify")[1]
+
+
 def test_a_claim_that_fails_is_an_error(run_command: RunCommand, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG.replace("CLAIM", "staleness=lambda p, m, s: 1 // 0"))
     status, _, error = run_command("show", tmp_path / "mine.py", "--verify")
@@ -195,7 +214,7 @@ def test_a_folder_that_is_missing_is_not_made(run_command: RunCommand, tmp_path:
 
 
 def test_the_list_and_the_gallery_have_the_same_numbers(run_command: RunCommand) -> None:
-    """Staleness, weight sets and microbatches in flight, at the m that both give."""
+    """Staleness, weight sets, microbatches in flight and memory, at the m that both give."""
     gallery = {}
     for row in re.findall(r"^\| \[(\w+)\]\(#\w+\) \| (.+) \|$", GALLERY.read_text(encoding="utf-8"), re.M):
         gallery.setdefault(row[0], row[1].split(" | "))
@@ -209,6 +228,7 @@ def test_the_list_and_the_gallery_have_the_same_numbers(run_command: RunCommand)
             assert spread(cell) == claims[column], name
         if name in GRID and claims["in_flight"] is not None:
             assert spread(cells[4]) == claims["in_flight"], name
+            assert [float(cell) for cell in cells[5:]] == [max(claims["activations"]), max(claims["weights"])], name
 
 
 GRID = {name for name, method in METHODS.items() if not method.compensates}

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,6 +15,16 @@ from pipedream import cli
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
+
+MB = 10**6
+MINE = """
+from pipedream.schedules import Method, build
+
+def mine(plan, microbatches=None):
+    return build("gpipe", plan, microbatches)
+
+METHODS = (Method(mine),)
+"""
 
 
 def simulate_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -26,7 +37,11 @@ def test_slow_ranks_and_jitter(capfd: pytest.CaptureFixture[str]) -> None:
     run = ("--uniform", "2", "--minibatches", "40")
     plain = simulate_json(capfd, *run)
     assert plain["makespan_s"] == pytest.approx(40 * 3 + 3)
-    assert [row["peak_bytes"] for row in plain["per_rank"]] == [3 + 2 + 3, 2 + 1 + 2 + 3]
+    # Versions, activations and gradients, each of 1 MB; free messages have no bytes.
+    assert [row["peak_bytes"] for row in plain["per_rank"]] == [(2 + 2 + 1) * MB, (1 + 1 + 1) * MB]
+    sent = simulate_json(capfd, *run, "--transfer-s", "0.25")
+    assert [row["peak_bytes"] for row in sent["per_rank"]] == [(3 + 2 + 3) * MB, (2 + 1 + 2 + 3) * MB]
+    assert sent["makespan_s"] > plain["makespan_s"]
     slow = simulate_json(capfd, *run, "--slow", "0=1.5", "--slow", "1=2")
     assert slow["makespan_s"] == pytest.approx(40 * 6 + 4.5)
     first, again, other = (simulate_json(capfd, *run, "--jitter", "0.2", "--seed", seed) for seed in ("1", "1", "2"))
@@ -107,6 +122,65 @@ def test_stages_of_a_worker_share_its_seconds(capfd: pytest.CaptureFixture[str])
     assert set(map(tuple, busy.values())) == {(24.0,) * 4}
     assert cli.main(["simulate", "--uniform", "4", "--schedule", "interleaved_1f1b", "--chunks", "3"]) == 0
     assert "each worker has 3 stages of 1.00 s per microbatch" in capfd.readouterr().out
+
+
+def test_stages_of_a_worker_share_its_bytes(capfd: pytest.CaptureFixture[str]) -> None:
+    """A worker has a quarter of one model: with one stage, with two, and with three that round it."""
+    peaks = {}
+    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zbv", 2), ("chimera", 1)):
+        options = ["--chunks", str(chunks)] if chunks == 3 else []
+        summary = simulate_json(capfd, "--uniform", "4", "--schedule", name, "--microbatches", "12", *options)
+        peaks[name, chunks] = [row["peak_bytes"] for row in summary["per_rank"]]
+    assert peaks["1f1b", 1] == [6 * MB, 5 * MB, 4 * MB, 3 * MB]
+    # Weights, 11 to 5 activations of half a stage, and the gradients of the stage at work.
+    assert peaks["interleaved_1f1b", 2] == [(1 + count / 2 + 0.5) * MB for count in (11, 9, 7, 5)]
+    assert peaks["interleaved_1f1b", 3][0] == pytest.approx((1 + 15 / 3 + 1 / 3) * MB, rel=1e-5)
+    assert peaks["zbv", 2][0] <= peaks["1f1b", 1][0]
+    assert peaks["chimera", 1] == [(2 + 3 + 1) * MB, (2 + 4 + 1) * MB, (2 + 4 + 1) * MB, (2 + 3 + 1) * MB]
+
+
+def test_methods_are_compared(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A file of the user's own is a row among the others, and its figures are those of `simulate` for it alone."""
+    file, picture = tmp_path / "mine.py", tmp_path / "methods.svg"
+    file.write_text(MINE)
+    names = ("1f1b", "zb_h1", "zbv", "chimera", "pipedream", str(file))
+    chosen = [word for name in names for word in ("--schedule", name)]
+    run = ("--uniform", "4", "--microbatches", "8")
+    compared = simulate_json(capfd, *run, *chosen, "--svg", str(picture))
+    rows = {row["schedule"]: row for row in compared["methods"]}
+    assert (compared["workers"], tuple(rows)) == (4, names)
+    for name in names:
+        alone = simulate_json(
+            capfd, *(run if name != "pipedream" else ("--uniform", "4", "--minibatches", "8")), "--schedule", name
+        )
+        assert (rows[name]["makespan_s"], rows[name]["bubble"]) == (alone["makespan_s"], alone["bubble"])
+        assert rows[name]["staleness"] == max(row["staleness"] for row in alone["per_rank"])
+    columns = {name: [rows[name][key] for key in ("activations", "weights", "messages")] for name in names}
+    assert columns == {
+        "1f1b": [1, 1, 6], "zb_h1": [1, 1, 6], "zbv": [1, 1, 12], "chimera": [1, 2, 6], "pipedream": [1, 4, 6],
+        str(file): [2, 1, 6],
+    }  # fmt: skip
+    drawn = ElementTree.fromstring(picture.read_text())
+    words = [text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    labels = ["1f1b", "zb_h1", "zbv", "chimera (weights x2)", "pipedream (weights x4)", str(file)]
+    assert set(labels) <= set(words)
+    assert cli.main(["simulate", *run, *chosen]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == list(names)
+
+
+def test_a_method_that_does_not_fit_says_why_in_its_row(capfd: pytest.CaptureFixture[str]) -> None:
+    chosen = ("--uniform", "3", "--schedule", "chimera", "--schedule", "1f1b")
+    failed, worked = simulate_json(capfd, *chosen)["methods"]
+    assert (failed["makespan_s"], worked["makespan_s"]) == (None, pytest.approx(3 * 16 + 2 * 3))
+    assert "even number of workers, found 3" in failed["why"]
+    assert cli.main(["simulate", *chosen]) == 0
+    assert "chimera  -  (two pipelines" in " ".join(capfd.readouterr().out.split("   "))
+    assert cli.main(["simulate", *chosen, "--schedule", "1f1"]) == 2
+    assert "did you mean 1f1b" in capfd.readouterr().err
+    for more in (("--grid",), ("--csv", "run.csv")):
+        assert cli.main(["simulate", *chosen, *more]) == 2
+        assert "2 methods were given; they are compared on equal stages" in capfd.readouterr().err
 
 
 def test_a_layout_without_chunks_is_said(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

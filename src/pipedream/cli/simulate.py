@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from pipedream.cli.options import (
     JSON,
     MICROBATCHES,
     MINIBATCHES,
-    SCHEDULE,
     SEED,
     SVG,
     check_flags,
@@ -26,12 +25,15 @@ from pipedream.cli.options import (
 from pipedream.cli.shared.printing import print_chunks, print_grid, print_length
 from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
-from pipedream.core.flags import argument, option
+from pipedream.core.flags import Panel, argument, option
 from pipedream.core.plan.plan import Plan
+from pipedream.plan_request import METHOD_HELP, METHOD_NAME
 from pipedream.report.files import save_picture
 from pipedream.report.svg import timeline_svg
+from pipedream.report.sweep import methods_svg
 from pipedream.report.trace import save_trace
 from pipedream.workflows.methods import resolve_method
+from pipedream.workflows.simulate import compare_methods, share_model
 from pipedream.workflows.simulate import simulate as simulated
 
 _EQUAL, _TIMES = "Equal stages in place of a plan", "Variations"
@@ -40,7 +42,9 @@ _SHARE = " on a worker, which its stages share"
 
 def simulate(
     plan: Path | None = argument("PLAN", "Plan to simulate, from 'pipedream plan -o'; or --uniform.", default=None),
-    uniform: int | None = option(None, "Simulate P workers with equal stages.", metavar="P", least=1, panel=_EQUAL),
+    uniform: int | None = option(
+        None, "Simulate P workers with equal stages of one model.", metavar="P", least=1, panel=_EQUAL
+    ),
     forward_s: float | None = option(
         None, f"Time of a forward{_SHARE}.", metavar="SECONDS", least=0.0, unset="1.0", panel=_EQUAL
     ),
@@ -52,7 +56,13 @@ def simulate(
     ),
     chunks: int | None = CHUNKS,
     cluster: Path | None = CLUSTER,
-    schedule: str | None = SCHEDULE,
+    schedule: list[str] | None = option(
+        None,
+        f"{METHOD_HELP}. Repeatable with --uniform: compares the methods.",
+        metavar=METHOD_NAME,
+        unset="the plan's own, or pipedream",
+        panel=Panel.METHOD,
+    ),
     microbatches: int | None = MICROBATCHES,
     minibatches: int | None = MINIBATCHES,
     in_flight: str | tuple[int, ...] = IN_FLIGHT,
@@ -88,41 +98,66 @@ def simulate(
 ) -> None:
     """Predict a run: throughput, bubble, memory, staleness.
 
+    Several methods on equal workers become a table, and --svg a picture of their bubbles over their activations.
+
     \b
     Examples:
       pipedream simulate digits.plan.json --schedule 1f1b --microbatches 16
       pipedream simulate --uniform 4 --transfer-s 0.5 --minibatches 64
+      pipedream simulate --uniform 4 --schedule 1f1b --schedule zbv --schedule mine.py --svg methods.svg
       pipedream simulate digits.plan.json --svg digits.pdf --csv digits.csv
     """
     check_outputs(svg=svg, csv=csv, trace=trace)
     check_flags(PLAN=plan, uniform=uniform, chunks=chunks, forward_s=forward_s, backward_s=backward_s,
                 transfer_s=transfer_s, cluster=cluster)  # fmt: skip
-    if plan is not None:
-        chosen = Plan.load(plan)
-        chosen = chosen if cluster is None else chosen.on(read_cluster(cluster))
-        chosen = with_depth(chosen, in_flight)
-    elif uniform is not None:
-        seconds = (
-            1.0 if forward_s is None else forward_s,
-            2.0 if backward_s is None else backward_s,
-            transfer_s or 0.0,
-        )
-        chosen = schedules.uniform(schedule or "pipedream", uniform, *seconds, chunks=chunks)
-        chosen = _share_workers(chosen).with_depth(in_flight)
-    else:
-        raise PlanError("there is nothing to simulate; give a plan's file or --uniform P")
-    name, split = resolve_method(chosen, schedule)
-    run = schedules.run_of(name, chosen, microbatches, minibatches, split=split)
-    timeline = simulated(
-        chosen,
-        schedule=run.schedule,
-        minibatches=run.minibatches,
+    names = schedule or []
+    equal_stages = partial(
+        schedules.uniform,
+        workers=uniform,
+        forward_s=1.0 if forward_s is None else forward_s,
+        backward_s=2.0 if backward_s is None else backward_s,
+        transfer_s=transfer_s or 0.0,
+        chunks=chunks,
+    )
+    simulate_run = partial(
+        simulated,
         weight_s=weight_s,
         jitter=jitter,
         slow=dict(_parse_slow(text) for text in slow or ()),
         seed=seed,
         overlap=overlap,
     )
+    if len(names) > 1:
+        if uniform is None or csv is not None or trace is not None or picture:
+            raise PlanError(
+                f"{len(names)} methods were given; they are compared on equal stages (--uniform P), without --csv, "
+                "--trace and --grid"
+            )
+        comparison = compare_methods(
+            names,
+            lambda name: share_model(equal_stages(name)).with_depth(in_flight),
+            microbatches,
+            minibatches,
+            simulate_run,
+        )
+        if svg is not None:
+            save_picture(methods_svg(comparison), svg)
+        if as_json:
+            print_json(encode_attributes(comparison, "workers", "methods"))
+        else:
+            print(comparison)
+        return
+    if plan is not None:
+        chosen = Plan.load(plan)
+        chosen = chosen if cluster is None else chosen.on(read_cluster(cluster))
+        chosen = with_depth(chosen, in_flight)
+    elif uniform is not None:
+        chosen = share_model(equal_stages(names[0] if names else "pipedream")).with_depth(in_flight)
+    else:
+        raise PlanError("there is nothing to simulate; give a plan's file or --uniform P")
+    name, split = resolve_method(chosen, names[0] if names else None)
+    run = schedules.run_of(name, chosen, microbatches, minibatches, split=split)
+    timeline = simulate_run(chosen, schedule=run.schedule, minibatches=run.minibatches)
     if svg is not None:
         title = f"{run.schedule.name} on {chosen.workers} workers"
         save_picture(timeline_svg(timeline, title=title), svg)
@@ -139,15 +174,6 @@ def simulate(
     print_chunks(run)
     if picture:
         print_grid(timeline)
-
-
-def _share_workers(plan: Plan) -> Plan:
-    """Returns equal stages whose workers take the seconds of one stage each, so that all methods run one model."""
-    share = plan.workers / len(plan.stages)
-    stages = (
-        replace(stage, forward_s=stage.forward_s * share, backward_s=stage.backward_s * share) for stage in plan.stages
-    )
-    return replace(plan, stages=tuple(stages))
 
 
 def _summarize(run: schedules.Run, run_metrics: metrics.Metrics) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The Sweep: one model with several methods, numbers of workers and bandwidths."""
+"""One model with several methods: on equal workers, or over numbers of workers and bandwidths (the Sweep)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,71 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipedream.core.display import Tabular
-from pipedream.core.units import format_bytes, format_number, format_rate
+from pipedream.core.units import format_bytes, format_number, format_rate, format_seconds
 
 DATA_PARALLEL = "data parallel"
 """Name of the row that every method is compared with."""
+
+
+@dataclass(frozen=True)
+class MethodFigures:
+    """A method on equal workers, simulated from an empty pipeline to an empty one.
+
+    Attributes:
+        activations, weights: of the fullest worker, in units of 1F1B's first stage (`schedules.first_stage_units`).
+        messages: activations, gradients and weights that workers send, for each microbatch.
+        staleness: most updates by which a gradient is late; None without gradients.
+        why: why there are no figures; else ''.
+    """
+
+    schedule: str
+    microbatches: int = 0
+    makespan_s: float | None = None
+    bubble: float | None = None
+    activations: float | None = None
+    weights: float | None = None
+    messages: float | None = None
+    staleness: int | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class MethodComparison(Tabular):
+    """Methods side by side."""
+
+    workers: int
+    methods: tuple[MethodFigures, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each method."""
+        return [asdict(method) for method in self.methods]
+
+    def __repr__(self) -> str:
+        return f"<MethodComparison of {len(self.methods)} methods on {self.workers} workers>"
+
+    def __str__(self) -> str:
+        width = max(len("method"), *(len(method.schedule) for method in self.methods))
+        heads = ("microbatches", "makespan", "bubble", "activations", "weights", "messages", "staleness")
+        lines = ["  ".join([f"{'method':<{width}}", *heads])]
+        for method in self.methods:
+            cells = (
+                str(method.microbatches),
+                "-" if method.makespan_s is None else format_seconds(method.makespan_s),
+                "-" if method.bubble is None else f"{method.bubble:.1%}",
+                *(
+                    "-" if value is None else f"{value:.4g}"
+                    for value in (method.activations, method.weights, method.messages, method.staleness)
+                ),
+            )
+            figures = "  ".join(f"{cell:>{len(head)}}" for head, cell in zip(heads, cells, strict=True))
+            lines.append(f"{method.schedule:<{width}}  {f'-  ({method.why})' if method.why else figures}")
+        return "\n".join(
+            [
+                *lines,
+                "activations and weights: the fullest worker's, in units of the first stage's under 1F1B; messages: "
+                "for each microbatch",
+            ]
+        )
 
 
 @dataclass(frozen=True)

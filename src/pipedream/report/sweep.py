@@ -1,6 +1,7 @@
 """Sweeps as pictures: throughput, bubble and memory over the bandwidth, with a column for each number of workers.
 
 With only one bandwidth, over the number of workers. A vertical line shows where a method crosses data parallelism.
+Methods on equal workers are points: bubble over memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
+from pipedream.core.sweep import DATA_PARALLEL, Crossover, MethodComparison, Point, Sweep
 from pipedream.core.units import format_bytes, format_number, format_rate
 from pipedream.report.axis import length, log_ticks, ticks
 from pipedream.report.html_tables import NOTHING, document, percent, scroll, table
@@ -17,6 +18,7 @@ from pipedream.report.style import COLOURS, LINES, line_style
 from pipedream.report.svg import frame, line, polyline, text
 
 _LEFT, _GAP, _WIDTH, _HEIGHT, _TOP, _FOOT = 74, 44, 290, 150, 70, 44
+_POINTS_WIDTH, _POINTS_HEIGHT, _POINTS_RIGHT = 560, 320, 130
 _SHAPES = ("circle", "square", "diamond", "triangle")
 
 Scale = Callable[[float], float]
@@ -85,6 +87,49 @@ def sweep_page(sweep: Sweep) -> str:
     crossovers = f"<section><h2>Crossovers</h2><ul>{crossed}</ul></section>\n" if crossed else ""
     points = f"<section><h2>Points</h2>{table('Points', heads, rows, words=1, show_caption=False)}</section>\n"
     return document(heading, "", f"<section>{picture}</section>\n{crossovers}{points}")
+
+
+def methods_svg(comparison: MethodComparison) -> str:
+    """Returns the picture of methods as points: bubble over the activations of the fullest worker.
+
+    Labels name the weights of the fullest worker if they are not those of one stage.
+    """
+    points = sorted(
+        (method.activations, method.bubble, method.weights or 0.0, method.schedule, number)
+        for number, method in enumerate(comparison.methods)
+        if method.activations is not None and method.bubble is not None
+    )
+    most = max((activations for activations, *_ in points), default=1.0) * 1.15 or 1.0
+    highest = max((bubble for _, bubble, *_ in points), default=1.0) * 1.15 or 1.0
+    right, bottom = _LEFT + _POINTS_WIDTH, _TOP + _POINTS_HEIGHT
+    heading, stroke = f"Bubble over memory, {comparison.workers} workers with equal stages", COLOURS["line"][0]
+    parts = [f"<style>{line_style()}</style>", text(16, 24, heading, size=14, weight=600)]
+    parts.append(text(8, _TOP - 12, "bubble", colour="faint"))
+    for mark in ticks(0.0, highest, 6):
+        y = bottom - mark / highest * _POINTS_HEIGHT
+        parts.append(line("tick", _LEFT, right, y, y, stroke))
+        parts.append(text(_LEFT - 8, y + 4, f"{100 * mark:.3g}%", colour="faint", anchor="end"))
+    for mark in ticks(0.0, most, 8):
+        x = _LEFT + mark / most * _POINTS_WIDTH
+        parts.append(line("tick", x, x, _TOP, bottom + 4, stroke))
+        parts.append(text(x, bottom + 17, format_number(mark), colour="faint", anchor="middle"))
+    under = "activations of the fullest worker, in units of the first stage's under 1F1B"
+    parts.append(text(_LEFT + _POINTS_WIDTH / 2, bottom + 36, under, colour="faint", anchor="middle"))
+    labels: list[tuple[float, float, float]] = []  # left, right, height
+    for activations, bubble, weights, name, number in points:
+        x, y = _LEFT + activations / most * _POINTS_WIDTH, bottom - bubble / highest * _POINTS_HEIGHT
+        label = name if weights == 1 else f"{name} (weights x{weights:.3g})"
+        wide, height = 6.4 * len(label), y + 4
+        left = x + 8 if x + 8 + wide < right + _POINTS_RIGHT else x - 8 - wide
+        while any(left < end and begin < left + wide and abs(at - height) < 13 for begin, end, at in labels):
+            height += 13
+        labels.append((left, left + wide, height))
+        story = f"{name}: bubble {bubble:.1%}, activations {activations:.3g}, weights {weights:.3g}"
+        parts.append(f"<g>{_draw_mark(x, y, 1 + number)}<title>{escape(story)}</title></g>")
+        parts.append(text(left, height, label))
+    return frame(
+        "".join(parts), right + _POINTS_RIGHT, max(bottom + 48, *(at + 12 for *_, at in labels)), heading, True
+    )
 
 
 def _read_place(point: Point, over_workers: bool) -> float:

@@ -147,11 +147,16 @@ def _write_scale(slots: int, column: int, slot_s: float) -> str:
 
 
 def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> str:
-    """Returns a row for each method, of the claims of its paper (`schedules.claims_at`) for this many stages."""
+    """Returns a row for each method, of the claims of its paper (`schedules.claims_at`) for this many stages.
+
+    The last two columns are those of the fullest worker.
+    """
     width = max(len(name) for name in claimed)
     lines = [
-        f"claims at p = {stages} stages and minibatches of m microbatches; without a flush, of a long run",
-        f"{'method':<{width}}  {'flush':<5}  {'m':>2}  {'bubble':>6}  {'in flight':<14}  {'staleness':<12}  versions",
+        f"claims at p = {stages} stages; without a flush, of a long run; memory of the fullest worker, in units of "
+        "1F1B's first stage",
+        f"{'method':<{width}}  {'flush':<5}  {'m':>2}  {'bubble':>6}  {'in flight':<14}  {'staleness':<12}  "
+        f"{'versions':<8}  activations  weights",
     ]
     for name, claims in claimed.items():
         in_flight, late, versions = (
@@ -159,9 +164,12 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
             for key in ("in_flight", "staleness", "versions")
         )
         bubble = "-" if claims["bubble"] is None else f"{claims['bubble']:.3f}"
+        activations, weights = (
+            "-" if claims[key] is None else f"{max(claims[key]):.4g}" for key in ("activations", "weights")
+        )
         lines.append(
             f"{name:<{width}}  {'yes' if claims['flushes'] else 'no':<5}  {claims['microbatches']:>2}  {bubble:>6}  "
-            f"{in_flight:<14}  {late:<12}  {versions}"
+            f"{in_flight:<14}  {late:<12}  {versions:<8}  {activations:>11}  {weights:>7}"
         )
     return "\n".join(lines)
 

@@ -20,7 +20,15 @@ from pipedream.schedules.registry import (
     method_of,
     refuse_code,
 )
-from pipedream.schedules.runs import Run, claims_at, derive_properties, properties_of, run_of, uniform
+from pipedream.schedules.runs import (
+    Run,
+    claims_at,
+    derive_properties,
+    first_stage_units,
+    properties_of,
+    run_of,
+    uniform,
+)
 
 __all__ = [
     "ALIASES",
@@ -35,6 +43,7 @@ __all__ = [
     "claims_at",
     "derive_properties",
     "evaluation",
+    "first_stage_units",
     "from_torch_csv",
     "is_torch_csv",
     "layout_of",

@@ -51,9 +51,21 @@ def uniform(
     return Plan.uniform(stages, forward_s, backward_s, transfer_s, replicas=replicas, order=order)
 
 
+def first_stage_units(plan: Plan, in_flight: int, versions: int) -> tuple[float, float]:
+    """Returns a worker's activations and weights in units of what 1F1B's first stage holds, for equal stages.
+
+    That is a microbatch in flight for each worker, and one set of weights, each of a worker's share of the model.
+
+    Args:
+        in_flight, versions: of the worker, over its stages.
+    """
+    stages = len(plan.stages)
+    return in_flight / stages, versions * plan.workers / stages
+
+
 def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
     """Returns a method's claims for p = `stages` workers as JSON values; for one minibatch if it flushes, else for
-    the run.
+    the run. Activations and weights are in units of 1F1B's first stage (`first_stage_units`).
     """
     claims, m = schedule.claims, schedule.microbatches
     counted = m if schedule.flushes else run
@@ -65,6 +77,10 @@ def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
             ("versions", claims.versions),
         )
     }
+    activations, weights = (
+        None if counts is None else [first_stage_units(schedule.plan, count, count)[kind] for count in counts]
+        for kind, counts in enumerate((lists["in_flight"], lists["versions"]))
+    )
     applies = m >= claims.least(stages)
     bubble = claims.bubble(stages, m) if claims.bubble is not None and applies else None
     return {
@@ -73,6 +89,8 @@ def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
         "assumption": claims.assumption,
         "bubble": bubble,
         **lists,
+        "activations": activations,
+        "weights": weights,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pipedream import metrics, schedules
@@ -21,6 +22,7 @@ class ClaimCheck:
 
     Attributes:
         compared: names of `Claims` that the method makes for so many workers and microbatches.
+        omitted: for each claim that it makes but that was not compared, the claim and why, in words.
         differences: for each claim that does not hold, the claim and what was found, in words.
     """
 
@@ -30,15 +32,18 @@ class ClaimCheck:
     assumption: str
     compared: tuple[str, ...]
     differences: tuple[str, ...]
+    omitted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        omitted = "".join(f"\nnot compared: {claim}" for claim in self.omitted)
         if not self.compared:
-            return f"{self.schedule} claims nothing for p = {self.workers}, m = {self.microbatches}"
+            return f"{self.schedule} claims nothing for p = {self.workers}, m = {self.microbatches}{omitted}"
         shown = ", ".join(_SHOWN.get(name, name) for name in self.compared)
         setting = f"p = {self.workers}, m = {self.microbatches} ({self.assumption})"
         if not self.differences:
-            return f"claims of {self.schedule} at {setting}: {shown}; the simulation agrees"
-        return "\n".join([f"claims of {self.schedule} at {setting} differ from the simulation:", *self.differences])
+            return f"claims of {self.schedule} at {setting}: {shown}; the simulation agrees{omitted}"
+        head = f"claims of {self.schedule} at {setting} differ from the simulation:"
+        return "\n".join([head, *self.differences]) + omitted
 
 
 def check_claims(name: str, workers: int, microbatches: int | None = None, chunks: int | None = None) -> ClaimCheck:
@@ -92,7 +97,21 @@ def check_claims(name: str, workers: int, microbatches: int | None = None, chunk
         for where, claimed, value in rows
         if abs(claimed - value) > _SAME * max(1.0, abs(value))
     )
-    return ClaimCheck(built.name, p, m, claims.assumption, tuple(pairs), differences)
+    return ClaimCheck(
+        built.name, p, m, claims.assumption, tuple(pairs), differences, tuple(_list_omitted(built, p, set(pairs)))
+    )
+
+
+def _list_omitted(built: Schedule, workers: int, compared: set[str]) -> Iterator[str]:
+    claims, m = built.claims, built.microbatches
+    for name in ("in_flight", "staleness", "versions", "bubble", "makespan_s"):
+        if getattr(claims, name) is None or name in compared:
+            continue
+        if name in ("bubble", "makespan_s") and not built.flushes:
+            why = "it is compared over one minibatch, and this method does not flush"
+        else:
+            why = f"it is claimed from m = {claims.least(workers)} on, and m is {m}"
+        yield f"{_SHOWN.get(name, name)}: {why}"
 
 
 def _simulate(built: Schedule, total: int) -> Timeline:
