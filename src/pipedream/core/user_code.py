@@ -52,6 +52,18 @@ def user_line(error: BaseException | None = None) -> str:
     return ""
 
 
+def name_call() -> str:
+    """Returns ``pipedream.profile (train.py:12)``, the outermost running call of this package."""
+    name = "a call of pipedream"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (caller := frame.f_back) is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE) and not caller.f_code.co_filename.startswith(_PACKAGE):
+            function = "Pipeline" if frame.f_code.co_name == "__init__" else frame.f_code.co_name
+            name = f"pipedream.{function} ({Path(caller.f_code.co_filename).name}:{caller.f_lineno})"
+        frame = caller
+    return name
+
+
 def with_place(error: BaseException) -> str:
     """Returns an error's type and text, with the module and the user's line where it was raised.
 

@@ -33,6 +33,7 @@ from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchDim, first_part, known_samples
+from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import NOT_MEASURED
@@ -63,6 +64,8 @@ def profile(
     meshes: Sequence[str] | str = (),
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
+
+    Of several processes every rank calls it, rank 0 measures, and all get its profile.
 
     On the device 'meta' nothing is computed or allocated: seconds follow from flops and bytes by the roofline of
     `as_device`. The notes of the profile list the assumptions. Otherwise what the runtime itself costs is measured too.
@@ -135,7 +138,12 @@ def profile(
 
 
 def _profile_on_rank_0(make: Callable[[], Profile], device: str) -> Profile:
-    return Profile.from_json(process_group.run_on_rank_0(lambda: make().to_json(), device), "rank 0's profile")
+    if not process_group.is_distributed():
+        return make()
+    rank, count = process_group.join_group(device)
+    with guard_job(rank, count) as activity, activity.at("profiling"):
+        text = process_group.make_on_rank_0(lambda: make().to_json(), rank)
+    return Profile.from_json(text, "rank 0's profile")
 
 
 def _estimate(model: Any, inputs: Any, dtype: Any, finest: bool, **options: Any) -> Profile:

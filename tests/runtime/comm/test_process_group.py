@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -13,8 +15,10 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
+import pipedream
 from pipedream.core.errors import PeerError, PlanError
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.launcher import LOCAL_RANKS
@@ -214,6 +218,49 @@ def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
     for end in (ends[0], ends[2]):
         assert isinstance(end.error, PeerError)
         assert "waiting for the other ranks: one of them has ended, whose own message says why" in str(end.error)
+
+
+def _profile_alone(others_wait: bool) -> None:
+    """Rank 0 alone profiles."""
+    process_group.COME_TIMEOUT_S = 2.0
+    if dist.get_rank() == 0:
+        pipedream.profile(nn.Linear(4, 4), torch.zeros(8, 4))
+    elif others_wait:
+        dist.barrier()
+    else:
+        time.sleep(20.0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("others_wait", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_who_profiles_alone_does_not_wait_for_ever(others_wait: bool) -> None:
+    end = processes.launch(_profile_alone, 3, others_wait, timeout_s=40.0)[0]
+    assert isinstance(end.error, PlanError)
+    text = r"rank 0 is in pipedream.profile \(test_process_group.py:\d+\), and ranks 1, 2 made no such call within 2 s"
+    assert re.match(text, str(end.error))
+    assert end.seconds < 20.0
+
+
+class _Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 0:
+            time.sleep(1.0)
+        return x * 1
+
+
+def _end_while_rank_0_profiles() -> None:
+    if dist.get_rank() == 1:
+        threading.Timer(4.0, os._exit, (3,)).start()
+    pipedream.profile(nn.Sequential(nn.Linear(4, 4), _Slow()), torch.zeros(8, 4), runs=30)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_profiling_ends_if_a_rank_does() -> None:
+    """Rank 0 computes alone for as long as the model takes, and hears nothing on its connections."""
+    ends = processes.launch(_end_while_rank_0_profiles, 2, timeout_s=40.0)
+    assert [end.exit_code for end in ends] == [1, 3]
+    assert ends[0].seconds < 4.0 + 15.0
 
 
 def test_other_errors_pass() -> None:

@@ -18,10 +18,14 @@ from torch.distributed import distributed_c10d
 
 from pipedream._version import __version__
 from pipedream.core.errors import PeerError, PlanError, is_broken_connection
+from pipedream.core.user_code import name_call
 from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
 
 JOIN_TIMEOUT_S = 300.0
 """How long the ranks wait for each other; the slowest one may still import torch."""
+
+COME_TIMEOUT_S = 60.0
+"""How long the first rank that makes a call waits for the others to make it."""
 
 _TEXTS = "texts of pipedream"
 """Name of the group that carries texts where the user's own is NCCL's."""
@@ -177,14 +181,15 @@ def make_on_rank_0(make: Callable[[], str], rank: int) -> str:
 
 
 @peers_may_end()
-def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Returns the texts of the group's ranks in their order."""
+def gather_texts(text: str, group: dist.ProcessGroup | None, *, limit_s: float | None = None) -> list[str]:
+    """Returns the texts of the group's ranks in their order, if all come within the limit."""
     if group is None:
         return [text]
     data = text.encode()
     ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    work = dist.all_gather(sizes, torch.tensor([len(data)]), group=group, async_op=True)
+    work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
     longest = max(1, *(int(size) for size in sizes))
     mine = torch.zeros(longest, dtype=torch.uint8)
     if data:
@@ -243,15 +248,39 @@ def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | Non
 
 
 def check_same_software() -> None:
-    """Raises PlanError if ranks differ in the versions of pipedream, torch or Python; every rank calls it."""
+    """Raises PlanError if ranks differ in the versions of pipedream, torch or Python, or one does not call it in time.
+
+    Every rank calls it.
+    """
     python = ".".join(platform.python_version_tuple()[:2])
     mine = f"pipedream {__version__}, torch {torch.__version__}, Python {python}"
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(gather_texts(mine, world_group())):
+    for rank, text in enumerate(_gather_in_time(mine)):
         ranks.setdefault(text, []).append(rank)
     if len(ranks) > 1:
         versions = "; ".join(f"{text} on ranks {', '.join(map(str, who))}" for text, who in ranks.items())
         raise PlanError(f"the ranks run different software: {versions}; install the same versions on all machines")
+
+
+def _gather_in_time(text: str) -> list[str]:
+    """Returns the texts of all ranks. Raises PlanError if some have not made the call within `COME_TIMEOUT_S`."""
+    if not dist.is_initialized():
+        return [text]
+    store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+    number = store.add(f"pipedream/came/{rank}", 1)
+    try:
+        return gather_texts(text, world_group(), limit_s=COME_TIMEOUT_S)
+    except (RuntimeError, PeerError) as error:
+        others = [other for other in range(dist.get_world_size()) if other != rank]
+        absent = [other for other in others if store.add(f"pipedream/came/{other}", 0) < number]
+        if not absent or " by peer" in str(error):
+            raise
+        which = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        raise PlanError(
+            f"rank {rank} is in {name_call()}, and {which} made no such call within {COME_TIMEOUT_S:g} s; every rank "
+            "must call it, without a condition on the rank around it; ranks that take longer until then should meet "
+            "before it (torch.distributed.barrier())"
+        ) from error
 
 
 def process_device(name: str) -> torch.device:
