@@ -126,7 +126,7 @@ def test_the_balance_loss_of_experts_falls() -> None:
         ) as pipeline:  # fmt: skip
             for done in pipeline.train(recipe.train):
                 losses.append(sum(float(layer.last_balance_loss) for layer in layers) / len(layers))
-                if done.number == 60:
+                if done.number == 40:
                     break
         first_and_last[coefficient] = sum(losses[:5]) / 5, sum(losses[-20:]) / 20
     assert first_and_last[0.01][1] < first_and_last[0.01][0]

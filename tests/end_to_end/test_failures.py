@@ -77,7 +77,7 @@ def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        pytest.param("raises=True", ("rank 0", "0F", "OSError: the disk is gone"), marks=pytest.mark.slow),
+        pytest.param("raises=True", ("rank 0", "0F", "OSError: the disk is gone"), marks=pytest.mark.long),
     ],
 )
 def test_data_fails(tmp_path: Path, loader: str, words: tuple[str, ...]) -> None:
@@ -170,7 +170,7 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     [
         pytest.param("start", (1,), marks=pytest.mark.long),
         pytest.param("start", (0, 1), marks=pytest.mark.slow),
-        pytest.param("end", (0, 1), marks=pytest.mark.slow),
+        pytest.param("end", (0, 1), marks=pytest.mark.long),
     ],
 )
 def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, ranks: tuple[int, ...]) -> None:

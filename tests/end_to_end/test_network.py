@@ -85,7 +85,7 @@ def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: Netw
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+@pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.long)])
 def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Path, rendezvous: str) -> None:
     program = written(tmp_path, loader="slow=True, count=100_000")
     program[2:] = ["train", str(tmp_path / "small.py"), "--plan", str(tmp_path / "plan.json"), "--out", "run"]

@@ -398,7 +398,7 @@ def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
     [
         pytest.param(64, 1024, [393_216, 917_504, 1_703_936], marks=pytest.mark.slow),
         (512, 512, [1_572_864, 3_407_872, 5_636_096]),
-        pytest.param(1024, 128, [131_072, 393_216, 917_504], marks=pytest.mark.slow),
+        pytest.param(1024, 128, [131_072, 393_216, 917_504], marks=pytest.mark.long),
     ],
 )
 def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[int]) -> None:

@@ -128,7 +128,7 @@ def test_names(run_command: RunCommand) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long  # another file, of PyTorch's notation, is trained by the command in test_schedule_files.py
 def test_train(tmp_path: Path) -> None:
     options = ("--schedule", str(EXAMPLE), "--minibatches", "6", "--epochs", "1")
     ended = command(*written(tmp_path), *options, folder=tmp_path)
