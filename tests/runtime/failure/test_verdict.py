@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,6 +154,40 @@ def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, li
     assert (verdict.rank, verdict.where, verdict.unresponsive) == (0, "stage 0, 0F9", False)
     assert f"the longest one before took {longest_s:.2g} s" in verdict.cause
     assert "--stuck-after" in verdict.advice
+
+
+@pytest.mark.parametrize(("stuck_after_s", "limit_s"), [(10.0, 60.0), (20.0, 120.0), (0.0, None)])
+def test_a_gpu_that_hangs(stuck_after_s: float, limit_s: float | None) -> None:
+    """No task is under way: the host waits for the results of a minibatch, or in the caller's loop."""
+    bench = Bench(stuck_after_s)
+    for mark in (object(), object(), object()):  # it gets on, slowly
+        bench.activity.gpu_mark = partial(lambda mark: mark, mark)
+        assert bench.run(45.0) is None
+    bench.activity.gpu_mark = lambda: None
+    assert bench.run(300.0) is None, "it has nothing to do"
+    last = object()
+    bench.activity.gpu_mark = lambda: last
+    judgement = bench.run(300.0)
+    if limit_s is None:
+        assert judgement is None
+        return
+    assert judgement is not None
+    after_s, verdict = judgement
+    assert limit_s < after_s < limit_s + 1.5
+    assert verdict.rank == 0
+    assert "the GPU has made no progress for" in verdict.cause
+    assert "nvidia-smi" in verdict.advice
+
+
+def test_a_task_that_waits_for_a_full_queue_of_the_gpu() -> None:
+    bench, mark = Bench(), object()
+    bench.activity.durations["forward"] = durations = TaskDurations()
+    durations.done = 3
+    bench.activity.gpu_mark = lambda: mark
+    bench.activity.begin("forward")
+    judgement = bench.run(30.0)
+    assert judgement is not None
+    assert "no progress in forward for 10.1 s, nor on the GPU for 10.1 s" in judgement[1].cause
 
 
 def test_tasks_one_after_the_other_are_not_one_long_task() -> None:

@@ -103,6 +103,24 @@ def test_the_current_stream_is_looked_for_only_where_it_is_another(cuda: FakeCud
     assert cuda.found_streams == 3
 
 
+def test_the_oldest_mark_is_what_the_gpu_has_not_reached(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    assert recorder.oldest_mark() is None
+    _op(cuda, recorder, 0, 5.0)
+    cuda.now_s += 6.0
+    assert recorder.oldest_mark() is None, "all is done"
+    _op(cuda, recorder, 1, 100.0)
+    _op(cuda, recorder, 2, 100.0)
+    cuda.now_s += 50.0
+    first = recorder.oldest_mark()
+    assert first is not None
+    cuda.now_s += 20.0
+    assert recorder.oldest_mark() is first
+    cuda.now_s += 50.0
+    assert recorder.oldest_mark() not in (None, first)
+    assert Recorder(0, torch.device("cpu")).oldest_mark() is None
+
+
 def test_spans_on_a_cpu_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda().install(monkeypatch)
     recorder = Recorder(3, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """The activity of a rank, written by its main thread and read by the guard's threads; and Ctrl-C.
 
-Only a task can be stuck: loading, a forward, a backward, an optimizer's step. Waiting for a message, the caller's own
-loop and saving are never judged.
+Only a task can be stuck: loading, a forward, a backward, an optimizer's step; and a GPU with what it was given. Waiting
+for a message, the caller's own loop and saving are never judged.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Activity:
     Attributes:
         place: what is done outside of the program ("the training loop"); None while it runs.
         task: (kind, number); None while the rank waits or its caller runs.
+        gpu_mark: returns what the GPU has not reached yet and was given first; None while it has nothing to do.
         interrupts: returns how often this rank was interrupted.
         calls: (name, minibatches that the loop had been given) of each call that all ranks must make.
         loop_minibatches: that the loop has been given so far.
@@ -39,6 +40,7 @@ class Activity:
         self.task: tuple[str, int] | None = None
         self.durations: dict[str, TaskDurations] = {}
         self.describe_op: Callable[[], str] = lambda: "the start"
+        self.gpu_mark: Callable[[], object] = lambda: None
         self.interrupts: Callable[[], int] = lambda: 0
         self.calls: list[tuple[str, int]] = []
         self.loop_minibatches = 0

@@ -23,6 +23,7 @@ UNREACHED = "this rank cannot reach the others and ends"
 _MOST_COUNTED_S = 1.0
 _FIRST_TASKS = 3  # of a kind, which may compile, allocate or start the loader's processes
 _TIMES_LONGEST = 20.0
+_GPU_TIMES = 6.0  # of the limit of a task: nothing between two marks of a GPU takes nearly as long
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class FailureDetector:
         self._unanswered_s = 0.0
         self._task: tuple[str, int] | None = None
         self._task_s = 0.0
+        self._gpu_mark: object = None
+        self._gpu_s = 0.0
 
     def watch(self, activity: Activity, stuck_after_s: float) -> None:
         """Judges another activity of this rank from now on."""
@@ -100,7 +103,8 @@ class FailureDetector:
     def check(self, now_s: float) -> Verdict | None:
         since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
         self._looked_at_s = now_s
-        return self._check_stuck(since_s) or self._check_silence() or self._check_calls() or self._check_store(since_s)
+        own = self._check_gpu(since_s) or self._check_stuck(since_s)
+        return own or self._check_silence() or self._check_calls() or self._check_store(since_s)
 
     def process_of(self, rank: int) -> RankProcess | None:
         return self._statuses[rank].process if rank in self._statuses else None
@@ -158,6 +162,21 @@ class FailureDetector:
             store_lost=True,
         )
 
+    def _check_gpu(self, since_s: float) -> Verdict | None:
+        """Returns a verdict if the GPU does not get on with what it was given. Nobody else limits the wait for it."""
+        mark = self._activity.gpu_mark()
+        self._gpu_s = self._gpu_s + since_s if mark is not None and mark is self._gpu_mark else 0.0
+        self._gpu_mark = mark
+        if not self._stuck_after_s or self._gpu_s <= _GPU_TIMES * self._stuck_after_s:
+            return None
+        return Verdict(
+            self._rank,
+            self._activity.where,
+            f"the GPU has made no progress for {self._gpu_s:.1f} s",
+            "look at dmesg and nvidia-smi for errors of the card or its links; if a kernel may take this long, raise "
+            f"stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; 0 turns this check off",
+        )
+
     def _check_stuck(self, since_s: float) -> Verdict | None:
         task = self._activity.task
         if task is None or task != self._task:
@@ -171,10 +190,11 @@ class FailureDetector:
         limit_s = max(self._stuck_after_s, _TIMES_LONGEST * durations.longest_s)
         if self._task_s <= limit_s:
             return None
+        gpu = f", nor on the GPU for {self._gpu_s:.1f} s" if self._gpu_s > self._task_s / 2 else ""
         return Verdict(
             self._rank,
             self._activity.where,
-            f"no progress in {task[0]} for {self._task_s:.1f} s; "
+            f"no progress in {task[0]} for {self._task_s:.1f} s{gpu}; "
             f"the longest one before took {durations.longest_s:.2g} s",
             f"if it may take this long, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
             "0 turns this check off",

@@ -89,6 +89,10 @@ class Recorder:
         if len(self._loose) >= _MOST_LOOSE:
             self._settle(wait=len(self._loose) >= _MOST_KEPT)
 
+    def oldest_mark(self) -> object:
+        """Returns the GPU's oldest mark that is not over, which another thread may ask for; None if all are."""
+        return None if self._gpu is None else self._gpu.oldest()
+
     def note_gradient_versions(
         self, stage: int, microbatch: int, forward_version: int, backward_version: int, applied_to: int
     ) -> None:
@@ -206,6 +210,14 @@ class GpuTimer:
         if self._last is not None and time.perf_counter() - self._last_marked_s < _SAME_MOMENT_S:
             return self._last
         return self.mark()
+
+    def oldest(self) -> GpuMoment | None:
+        """Returns the oldest mark that is not over; changes nothing."""
+        for moment in self._pending.copy():
+            event = moment.event  # None once the main thread has timed it
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                return moment
+        return None
 
     def settle(self, wait: bool = False) -> float:
         """Times the marks that are over, or all; returns the seconds of the last one."""

@@ -92,6 +92,7 @@ class Session:
         self.checkpointer = Checkpointer(local)
         self.streams = Streams(local, None if plain is None else Comparison(local, plain, whole_bytes, free_bytes))
         local.activity.describe_op = lambda: local.lead.where
+        local.activity.gpu_mark = lambda: local.lead.recorder.oldest_mark()
 
     def switch_to(self, phase: int) -> None:
         for worker in self.local.workers:
