@@ -87,6 +87,7 @@ class Pipeline:
 
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
+        Plan.check_is(plan)
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
         self.phases = add_compensation(plan, phases, options.compensation)
         self._request = _make_run_request(plan, phases, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pipedream
+from pipedream.cli.options import read_profile
+from pipedream.core import artifact
 from pipedream.core.artifact import Artifact
-from pipedream.core.errors import ArtifactError
+from pipedream.core.errors import ArtifactError, PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
 from pipedream.core.plan import depth
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
@@ -27,6 +31,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, uniform
+from pipedream.schedules.pytorch_csv import load_torch_csv
 
 counts = st.integers(1, 3)
 sizes = st.integers(0, 2**60)
@@ -242,3 +247,38 @@ def test_a_plan_keeps_the_keys_of_earlier_files() -> None:
     assert (data["order"], data["tied"]) == ([0, 1, 0, 1], [])
     assert not {"worker_order", "tied_weights"} & data.keys()
     assert Plan.from_json(json.dumps(data)) == plan
+
+
+def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    (tmp_path / "large").write_text("{}" * 100)
+    monkeypatch.setattr(artifact, "MOST_TEXT_BYTES", 100)
+    for name, words in (("pipe", "a pipe or a device"), ("link", "a pipe or a device"), ("large", "has 200 bytes")):
+        with pytest.raises(ArtifactError, match=words):
+            Plan.load(tmp_path / name)
+        with pytest.raises(ArtifactError, match=words):
+            read_profile(tmp_path / name)
+        with pytest.raises(ScheduleError, match=words):
+            load_torch_csv(tmp_path / name)
+
+
+def test_costs_are_not_negative() -> None:
+    layer = LayerProfile(1.0, 2.0, 3, 4)
+    graph = LayerGraph.chain((Layer("0", "Linear", ()),))
+    for wrong in ("copy_s", "loss_s", "update_working_bytes", "optimizer_bytes"):
+        with pytest.raises(ValueError, match=f"{wrong} cannot be negative, found -1"):
+            Profile("model", graph, (layer,), 8, **{wrong: -1})
+        with pytest.raises(ValueError, match=f"{wrong} cannot be negative, found -1"):
+            RankProfile("model:2", "", (layer,), ((),), ((),), **{wrong: -1})
+
+
+def test_the_name_of_a_file_is_no_plan() -> None:
+    words = r"expected a Plan, got a str; read the file: pipedream.Plan.load\('plan.json'\)"
+    plan: Any = "plan.json"
+    calls = [lambda: pipedream.simulate(plan), lambda: pipedream.Pipeline(None, plan, loss=None, optimizer=list)]
+    for call in calls:
+        with pytest.raises(PlanError, match=words):
+            call()
+    with pytest.raises(PlanError, match=r"expected a Profile, got a PosixPath; read the file"):
+        pipedream.plan(Path("profile.json"), pipedream.Cluster.flat(2))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.core import units
-from pipedream.core.artifact import writing
+from pipedream.core.artifact import read_text, writing
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option, option_of
 from pipedream.core.hardware import presets
@@ -132,7 +132,7 @@ def read_profile(path: Path) -> Profile | GraphText:
             f"{path} is not a profile; measure one first: pipedream profile {path} -o {path.stem}.profile.json"
         )
     try:
-        begins = path.read_text(encoding="utf-8").lstrip()[:1]
+        begins = read_text(path).lstrip()[:1]
     except (OSError, UnicodeDecodeError):
         return Profile.load(path)  # which reports what is wrong with it
     return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)

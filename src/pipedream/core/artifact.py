@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import stat
 import types
 import typing
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pipedream.core.errors import ArtifactError, PlanError
+
+MOST_TEXT_BYTES = 256_000_000
 
 
 class Artifact:
@@ -60,6 +63,15 @@ class Artifact:
         except ArtifactError as error:
             raise ArtifactError(f"{source}: {error}") from None
 
+    @classmethod
+    def check_is(cls, value: Any) -> None:
+        """Raises a PlanError if a value is of another kind, such as the name of a file."""
+        if not isinstance(value, cls):
+            name = cls.__name__
+            is_path = isinstance(value, (str, os.PathLike))
+            advice = f"read the file: pipedream.{name}.load({str(value)!r})" if is_path else f"give {_add_article(cls)}"
+            raise PlanError(f"expected {_add_article(cls)}, got a {type(value).__name__}; {advice}")
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes a file, atomically."""
         return write_text(path, self.to_json() + "\n")
@@ -72,12 +84,26 @@ class Artifact:
             ArtifactError: no such file, or see `from_json`.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except FileNotFoundError:
             raise ArtifactError(f"{path} does not exist; give the file of {_add_article(cls)}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ArtifactError(f"cannot read the {cls.__name__} in {path}: {error}") from None
         return cls.from_json(text, str(path))
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Reads a file that ends: no pipe or device, and of at most `MOST_TEXT_BYTES`.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+    """
+    status = os.stat(path)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise OSError("it is a pipe or a device; give a file")
+    if status.st_size > MOST_TEXT_BYTES:
+        raise OSError(f"it has {status.st_size} bytes, and {MOST_TEXT_BYTES} are the most")
+    return Path(path).read_text(encoding="utf-8")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:

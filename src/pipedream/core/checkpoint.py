@@ -24,6 +24,12 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TYPE = re.compile(r"[a-z][a-z0-9_]*")
 
 
+_FINITE_OPTIONS = {"lr", "initial_lr", "betas", "momentum", "weight_decay", "eps"}
+"""Others may be infinite: a limit that there is not."""
+
+_MOST_COUNT = 10**15
+
+
 class StoredPiece(NamedTuple):
     """Where a part of a tensor lies.
 
@@ -103,6 +109,10 @@ class ParameterGroup:
     names: tuple[str, ...]
     options: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        for key in _FINITE_OPTIONS & self.options.keys():
+            _check_finite(self.options[key], key)
+
 
 @dataclass(frozen=True)
 class SavedStage:
@@ -143,9 +153,9 @@ class SavedStage:
             raise ValueError("an optimizer has at least one parameter group, found none")
         if self.scheduler is not None and not isinstance(self.scheduler, dict):
             raise ValueError(f"a scheduler's state is an object, found {self.scheduler!r}")
-        if min(self.updates, self.scheduled, self.rounds_before) < 0:
+        if not 0 <= min(counts := (self.updates, self.scheduled, self.rounds_before)) <= max(counts) <= _MOST_COUNT:
             raise ValueError(
-                f"counts cannot be negative, found {self.updates} updates, {self.scheduled} scheduled, "
+                f"counts are from 0 to {_MOST_COUNT:g}, found {self.updates} updates, {self.scheduled} scheduled, "
                 f"{self.rounds_before} rounds before"
             )
 
@@ -170,10 +180,10 @@ class Position:
     callbacks: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        if min(self.minibatches, self.epoch, self.epoch_batches) < 0:
+        if not 0 <= min(counts := (self.minibatches, self.epoch, self.epoch_batches)) <= max(counts) <= _MOST_COUNT:
             raise ValueError(
-                f"a position has no negative counts, found {self.minibatches} minibatches, epoch {self.epoch} with "
-                f"{self.epoch_batches} done"
+                f"a position's counts are from 0 to {_MOST_COUNT:g}, found {self.minibatches} minibatches, epoch "
+                f"{self.epoch} with {self.epoch_batches} done"
             )
         if self.data is not None and not isinstance(self.data, dict):
             raise ValueError(f"the state of the data is an object, found {self.data!r}")
@@ -223,6 +233,9 @@ class Checkpoint(RunRequest, Position, Artifact):
             raise ValueError(f"a minibatch has at least one microbatch, found {self.microbatches}")
         if len(self.stages) != len(self.plan.stages):
             raise ValueError(f"{len(self.plan.stages)} stages are planned, {len(self.stages)} are described")
+        for name in self.files:
+            if not _PLAIN_NAME.fullmatch(name):  # as in `Stored`
+                raise ValueError(f"expected a file name without folders, found {name!r}")
         for name, stored in self.tensors.items():
             for piece in stored.pieces:
                 if piece.offset + piece.length > self.files.get(piece.file, 0):
@@ -250,6 +263,14 @@ class Checkpoint(RunRequest, Position, Artifact):
                 raise ArtifactError(f"{source} is damaged: its checksum is {now}, and was {then} when it was saved")
             text = json.dumps(data)
         return super().from_json(text, source)
+
+
+def _check_finite(value: Any, what: str) -> None:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_finite(item, what)
+    elif isinstance(value, float) and not abs(value) <= 1e60:
+        raise ValueError(f"the optimizer's option {what} is a number up to 1e60, found {value}")
 
 
 def _compute_crc32(data: dict[str, Any]) -> int:

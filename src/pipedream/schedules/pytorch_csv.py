@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+from pipedream.core.artifact import read_text
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
@@ -77,7 +78,7 @@ def is_torch_csv(name: str) -> bool:
 def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
     """Reads a file (`from_torch_csv`), after which the schedule is named."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(
             f"the schedule {path} cannot be read ({error}); give a CSV file in PyTorch's notation"

@@ -60,6 +60,7 @@ def emulate(
     Raises:
         PlanError: the number of processes is not the plan's number of workers, or a factor makes no sense.
     """
+    Plan.check_is(plan)
     began = time.perf_counter()
     scaled = scale_plan(plan if in_flight is None else plan.with_depth(in_flight), dilation, byte_scale)
     if minibatches < 1:

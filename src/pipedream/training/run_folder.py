@@ -23,7 +23,7 @@ from typing import Any
 
 from pipedream import metrics
 from pipedream._version import __version__
-from pipedream.core.artifact import write_text
+from pipedream.core.artifact import read_text, write_text
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.model.collective import StageCollectives
@@ -39,6 +39,7 @@ from pipedream.runtime.checkpoint.folders import (
     find_newest_of_all,
     newest_checkpoint,
     read_shared_manifest,
+    warn_of_unfinished,
 )
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.checkpoint.writer import FolderLock
@@ -263,8 +264,8 @@ def write_report(folder: Path) -> Path:
         ArtifactError: the folder is not a run folder.
     """
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
+        summary = json.loads(read_text(folder / "summary.json"))
+        losses = json.loads(read_text(folder / "losses.json"))
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{folder} is not a run folder: {error}; give the folder of a training run") from None
     profile = folder / "profile.json"
@@ -352,6 +353,8 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
             f"there is no complete checkpoint in {resume} to resume from; give the run folder of a run that has saved "
             "one, or start without --resume"
         )
+    if resume is not None:
+        warn_of_unfinished(path, any_path(resume), int(os.environ.get("RANK", "0")))
     inside = path.resolve().parent.name == CHECKPOINTS
     manifest, _ = read_shared_manifest(path, group)
     return ResumePoint(path, manifest, path.parent.parent if inside else None)

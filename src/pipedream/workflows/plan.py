@@ -111,6 +111,7 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
 def _complete(request: PlanRequest, profile: Profile | GraphText) -> PlanRequest:
     """Returns the request with a cluster, once its options are checked."""
     check_options(vars(request))
+    source = _read_profile(profile)
     if request.cluster is None:
         from pipedream.workflows.probe import detect_cluster  # loads torch
 
@@ -120,7 +121,7 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> PlanRequest
             print(measured, flush=True)
         request = replace(request, cluster=cluster)
     gpus = sorted({device for device in request.workers_and_links.devices if not device.startswith("cpu")})
-    device = _read_profile(profile).device
+    device = source.device
     if gpus and device.startswith("cpu"):
         warnings.warn(
             f"the workers have {', '.join(gpus)}, but the profile was measured on {device}: the plan is one "
@@ -131,7 +132,10 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> PlanRequest
 
 
 def _read_profile(profile: Profile | GraphText) -> Profile:
-    return profile.profile() if isinstance(profile, GraphText) else profile
+    if isinstance(profile, GraphText):
+        return profile.profile()
+    Profile.check_is(profile)
+    return profile
 
 
 def _search_meshes(profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:

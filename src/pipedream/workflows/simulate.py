@@ -53,8 +53,7 @@ def simulate(
         ScheduleError: the method does not work with this plan, or with this number of microbatches.
         PlanError: a negative jitter, a factor that is not positive, or a slow rank that does not exist.
     """
-    if not isinstance(plan, Plan):
-        raise PlanError(f"a {type(plan).__name__} was given to simulate; give a Plan, as pipedream.plan() makes one")
+    Plan.check_is(plan)
     name, split = (schedule, None) if isinstance(schedule, Schedule) else resolve_method(plan, schedule)
     run = schedules.run_of(name, plan, microbatches, minibatches, split=split)
     try:

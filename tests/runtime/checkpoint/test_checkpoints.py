@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import pickle
 import random
@@ -11,6 +12,7 @@ import resource
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -151,6 +153,15 @@ def test_what_is_not_complete_is_not_taken(tmp_path: Path) -> None:
     assert folders.newest_checkpoint(saved[0]) == saved[0]
 
 
+def test_a_newer_one_without_a_manifest_is_named(tmp_path: Path) -> None:
+    saved = save(tmp_path, epochs=2)
+    (saved[1] / folders.MANIFEST).unlink()
+    with pytest.warns(UserWarning, match="minibatch-00000010 is newer than .*5, but has no checkpoint.json"):
+        assert load(tmp_path) == (1, 0)
+    with warnings.catch_warnings(action="error"):
+        assert load(saved[0]) == (1, 0), "it was asked for"
+
+
 def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     left = tmp_path / f".{folders.folder_name(1)}"
     left.mkdir()
@@ -242,6 +253,19 @@ def manifest_with(**wrong: Any) -> Callable[[Path], None]:
     return change
 
 
+def head_with(**wrong: Any) -> Callable[[Path], None]:
+    """Returns a way to change fields of the manifest, or options of the first stage's first group."""
+
+    def change(path: Path) -> None:
+        manifest = json.loads((path / folders.MANIFEST).read_text())
+        del manifest["crc32"]
+        manifest["files"] |= wrong.pop("files", {})
+        manifest["stages"][0]["groups"][0]["options"] |= wrong.pop("options", {})
+        (path / folders.MANIFEST).write_text(json.dumps(manifest | wrong))
+
+    return change
+
+
 @pytest.fixture(scope="module")
 def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two checkpoints; tests change copies of it."""
@@ -265,6 +289,13 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (manifest_with(offset=1 << 40), "lies outside of the file"),
         (manifest_with(file="../../secret"), "expected a file name without folders"),
         (manifest_with(file="/etc/passwd"), "expected a file name without folders"),
+        (head_with(files={"../../etc/passwd": 1}), "expected a file name without folders"),
+        (head_with(options={"lr": math.nan}), "option lr is a number up to 1e60, found nan"),
+        (
+            head_with(options={"betas": {"__tuple__": [1e300, -5]}}),
+            r"option betas .* found 1e\+300",
+        ),
+        (head_with(minibatches=1 << 62), r"counts are from 0 to 1e\+15, found"),
     ],
 )
 def test_damage_is_told(two_saved: Path, tmp_path: Path, change: Callable[[Path], None], words: str) -> None:

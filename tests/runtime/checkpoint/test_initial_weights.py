@@ -431,6 +431,25 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         start(untied, (2,), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[]",
+        '{"weight_map": {"0.weight": 3}}',
+        '{"weight_map": []}',
+        "[" * 100_000,
+        '{"weight_map": {"0.weight": "../../x"}}',
+        '{"weight_map": {"0.weight": "/etc/passwd"}}',
+        '{"weight_map": {"0.weight": ".."}}',
+    ],
+    ids=["list", "number", "list inside", "deep", "above", "absolute", "folder"],
+)
+def test_an_index_that_is_none_or_leads_out_of_its_folder(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ArtifactError, match="give an index of safetensors files"):
+        files.open_weights(tmp_path)
+
+
 def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     """Returns what this process has read of a folder, and the state that rank 0 collects."""
     read = []

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from pipedream.core.artifact import write_text
+from pipedream.core.artifact import read_text, write_text
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
@@ -120,7 +120,7 @@ class GraphText:
             ArtifactError: no such file, or see `parse`.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise ArtifactError(f"cannot read the graph.txt in {path}: {error}") from None
         return cls.parse(text, str(path))

@@ -16,6 +16,12 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
 
+def _check_not_negative(costs: LayerProfile | RankProfile | Profile) -> None:
+    for name, value in vars(costs).items():
+        if name.endswith(("_s", "_bytes", "_flops")) and not name.endswith("ward_fixed_s") and value < 0:
+            raise ValueError(f"{name} cannot be negative, found {value}")
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """The costs of one layer for one profiled minibatch.
@@ -64,9 +70,7 @@ class LayerProfile:
     gathered_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) < 0 and not name.endswith("_fixed_s"):
-                raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
+        _check_not_negative(self)
         if self.forward_fixed_s > self.forward_s or self.backward_fixed_s > self.backward_s:
             raise ValueError(
                 f"the fixed part of {self.forward_s} and {self.backward_s} seconds cannot be greater, found "
@@ -116,6 +120,9 @@ class RankProfile:
     loss_bytes: int = 0
     loss_working_bytes: int = 0
     tied: tuple[TiedParameters, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self)
 
     def __str__(self) -> str:
         def both(column: tuple[tuple[Collective, ...], ...]) -> str:
@@ -190,6 +197,7 @@ class Profile(Tabular, Artifact):
     ranks: tuple[RankProfile, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_not_negative(self)
         if len(self.layers) != len(self.graph.layers):
             raise ValueError(f"{len(self.graph.layers)} layers but {len(self.layers)} measurements")
         if not 0 <= self.update_fixed_s <= self.update_s:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipedream.core.artifact import new_file, system_error
+from pipedream.core.artifact import new_file, read_text, system_error
 from pipedream.core.errors import ArtifactError, CaptureError
 
 
@@ -61,9 +61,12 @@ def open_weights(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
         index = path / "model.safetensors.index.json"
         if index.exists():
             try:
-                places = json.loads(index.read_text())["weight_map"]
+                places = json.loads(read_text(index))["weight_map"]
+                # An index from elsewhere must not lead out of its folder.
+                if strange := [file for file in places.values() if file in ("", "..") or Path(file).name != file]:
+                    raise ValueError(f"{strange[0]!r} is no file in this folder")
                 return _SafeTensors({name: path / file for name, file in places.items()})
-            except (ValueError, KeyError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise ArtifactError(f"cannot read {index}: {error!r}; give an index of safetensors files") from None
         if not (path / "model.safetensors").exists():
             raise ArtifactError(

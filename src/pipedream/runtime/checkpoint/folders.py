@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -85,6 +86,20 @@ def find_newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | N
     rows = [json.loads(row) for row in gather_texts(json.dumps([number, str(newest_here)]), group)]
     newest, path = max(rows, key=lambda row: int(row[0]))
     return any_path(path) if newest >= 0 else None
+
+
+def warn_of_unfinished(path: AnyPath, requested: AnyPath, rank: int) -> None:
+    """Warns at rank 0 if the checkpoint chosen in a folder is not the newest there, because that has no manifest."""
+    if rank or path.resolve() == requested.resolve():
+        return
+    number = parse_minibatches(path.name) or 0
+    for other in complete_checkpoints(path.parent, parts=True):
+        if (parse_minibatches(other.name) or 0) > number:
+            warnings.warn(
+                f"{other.name} is newer than {path}, but has no {MANIFEST} (a save that was not finished, or the file "
+                f"was lost); {path.name} is taken",
+                stacklevel=4,
+            )
 
 
 def read_manifest(path: AnyPath) -> Checkpoint:

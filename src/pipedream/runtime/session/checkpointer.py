@@ -108,6 +108,7 @@ class Checkpointer:
             path = folders.find_newest_of_all(folders.newest_checkpoint(folder), self._group)
         if path is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
+        folders.warn_of_unfinished(path, folder, self._local.rank)
         with self._local.activity.at("reading a checkpoint"):
             manifest, self._owners = folders.read_shared_manifest(path, self._group)
         if not manifest.has_checksums and self._local.rank == 0:
