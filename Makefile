@@ -1,5 +1,5 @@
 # make train    trains a small model over two worker processes
-# make demo     compares DDP with pipelines over slow links, in three minutes; draws the picture of the README
+# make demo     compares DDP with pipelines over slow links, in four minutes; draws a picture like that of the README
 # make test     the default tests: no root, no GPU, no browser, a few minutes on two cores
 # make test-all all tests that this machine can run, and what is missing for each skipped one
 # make check    format, lint, types, the direction of imports, and the rules for words and sizes

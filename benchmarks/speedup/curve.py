@@ -309,6 +309,10 @@ def _describe_row(row: dict[str, Any]) -> str:
     return row.get("why") or f"{row['samples_per_s']:.1f} samples/s, others {row['others']:.0%}"
 
 
+_TITLES = {"torch 1F1B": "torch Schedule1F1B", "torch DDP, accumulating": f"DDP, accumulating {M // 2}"}
+"""Variant -> its name in the pictures, where it is that of `pipedream compare`."""
+
+
 def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Returns a picture of each model: file name -> SVG."""
     drawn = ("torch DDP", "torch DDP, accumulating", "torch 1F1B", "PipeDream, full", "2BW, full", "1F1B, full")
@@ -319,7 +323,7 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
             variants = [Variant(ONE_WORKER, 1, samples_per_s=point["solo"]["samples_per_s"])]
             for name in drawn:
                 row = point.get(name, {})
-                title = {"torch 1F1B": "torch Schedule1F1B"}.get(name, name.removeprefix("torch "))
+                title = _TITLES.get(name, name.removeprefix("torch "))
                 variants.append(
                     Variant(
                         title, 2, samples_per_s=row.get("samples_per_s"), predicted_per_s=row.get("predicted_per_s")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipedream.core.variants import DDP, ONE_WORKER, OverLink, RecipeComparison, Variant
+from pipedream.core.variants import ACCUMULATING, DDP, ONE_WORKER, OverLink, RecipeComparison, Variant
 
 
 def over(rate: float | None, **rates: float | None) -> OverLink:
     """A link with variants and their samples per second."""
-    names = {"one_worker": ONE_WORKER, "ddp": DDP, "ours": "PipeDream, noam", "accumulating": "DDP, accumulating"}
+    names = {"one_worker": ONE_WORKER, "ddp": DDP, "ours": "PipeDream, noam", "accumulating": ACCUMULATING}
     variants = tuple(
         Variant(names[name], 2, samples_per_s=value, why="" if value else "it has none")
         for name, value in rates.items()
@@ -21,9 +21,11 @@ def over(rate: float | None, **rates: float | None) -> OverLink:
     ("link", "words"),
     [
         (over(50e6, one_worker=30, ddp=10, ours=42), "over 400 Mbit/s PipeDream, noam trains 4.2 times as many samples "
-         "per second as DDP"),
+         "per second as DDP, 1.4 times as fast as one worker"),
+        (over(50e6, one_worker=40, ours=30, accumulating=54), "over 400 Mbit/s use DDP, accumulating 8, 1.3 times "
+         "as fast as one worker"),
         (over(1.25e9, ddp=60, ours=42), "over 10 Gbit/s use DDP"),
-        (over(1.25e9, ddp=60, accumulating=61, ours=42), "over 10 Gbit/s use DDP, accumulating"),
+        (over(1.25e9, ddp=60, accumulating=61, ours=42), "over 10 Gbit/s use DDP, accumulating 8"),
         (over(12.5e6, one_worker=50, ddp=4, ours=42), "over 100 Mbit/s one worker alone is the fastest"),
         (over(None, ddp=None, ours=42), "over this machine's own links PipeDream, noam is the fastest"),
         (over(50e6, ddp=None, ours=None), "over 400 Mbit/s nothing ran"),
@@ -62,9 +64,9 @@ def test_table_says_what_is_missing() -> None:
     head, ddp, torchs, two_bw = (line.split("  ") for line in str(comparison).split("\n\n")[0].splitlines()[1:])
     words = [[cell.strip() for cell in row if cell.strip()] for row in (head, ddp, torchs, two_bw)]
     assert words[0] == list(comparison.heads)
-    assert words[1] == ["DDP", "-", "10", "-", "1.00", "64", "2.00 MB", "-", "-", "-", "0.5"]
-    assert words[2] == ["torch Schedule1F1B", *["-"] * 10]
-    assert words[3] == ["2BW", "1-1, noam", "20", "21", "2.00", "32", "100 kB", "12.5%", "3.00 MB", "7.5", "0.25"]
+    assert words[1] == ["DDP", "-", "10", "-", "-", "1.00", "64", "2.00 MB", "-", "-", "-", "0.5"]
+    assert words[2] == ["torch Schedule1F1B", *["-"] * 11]
+    assert words[3] == ["2BW", "1-1, noam", "20", "21", "-", "2.00", "32", "100 kB", "12.5%", "3.00 MB", "7.5", "0.25"]
     assert "over 10 Gbit/s, 400 Mbit/s\n" in str(comparison)
     assert comparison.reasons() == (
         "torch Schedule1F1B did not run: the model is no chain",

@@ -369,7 +369,7 @@ def test_compare(tmp_path: Path) -> None:
     (link,) = comparison["links"]
     assert [(row["name"], row["workers"]) for row in link["variants"]] == [
         ("one worker", 1),
-        *[(name, 2) for name in ("DDP", "DDP, accumulating", "torch Schedule1F1B")],
+        *[(name, 2) for name in ("DDP", "DDP, minibatch shared", "DDP, accumulating 8", "torch Schedule1F1B")],
         *[(name, 2) for name in ("PipeDream, noam", "PipeDream, full")],
     ]
     for row in link["variants"]:

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.variants import OverLink, RecipeComparison, Variant
+from pipedream.core.variants import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant
 from pipedream.report.variants import variants_page, variants_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
-NAMES = ("one worker", "DDP", "DDP, accumulating", "torch Schedule1F1B", "1F1B", "PipeDream <full>", "2BW", "x & y")
+NAMES = (ONE_WORKER, *TORCH, "1F1B", "PipeDream <full>", "2BW", "x & y")
 RATES = st.none() | st.floats(1e-3, 1e7)
 
 
@@ -67,15 +67,29 @@ def words(*links: OverLink) -> list[str | None]:
     return [element.text for element in picture.iter(f"{SVG}text")]
 
 
-def test_picture_shows_speed_up_over_ddp() -> None:
+def test_picture_shows_speed_up_over_one_worker() -> None:
     slow, fast = over(5e7, alone=20, ddp=10, ours=36), over(5e8, alone=20, ddp=40, ours=38)
     for links in ((slow, fast), (fast, slow)):
         texts = words(*links)
-        assert texts[0] == "net, 2 workers: speed-up over DDP"
-        assert [texts[texts.index(name) - 1] for name in ("one worker", "DDP", "PipeDream")] == ["2.0x", "1.0x", "3.6x"]
+        assert texts[0] == "net, 2 workers: speed-up over one worker"
+        assert [texts[texts.index(name) - 1] for name in ("one worker", "DDP", "PipeDream")] == [
+            "1.0x",
+            "0.50x",
+            "1.8x",
+        ]
         assert [word for word in texts if word and "bit/s" in word] == ["4 Gbit/s", "400 Mbit/s"]
-    picture = variants_svg(RecipeComparison("net", 2, None, (slow, fast)))
-    assert picture.count("stroke-dasharray") == 2  # one worker's line, and the piece that leads to its name
+    picture = ElementTree.fromstring(variants_svg(RecipeComparison("net", 2, None, (slow, fast))))
+    weights = {element.text: element.get("font-weight") for element in picture.iter(f"{SVG}text")}
+    assert (weights["one worker"], weights["DDP"]) == ("600", None)
+    base = next(line for line in picture.iter(f"{SVG}polyline") if line.get("class") == "of-faint")
+    assert base.get("stroke-width") == "3"
+    assert len({point.split(",")[1] for point in base.get("points", "").split()}) == 1, "it is the base line"
+
+
+def test_picture_without_one_worker_shows_speed_up_over_ddp() -> None:
+    texts = words(over(5e7, ddp=10, ours=36), over(5e8, ddp=40, ours=38))
+    assert texts[0] == "net, 2 workers: speed-up over DDP"
+    assert [texts[texts.index(name) - 1] for name in ("DDP", "PipeDream")] == ["1.0x", "3.6x"]
 
 
 def test_picture_without_ddp_shows_samples_per_second() -> None:

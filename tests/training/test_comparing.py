@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream
 from pipedream.core.errors import RecipeError
+from pipedream.core.model.profile import LayerProfile
 from pipedream.runtime import torch_baselines
 from pipedream.runtime.torch_baselines import Baseline, Task, data_parallel, one_f_one_b, plain_loop
 from pipedream.training import compare as comparing
-from pipedream.training.compare_variants import predict_samples_per_s
+from pipedream.training.compare_variants import accumulate_minibatches, predict_samples_per_s
 
 Run = Callable[..., tuple[int, str, str]]
 CPU = torch.device("cpu")
@@ -120,6 +122,7 @@ def _metrics_of(way: str) -> dict[str, Any]:
     ways: dict[str, Callable[[], Baseline]] = {
         "shared": lambda: data_parallel(Task(trained, rank, workers, CPU, 4)),
         "own": lambda: data_parallel(Task(trained, rank, workers, CPU)),
+        "accumulated": lambda: data_parallel(Task(trained, rank, workers, CPU), 2),
         "1f1b": lambda: one_f_one_b(Task(trained, rank, workers, CPU, 4), [layers[:3], layers[3:]]),
     }
     return ways[way]().train(2, None)
@@ -146,6 +149,45 @@ def test_ddp_takes_a_minibatch_a_worker() -> None:
     for figures in processes.results(partial(_metrics_of, "own"), 2):
         assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
         assert figures["samples_per_update"] == 16
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ddp_accumulates_minibatches_without_a_message() -> None:
+    """Two of 8 on each of two workers are an update of 32; what is left of 5 is one of none."""
+    data = recipe().train.dataset  # type: ignore[attr-defined]
+    kept = torch.utils.data.Subset(data, range(32))
+    alone = plain_loop(Task(recipe(train=DataLoader(kept, batch_size=32)), 0, 1, CPU)).train(2, None)
+    for figures in processes.results(partial(_metrics_of, "accumulated"), 2):
+        assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert (figures["minibatches"], figures["samples_per_update"]) == (8, 32)
+        assert figures["samples_per_s"] > 0, "one update an epoch"
+
+
+def test_an_accumulating_run_makes_two_updates_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--minibatches 1`; the second update is what the epoch still has, and is summed once, too."""
+    summed: list[bool] = []
+
+    class OneProcess(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module, self.syncs = module, True
+
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            self.syncs = False
+            yield
+            self.syncs = True
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            summed.append(self.syncs)
+            output: torch.Tensor = self.module(inputs)
+            return output
+
+    monkeypatch.setattr(torch_baselines, "DistributedDataParallel", OneProcess)
+    figures = data_parallel(Task(recipe(), 0, 1, CPU), 4).train(3, 1)
+    assert (figures["minibatches"], figures["samples_per_update"]) == (6 + 4, 32)
+    assert summed == [False, False, False, True, False, True, False, False, False, True]
 
 
 class _Branched(nn.Module):
@@ -206,6 +248,18 @@ def test_bad_input(
     assert (status, out) == (2, "")
     assert words in err
     assert os.listdir() == ["small.py"]
+
+
+def test_accumulating_is_predicted_with_one_sum_for_all_minibatches() -> None:
+    """8 minibatches of 1.2 s on each worker, and a sum of 4 s, of which the last backward hides 0.8 s."""
+    layers = tuple(LayerProfile(0.1, 0.2, output_bytes=4, parameter_bytes=10_000_000) for _ in range(4))
+    cluster = pipedream.Cluster.flat(2, bandwidth_bytes_per_s=1e7)
+    plan = pipedream.plan(pipedream.Profile.of_chain(layers, batch=16), cluster, shape="data-parallel")
+    accumulating = accumulate_minibatches(plan, 8)
+    assert (accumulating.batch, accumulating.microbatches) == (256, 16)
+    samples_per_s = predict_samples_per_s(accumulating)
+    assert samples_per_s == pytest.approx(256 / (8 * 1.2 + 4.0 - 0.8), rel=0.02)
+    assert samples_per_s > 2.5 * predict_samples_per_s(plan)
 
 
 def test_profile_with_a_large_spread_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -282,17 +336,18 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     (link,) = comparison["links"]
     rows = {row["name"]: row for row in link["variants"]}
     assert list(rows) == [
-        *("one worker", "DDP", "DDP, accumulating", "torch Schedule1F1B", "data parallel", "1F1B"),
-        "planner's choice",
+        *("one worker", "DDP", "DDP, minibatch shared", "DDP, accumulating 8", "torch Schedule1F1B"),
+        *("data parallel", "1F1B", "planner's choice"),
     ]
-    assert [row["why"] for row in rows.values()] == [""] * 7
+    assert [row["why"] for row in rows.values()] == [""] * 8
     assert rows["DDP"]["samples_per_update"] == 16
-    assert rows["DDP, accumulating"]["samples_per_update"] == rows["1F1B"]["samples_per_update"] == 8
+    assert rows["DDP, minibatch shared"]["samples_per_update"] == rows["1F1B"]["samples_per_update"] == 8
+    assert rows["DDP, accumulating 8"]["samples_per_update"] == 2 * 8 * 8
     weights_bytes = 4 * (3 * 72 + 18)
-    for name, samples in (("DDP", 16), ("DDP, accumulating", 8)):  # two workers send the weights' gradients once
+    for name, samples in (("DDP", 16), ("DDP, minibatch shared", 8)):  # two workers send the weights' gradients once
         assert rows[name]["bytes_per_sample"] > 2 * weights_bytes / samples
     loss = rows["one worker"]["metrics"]["loss"]
-    for name in ("DDP, accumulating", "torch Schedule1F1B", "1F1B"):
+    for name in ("DDP, minibatch shared", "torch Schedule1F1B", "1F1B"):
         assert rows[name]["metrics"]["loss"] == pytest.approx(loss, rel=1e-5), name
     (folder,) = (tmp_path / "runs").iterdir()
     (messages,) = folder.glob("messages*/messages.json")
@@ -342,7 +397,7 @@ def test_more_workers_than_cores_are_emulated(tmp_path: Path) -> None:
     assert comparison["notes"][0].startswith("2 workers are more than 1 cores, so they are emulated")
     assert rows["one worker"]["seconds_to_target"] is not None
     assert "emulated workers do not have" in rows["torch Schedule1F1B"]["why"]
-    for name in ("DDP", "DDP, accumulating", "1F1B"):
+    for name in ("DDP", "DDP, minibatch shared", "DDP, accumulating 8", "1F1B"):
         row = rows[name]
         # Waits are never shorter than asked, and were scaled by more than a hundred.
         assert 0.01 < row["samples_per_s"] / row["predicted_per_s"] < 1.5, name

@@ -61,7 +61,7 @@ def compare(
 ) -> None:
     """Train a recipe in several ways, one after the other.
 
-    Compares one worker, torch's DDP (also accumulating to the pipeline's batch) and Schedule1F1B, and each method:
+    Compares one worker, torch's DDP (also sharing a minibatch, and accumulating 8) and Schedule1F1B, and each method:
     predicted and measured. Writes compare.html, the picture in it as compare.svg, and compare.json.
 
     \b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option
 from pipedream.core.plan.plan import Plan
+from pipedream.core.sweep import MethodComparison
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME
 from pipedream.report.files import save_picture
 from pipedream.report.svg import timeline_svg
@@ -133,26 +135,16 @@ def simulate(
                 f"{len(names)} methods were given; they are compared on equal stages (--uniform P), without --csv, "
                 "--trace and --grid"
             )
-        comparison = compare_methods(
-            names,
-            lambda name: share_model(equal_stages(name)).with_depth(in_flight),
-            microbatches,
-            minibatches,
-            simulate_run,
-        )
-        if svg is not None:
-            save_picture(methods_svg(comparison), svg)
-        if as_json:
-            print_json(encode_attributes(comparison, "workers", "methods"))
-        else:
-            print(comparison)
+        make_plan = partial(_make_equal_stages, equal_stages, in_flight)
+        comparison = compare_methods(names, make_plan, microbatches, minibatches, simulate_run)
+        _show_comparison(comparison, svg, as_json=as_json)
         return
     if plan is not None:
         chosen = Plan.load(plan)
         chosen = chosen if cluster is None else chosen.on(read_cluster(cluster))
         chosen = with_depth(chosen, in_flight)
     elif uniform is not None:
-        chosen = share_model(equal_stages(names[0] if names else "pipedream")).with_depth(in_flight)
+        chosen = _make_equal_stages(equal_stages, in_flight, names[0] if names else "pipedream")
     else:
         raise PlanError("there is nothing to simulate; give a plan's file or --uniform P")
     name, split = resolve_method(chosen, names[0] if names else None)
@@ -174,6 +166,19 @@ def simulate(
     print_chunks(run)
     if picture:
         print_grid(timeline)
+
+
+def _make_equal_stages(equal_stages: Callable[[str], Plan], in_flight: str | tuple[int, ...], name: str) -> Plan:
+    return share_model(equal_stages(name)).with_depth(in_flight)
+
+
+def _show_comparison(comparison: MethodComparison, svg: Path | None, *, as_json: bool) -> None:
+    if svg is not None:
+        save_picture(methods_svg(comparison), svg)
+    if as_json:
+        print_json(encode_attributes(comparison, "workers", "methods"))
+    else:
+        print(comparison)
 
 
 def _summarize(run: schedules.Run, run_metrics: metrics.Metrics) -> dict[str, Any]:

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pipedream.core.units import format_bytes, format_number
 
 ONE_WORKER, DDP = "one worker", "DDP"
-TORCH = (DDP, "DDP, accumulating", "torch Schedule1F1B")
+ACCUMULATED = 8
+"""Minibatches that each worker accumulates before its gradients are summed, in the variant that does."""
+SHARED, ACCUMULATING = "DDP, minibatch shared", f"DDP, accumulating {ACCUMULATED}"
+TORCH = (DDP, SHARED, ACCUMULATING, "torch Schedule1F1B")
 """Torch's own ways to train on several workers."""
 _MEANING = " as many samples per second as DDP"
 
@@ -65,23 +68,25 @@ class OverLink:
         ran = [variant for variant in self.variants if variant.samples_per_s]
         return max(ran, key=lambda variant: variant.samples_per_s or 0.0, default=None)
 
-    def compare_with_ddp(self, variant: Variant) -> float | None:
-        """Returns a variant's samples per second over those of DDP."""
-        ddp = next((other.samples_per_s for other in self.variants if other.name == DDP), None)
-        return None if not ddp or variant.samples_per_s is None else variant.samples_per_s / ddp
+    def compare_with(self, name: str, variant: Variant) -> float | None:
+        """Returns a variant's samples per second over those of the variant of this name."""
+        other = next((other.samples_per_s for other in self.variants if other.name == name), None)
+        return None if not other or variant.samples_per_s is None else variant.samples_per_s / other
 
     def verdict(self) -> str:
-        """Says what to use over this link, compared with DDP."""
+        """Says what to use over this link, compared with DDP and with one worker alone."""
         where, best = f"over {self.link}", self.fastest()
         if best is None:
             return f"{where} nothing ran"
-        if best.name.startswith(DDP):
-            return f"{where} use {best.name}"
         if best.name == ONE_WORKER:
             return f"{where} one worker alone is the fastest"
-        if (ratio := self.compare_with_ddp(best)) is None:
-            return f"{where} {best.name} is the fastest"
-        return f"{where} {best.name} trains {format_ratio(ratio)} times{_MEANING}"
+        alone = self.compare_with(ONE_WORKER, best)
+        gain = "" if alone is None else f", {format_ratio(alone)} times as fast as one worker"
+        if best.name.startswith(DDP):
+            return f"{where} use {best.name}{gain}"
+        if (ratio := self.compare_with(DDP, best)) is None:
+            return f"{where} {best.name} is the fastest{gain}"
+        return f"{where} {best.name} trains {format_ratio(ratio)} times{_MEANING}{gain}"
 
 
 @dataclass(frozen=True)
@@ -119,25 +124,25 @@ class RecipeComparison:
         """The columns of `row`."""
         names = dict.fromkeys(name for link in self.links for variant in link.variants for name in variant.metrics)
         return (
-            "variant", "plan", "samples/s", "predicted", "of DDP", "samples/update", "bytes/sample", "bubble", "peak",
-            "s to target", *names,
+            "variant", "plan", "samples/s", "predicted", "of one worker", "of DDP", "samples/update", "bytes/sample",
+            "bubble", "peak", "s to target", *names,
         )  # fmt: skip
 
     def row(self, link: OverLink, variant: Variant) -> tuple[str, ...]:
         """Returns a variant's figures in words, as many as `heads`; '-' where one is not known."""
-        share = link.compare_with_ddp(variant)
+        shares = [link.compare_with(name, variant) for name in (ONE_WORKER, DDP)]
         return (
             variant.name,
             variant.plan or "-",
             _format(variant.samples_per_s),
             _format(variant.predicted_per_s),
-            "-" if share is None else f"{share:.2f}",
+            *("-" if share is None else f"{share:.2f}" for share in shares),
             _format(variant.samples_per_update),
             "-" if variant.bytes_per_sample is None else format_bytes(variant.bytes_per_sample),
             "-" if variant.bubble is None else f"{variant.bubble:.1%}",
             "-" if variant.peak_bytes is None else format_bytes(variant.peak_bytes),
             _format(variant.seconds_to_target),
-            *(_format(variant.metrics.get(name)) for name in self.heads[10:]),
+            *(_format(variant.metrics.get(name)) for name in self.heads[11:]),
         )
 
     def reasons(self) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 
 from pipedream.core.units import format_number
-from pipedream.core.variants import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, format_link, format_ratio
+from pipedream.core.variants import DDP, ONE_WORKER, OverLink, RecipeComparison, Variant, format_link, format_ratio
 from pipedream.report.axis import length, log_ticks
 from pipedream.report.html_tables import document, scroll, table
 from pipedream.report.style import COLOURS, LINES, line_style
@@ -15,16 +16,17 @@ from pipedream.report.svg import frame, line, polyline, text
 _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224, 18
 _NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
 
-_PLAIN = (ONE_WORKER, *TORCH)
-"""Variants with thin lines."""
+_TORCH = (DDP, "torch ")
+"""How the names of torch's own ways begin, which have thin lines."""
 
 Points = list[tuple[float, float, str]]
 
 
 def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> str:
-    """Returns the speed-up over DDP against the rate of the outermost links, one line a variant.
+    """Returns the speed-up over one worker against the rate of the outermost links, one line a variant.
 
-    Without DDP's figures it shows samples per second. Over one link each variant has a bar of its samples per second,
+    One worker is the base line, in bold. Without its figures the speed-up is that over DDP, and without these the
+    picture shows samples per second. Over one link each variant has a bar of its samples per second,
     with a dashed line at the predicted ones.
 
     Args:
@@ -36,16 +38,13 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
         )
     links = sorted(comparison.links, key=lambda link: link.bytes_per_s[-1], reverse=True)
     rates = [link.bytes_per_s[-1] for link in links]
-    is_ratio = all(
-        link.compare_with_ddp(variant) for link in links for variant in link.variants if variant.samples_per_s
-    )
-    title = (
-        f"{comparison.recipe}, {comparison.workers_text}: {'speed-up over DDP' if is_ratio else 'samples per second'}"
-    )
+    base = next((name for name in (ONE_WORKER, DDP) if _is_known(name, links)), "")
+    meaning = f"speed-up over {base}" if base else "samples per second"
+    title = f"{comparison.recipe}, {comparison.workers_text}: {meaning}"
     lines: dict[str, Points] = {}
     for link in links:
         for variant in link.variants:
-            value = link.compare_with_ddp(variant) if is_ratio else variant.samples_per_s
+            value = link.compare_with(base, variant) if base else variant.samples_per_s
             points = lines.setdefault(variant.name, [])
             if value:
                 points.append((link.bytes_per_s[-1], value, _tell_figures(variant)))
@@ -60,21 +59,22 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
         return bottom - _HEIGHT * math.log(value / low) / math.log(high / low)
 
     def words(value: float) -> str:
-        return f"{format_ratio(value)}x" if is_ratio else format_number(value)
+        return f"{format_ratio(value)}x" if base else format_number(value)
 
     parts = [f"<style>{line_style()}</style>", text(16, 30, title, size=17, weight=600)]
-    note = "samples per second over those of DDP over the same link; both axes logarithmic"
-    parts.append(text(16, 50, note if is_ratio else "both axes logarithmic", colour="faint", size=12))
+    alone = "one worker alone, without a network" if base == ONE_WORKER else "DDP over the same link"
+    note = f"samples per second over those of {alone}; both axes logarithmic"
+    parts.append(text(16, 50, note if base else "both axes logarithmic", colour="faint", size=12))
     for mark in log_ticks(low, high):
         parts.append(line("tick", _LEFT, right, up(mark), up(mark), grid))
-        label = format_number(mark) + ("x" if is_ratio else "")
+        label = format_number(mark) + ("x" if base else "")
         parts.append(text(_LEFT - 8, up(mark) + 4, label, colour="faint", size=12, anchor="end"))
     for rate in rates:
         parts.append(line("tick", across(rate), across(rate), _TOP, bottom + 4, grid))
         parts.append(text(across(rate), bottom + 20, format_link(rate), size=12, anchor="middle"))
     parts.append(text(_LEFT + _WIDTH / 2, bottom + 40, "link rate", colour="faint", size=12, anchor="middle"))
     # Methods of this library first: they have the first colours, and thick lines.
-    names = sorted(lines, key=lambda name: (name == ONE_WORKER, name in TORCH))
+    names = sorted(lines, key=lambda name: (name == ONE_WORKER, name.startswith(_TORCH)))
     ends: dict[str, float] = {}
     for number, name in enumerate(names):
         drawn = [(across(rate), up(value), story) for rate, value, story in lines[name]]
@@ -85,7 +85,7 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
         height, value = places[name], lines[name][-1][1] if lines[name] else None
         parts += [_draw_line([(right, ends[name], ""), (right + 12, height, "")], number, name)] if value else []
         parts.append(text(right + 60, height + 4, words(value) if value else "-", size=13, weight=600, anchor="end"))
-        parts.append(text(right + 66, height + 4, name, size=13, weight=400 if name in _PLAIN else 600))
+        parts.append(text(right + 66, height + 4, name, size=13, weight=400 if name.startswith(_TORCH) else 600))
     return frame("".join(parts), right + _LABELS, bottom + _FOOT, title, standalone)
 
 
@@ -119,7 +119,8 @@ def _draw_bars(link: OverLink, title: str, standalone: bool) -> str:
     colour = next(iter(LINES))
     for number, variant in enumerate(link.variants):
         top = _BARS_TOP + _ROW * number
-        parts.append(text(_NAME - 10, top + 13, variant.name, anchor="end"))
+        weight = 600 if variant.name == ONE_WORKER else 400
+        parts.append(text(_NAME - 10, top + 13, variant.name, weight=weight, anchor="end"))
         wide = _BAR * (variant.samples_per_s or 0.0) / most
         parts.append(
             f'<rect class="{colour}" x="{_NAME}" y="{length(top)}" width="{length(wide)}" height="{_ROW - 8}" '
@@ -132,6 +133,10 @@ def _draw_bars(link: OverLink, title: str, standalone: bool) -> str:
         words = "did not run" if variant.samples_per_s is None else format_number(variant.samples_per_s)
         parts.append(text(_NAME + _BAR + 12, top + 13, words, colour="faint"))
     return frame("".join(parts), _NAME + _BAR + 100, _BARS_TOP + _ROW * len(link.variants) + 8, title, standalone)
+
+
+def _is_known(base: str, links: Sequence[OverLink]) -> bool:
+    return all(link.compare_with(base, variant) for link in links for variant in link.variants if variant.samples_per_s)
 
 
 def _tell_figures(variant: Variant) -> str:
@@ -160,9 +165,8 @@ def _choose_colour(number: int, name: str) -> tuple[str, str]:
 def _draw_line(points: Points, number: int, name: str) -> str:
     if len(points) < 2:
         return ""
-    (colour, light), thick = _choose_colour(number, name), 1.6 if name in _PLAIN else 3
-    dashes = ' stroke-dasharray="6 4"' if name == ONE_WORKER else ""
-    return polyline(f"of-{colour}", ((x, y) for x, y, _ in points), light, thick, dashes)
+    (colour, light), thick = _choose_colour(number, name), 1.6 if name.startswith(_TORCH) else 3
+    return polyline(f"of-{colour}", ((x, y) for x, y, _ in points), light, thick)
 
 
 def _draw_dots(points: Points, number: int, name: str) -> list[str]:

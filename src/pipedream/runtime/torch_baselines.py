@@ -114,7 +114,8 @@ class Baseline:
         backward: computes the gradients of an update from this worker's batch; returns its samples over all workers.
         output: returns the model's output at an evaluation, on the ranks that score; None elsewhere.
         read_epoch: yields the batch that this worker reads for each update of an epoch.
-        minibatches: of an update.
+        minibatches: of an update, for each that a worker accumulates.
+        accumulated: minibatches that a worker accumulates for an update; above 1 `read_epoch` yields lists of them.
         buffer_bytes: that it keeps besides module and optimizer.
     """
 
@@ -125,6 +126,7 @@ class Baseline:
     output: Callable[[Any], Any]
     read_epoch: Callable[[int, DataOrder], Iterator[Any]]
     minibatches: int = 1
+    accumulated: int = 1
     buffer_bytes: int = 0
     optimizer: Any = field(init=False)
 
@@ -136,26 +138,33 @@ class Baseline:
             raise RecipeError("the recipe's ReduceLROnPlateau follows evaluations, which is done in pipelines only")
 
     def train(self, epochs: int, minibatches: int | None) -> dict[str, Any]:
-        """Returns the figures of a run summary; the throughput is the median of the epochs' (`TrainingLoop`)."""
+        """Returns the figures of a run summary; the throughput is the median of the epochs' (`TrainingLoop`).
+
+        An epoch's throughput leaves out its first update, if there are more. One that accumulates makes at least two.
+        """
         keep_freed_memory()
+        if minibatches is not None and self.accumulated > 1:
+            minibatches = max(minibatches, 2 * self.minibatches * self.accumulated)
         recipe, order = self.task.recipe, DataOrder()
-        start, done, rates = time.perf_counter(), 0, []
+        start, done, rates, whole_rates = time.perf_counter(), 0, [], []
         metrics: dict[str, float] = {}
         evaluations: list[dict[str, Any]] = []
         to_target, most = None, 0
         for epoch in range(epochs):
-            mark, samples, now = None, 0, start
+            mark, samples, begun = None, 0, time.perf_counter()
             for batch in self.read_epoch(epoch, order):
                 size = self.step(batch)
                 if self._scheduler is not None:
                     self._scheduler.step()
-                samples, most, done = samples + size, max(most, size), done + self.minibatches
+                samples, most = samples + size, max(most, size)
+                done += self.minibatches * (len(batch) if self.accumulated > 1 else 1)
                 now = time.perf_counter()
                 mark = mark or (now, samples)
                 if minibatches is not None and done >= minibatches:
                     break
             if mark is None:
                 raise RecipeError(f"an epoch has fewer minibatches than an update of {self.task.workers} workers takes")
+            whole_rates.append(samples / max(now - begun, 1e-9))
             if now > mark[0]:
                 rates.append((samples - mark[1]) / (now - mark[0]))
             seconds = now - start
@@ -170,7 +179,7 @@ class Baseline:
                 break
         return {
             "minibatches": done,
-            "samples_per_s": median(rates) if rates else 0.0,
+            "samples_per_s": median(rates or whole_rates),
             "samples_per_update": most,
             "peak_bytes": self._measure_peak(),
             "seconds_to_target": to_target,
@@ -234,11 +243,14 @@ def plain_loop(task: Task) -> Baseline:
     return Baseline(task, module, named, backward, lambda inputs: task.forward(module, inputs), task.read_epoch)
 
 
-def data_parallel(task: Task) -> Baseline:
+def data_parallel(task: Task, accumulated: int = 1) -> Baseline:
     """Returns torch's DDP with its own settings.
 
-    With one part each worker takes a minibatch of its own for an update, as with a DistributedSampler. Otherwise the
-    workers share the parts of one minibatch, and sum the gradients once for it.
+    With one part each worker takes minibatches of its own for an update, as with a DistributedSampler. Otherwise the
+    workers share the parts of one minibatch. Either way they sum the gradients once.
+
+    Args:
+        accumulated: minibatches that each worker takes for an update; at the end of an epoch fewer.
     """
     rank, workers = task.rank, task.workers
     if task.parts % workers and task.parts > 1:
@@ -247,20 +259,27 @@ def data_parallel(task: Task) -> Baseline:
     _check_all_used(task, model)
     module = DistributedDataParallel(model)
 
-    def backward_of_one_minibatch_each(batch: Any) -> int:
-        parts = task.split(batch)
-        samples = workers * sum(size for *_, size in parts)
-        task.accumulate(module, parts, samples / workers)
+    def sum_once(parts: Sequence[Part], samples: int) -> int:
+        with module.no_sync():
+            task.accumulate(module, parts[:-1], samples / workers)  # DDP takes the mean over the workers
+        task.accumulate(module, parts[-1:], samples / workers)
         return samples
+
+    def backward_of_minibatches_each(batch: Any) -> int:
+        batches = batch if accumulated > 1 else [batch]
+        parts = [part for each in batches for part in task.split(each)]
+        return sum_once(parts, workers * sum(size for *_, size in parts))
 
     def backward_of_shared_minibatch(batch: Any) -> int:
         parts = task.split(batch)
-        samples = sum(size for *_, size in parts)
-        local_parts = parts[rank::workers]
-        with module.no_sync():
-            task.accumulate(module, local_parts[:-1], samples / workers)  # DDP takes the mean over the workers
-        task.accumulate(module, local_parts[-1:], samples / workers)
-        return samples
+        return sum_once(parts[rank::workers], sum(size for *_, size in parts))
+
+    def read_own(epoch: int, order: DataOrder) -> Iterator[Any]:
+        batches = _read_every_nth(task, epoch, order)
+        if accumulated == 1:
+            yield from batches
+        while accumulated > 1 and (several := list(islice(batches, accumulated))):
+            yield several
 
     turns = count()
     named = list(model.named_parameters())
@@ -268,11 +287,12 @@ def data_parallel(task: Task) -> Baseline:
         task,
         module,
         named,
-        backward_of_shared_minibatch if task.parts > 1 else backward_of_one_minibatch_each,
+        backward_of_shared_minibatch if task.parts > 1 else backward_of_minibatches_each,
         # The workers take turns in evaluating.
         lambda inputs: task.forward(model, inputs) if next(turns) % workers == rank else None,
-        task.read_epoch if task.parts > 1 else lambda epoch, order: _read_every_nth(task, epoch, order),
+        task.read_epoch if task.parts > 1 else read_own,
         minibatches=1 if task.parts > 1 else workers,
+        accumulated=accumulated,
         # The buckets hold each gradient once more.
         buffer_bytes=sum(parameter.nbytes for _, parameter in named if parameter.requires_grad),
     )

@@ -12,7 +12,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.variants import DDP, ONE_WORKER, TORCH, Variant, format_link
+from pipedream.core.variants import ACCUMULATED, ACCUMULATING, DDP, ONE_WORKER, SHARED, TORCH, Variant, format_link
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.training.compare_runs import RunFailed, Runs, Scales
@@ -35,12 +35,14 @@ class _Way:
     Attributes:
         kind: of a `WorkerJob`, for torch's; '' is ``pipedream train``.
         parts: microbatches of a minibatch, for torch's.
+        accumulated: minibatches that each worker accumulates for an update.
     """
 
     name: str
     request: PlanRequest
     kind: str = ""
     parts: int = 1
+    accumulated: int = 1
 
 
 @dataclass
@@ -86,8 +88,9 @@ class LinkVariants:
         except (PlanError, ScheduleError):
             parts = self.microbatches or self.cluster.workers
         yield _Way(DDP, copies, "ddp")
-        yield _Way(TORCH[1], replace(copies, schedule="1f1b", microbatches=parts), "ddp", parts)
-        yield _Way(TORCH[2], replace(straight, microbatches=parts), "1f1b", parts)
+        yield _Way(SHARED, replace(copies, schedule="1f1b", microbatches=parts), "ddp", parts)
+        yield _Way(ACCUMULATING, copies, "ddp", accumulated=ACCUMULATED)
+        yield _Way(TORCH[-1], replace(straight, microbatches=parts), "1f1b", parts)
         for name in self.schedules:
             title = _NAMES.get(name, name)
             if name == "data-parallel":
@@ -115,6 +118,7 @@ class LinkVariants:
             return replace(variant, why="it needs the model's layers, which emulated workers do not have")
         try:
             plan = make_plan(self.profile, way.request)
+            plan = accumulate_minibatches(plan, way.accumulated) if way.accumulated > 1 else plan
         except (PlanError, ScheduleError) as error:
             return replace(variant, why=str(error))
         if way.kind and self.scales is None:
@@ -135,7 +139,9 @@ class LinkVariants:
         name = self._label(variant.name)
         self.progress(f"{name} ...")
         try:
-            file, sent = self.runs.run_worker(way.kind, variant.workers, name, parts=way.parts, bounds=bounds)
+            file, sent = self.runs.run_worker(
+                way.kind, variant.workers, name, parts=way.parts, accumulated=way.accumulated, bounds=bounds
+            )
         except RunFailed as failed:
             return replace(variant, why=failed.reason)
         figures = json.loads(file.read_text(encoding="utf-8"))
@@ -176,8 +182,8 @@ class LinkVariants:
             samples_per_s=summary["throughput"]["measured_per_s"],
             # An emulation predicts for stages that wait, without what the runtime costs those that compute.
             predicted_per_s=summary["throughput"]["predicted_per_s"] if self.scales else predict_samples_per_s(plan),
-            samples_per_update=self.profile.batch * (1 if splits else max(plan.replicas)),
-            bytes_per_sample=self._divide_by_samples(sent, summary["minibatches"]),
+            samples_per_update=plan.batch * (1 if splits else max(plan.replicas)),
+            bytes_per_sample=self._divide_by_samples(sent, summary["minibatches"] * plan.batch // self.profile.batch),
             bubble=summary["bubble"]["measured"],
             peak_bytes=max((stage["peak_bytes"] or 0 for stage in summary["stages"]), default=0) or None,
             seconds_to_target=summary["seconds_to_target"],
@@ -216,10 +222,30 @@ def predict_samples_per_s(plan: Plan) -> float:
         return metrics.run_metrics(timeline).samples_per_s
 
 
+def accumulate_minibatches(plan: Plan, accumulated: int) -> Plan:
+    """Returns a plan of copies whose microbatches are whole minibatches, of which each worker has so many an update."""
+    count = plan.workers * accumulated
+    stages = []
+    for stage in plan.stages:
+        forward_s, backward_s = (
+            fixed_s + count * (whole_s - fixed_s)
+            for whole_s, fixed_s in (
+                (stage.forward_s, stage.forward_fixed_s),
+                (stage.backward_s, stage.backward_fixed_s),
+            )
+        )
+        sizes = {
+            name: count * getattr(stage, name)
+            for name in ("output_bytes", "activation_bytes", "working_bytes", "relief_bytes")
+        }
+        stages.append(replace(stage, forward_s=forward_s, backward_s=backward_s, **sizes))
+    return replace(plan, schedule="1f1b", batch=count * plan.batch, microbatches=count, stages=tuple(stages))
+
+
 def _identify_run(plan: Plan) -> tuple[Any, ...]:
     """Returns what distinguishes two plans' runs."""
     stages = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
-    return stages, plan.schedule, plan.microbatches, plan.in_flight, plan.worker_order
+    return stages, plan.schedule, plan.batch, plan.microbatches, plan.in_flight, plan.worker_order
 
 
 def _count_steady_minibatches(plan: Plan) -> int:
