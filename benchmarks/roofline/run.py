@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +18,10 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_seconds
 from pipedream.profiler import measure_device
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from scaffold import Environment, format_head, format_row, make_parser
+
+FOLDER = Path(__file__).resolve().parent
 
 # -- four models, small enough for a CPU, and what they are run on ---------------------------------
 
@@ -95,13 +97,35 @@ def errors(predicted: Profile, measured: Profile) -> list[tuple[str, float, floa
     return rows
 
 
+def compare_with_gpu() -> Iterator[str]:
+    """Yields the rows of a table: the models of benchmarks/gpu, predicted for an H200 and measured on one."""
+    sys.path.append(str(FOLDER.parent / "gpu"))
+    import profiles
+
+    yield format_head("model | pass | predicted | measured | predicted / measured", "llr")
+    for name, (build, draw, samples, autocast) in profiles.MODELS.items():
+        measured = Profile.load(FOLDER.parent / "gpu" / "h200" / f"{name}.json")
+        with torch.device("meta"):
+            model, (x, _) = build(), draw(samples)
+        predicted = pipedream.profile(model, x, device="meta", as_device="H200", autocast=autocast)
+        for way in ("forward_s", "backward_s"):
+            guess, seconds = getattr(predicted, way), getattr(measured, way)
+            cells = format_seconds(guess), format_seconds(seconds), f"{guess / seconds:.2f}"
+            yield format_row((name, way.removesuffix("_s"), *cells))
+
+
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--h200", action="store_true", help="compare with the profiles of benchmarks/gpu instead")
     parser.add_argument("--runs", type=int, default=15, help="runs of each median")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", action="store_true", help="print each layer too")
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor, where others work on it too")
     options = parser.parse_args()
+    if options.h200:
+        for row in compare_with_gpu():
+            print(row)
+        return
     if options.cpu_time:
         time.perf_counter = time.process_time
     torch.set_num_threads(options.threads)

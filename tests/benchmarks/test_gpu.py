@@ -240,3 +240,15 @@ def test_profiles_of_an_h200_give_the_papers_answers(model: str, config: str) ->
     profile = profiles.Profile.load(FOLDER / "h200" / f"{model}.json")
     assert profile.device == "cuda: NVIDIA H200"
     assert pd.plan(profile, Cluster.flat(4), schedule="pipedream").config == config
+
+
+@pytest.mark.slow
+def test_predictions_for_an_h200_are_near_its_profiles() -> None:
+    spec = importlib.util.spec_from_file_location("roofline", FOLDER.parent / "roofline" / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    roofline = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(roofline)
+    ratios = [float(row.split("|")[5]) for row in list(roofline.compare_with_gpu())[1:]]
+    assert len(ratios) == 6
+    assert all(0.8 <= ratio <= 1.15 for ratio in ratios), ratios

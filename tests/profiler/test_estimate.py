@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -133,6 +134,28 @@ def test_a_slower_dtype_is_slower() -> None:
     single, double = estimated(model, x), estimated(model.double(), x.double())
     assert (single.dtype, double.dtype) == ("float32", "float64")
     assert double.forward_s > 5 * single.forward_s
+
+
+def _flops_s(layer: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> float:
+    """Returns the seconds of a forward on a card that only multiplies."""
+    card = replace(DEVICES["H200"], bytes_per_s=1e30, launch_s=0.0, flop_share=1.0)
+    return pipedream.profile(nn.Sequential(layer), x, device="meta", as_device=card, autocast=dtype).forward_s
+
+
+def test_a_gpu_convolves_in_tf32_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks, layer, x = DEVICES["H200"].flops_per_s, nn.Conv2d(64, 64, 3, bias=False), torch.randn(2, 64, 10, 10)
+    flops = 2 * 2 * 64 * 64 * 9 * 8 * 8
+    assert _flops_s(layer, x) == pytest.approx(flops / peaks["tf32"] / 0.5)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert _flops_s(layer, x) == pytest.approx(flops / peaks["float32"])
+    dense = nn.Linear(64, 64, bias=False)
+    assert _flops_s(dense, torch.randn(128, 64)) == pytest.approx(2 * 128 * 64 * 64 / peaks["float32"])
+
+
+@pytest.mark.parametrize(("width", "share"), [(64, 1.0), (72, 1.0), (57, 0.15)])
+def test_products_of_rows_that_are_not_aligned_are_slow_on_a_gpu(width: int, share: float) -> None:
+    seconds = _flops_s(nn.Linear(64, width, bias=False), torch.randn(128, 64), torch.bfloat16)
+    assert seconds == pytest.approx(2 * 128 * 64 * width / DEVICES["H200"].flops_per_s["bfloat16"] / share)
 
 
 def test_recurrent_kernels_are_told_and_counted_by_rule() -> None:

@@ -17,12 +17,14 @@ In Tflop/s, from NVIDIA's data sheets, without sparsity and at boost clocks:
     RTX-4090    24 GB GDDR6X  1,008 GB/s  1.29     82.6     82.6    165.2    165.2     Ada architecture whitepaper, 2022
 
 Matrix products of float16 and bfloat16 run on tensor cores and accumulate in float32. float32 runs outside them,
-torch's default; tf32 is used on request (``torch.set_float32_matmul_precision``).
+torch's default; tf32 is used on request (``torch.set_float32_matmul_precision``), but by default for convolutions
+(``torch.backends.cudnn.allow_tf32``).
 
 The shares are assumptions. The best matrix shape reaches 86.9% of the peak on an A100 SXM and 80.3% on an H100 SXM
 (S. Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7). A model's shapes are
-not the best, so 75% and 70% are assumed, 75% for the other families, 85% of each bandwidth, and 5 us per launch. The
-data sheet's memory is in powers of ten: what a card has above that is left to its context.
+not the best, so 75% and 70% are assumed, 75% for the other families, 85% of each bandwidth, and 5 us per launch. An
+H200 reached 84% with a product of side 8,192, and 88% of its bandwidth (benchmarks/gpu). The data sheet's memory is in
+powers of ten: what a card has above that is left to its context.
 """
 
 from __future__ import annotations
@@ -76,7 +78,14 @@ class Device(Artifact):
                 raise ValueError(f"the more bytes, the slower, but {rate} for {size} and {slower} for {larger}")
 
     def op_s(
-        self, flops: float, moved_bytes: float, dtype: str = "float32", *, launches: int = 1, draws: int = 0
+        self,
+        flops: float,
+        moved_bytes: float,
+        dtype: str = "float32",
+        *,
+        launches: int = 1,
+        draws: int = 0,
+        share: float = 1.0,
     ) -> float:
         """Returns the seconds of an operation, or of several identical ones.
 
@@ -84,11 +93,16 @@ class Device(Artifact):
             flops: a multiply-add counts as two.
             moved_bytes: read and written.
             draws: random numbers.
+            share: of what programs reach, for an operation that reaches less.
         """
         peak = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
         rate = next((rate for size, rate in self.small_bytes_per_s if moved_bytes <= size), self.bytes_per_s)
         busy_s = max(flops / (peak * self.flop_share), moved_bytes / (rate * self.byte_share))
-        return launches * self.launch_s + draws * self.draw_s + busy_s
+        return launches * self.launch_s + draws * self.draw_s + busy_s / share
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        return self.flops_per_s.get("float16", 0.0) > self.flops_per_s["float32"]
 
     def speed_against(self, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> float:
         """Returns how many times faster than another device it is, by default in matrix products."""
