@@ -87,9 +87,8 @@ class Pipeline:
 
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
-        Plan.check_is(plan)
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
-        self.phases = add_compensation(plan, phases, options.compensation)
+        self.phases = add_compensation(Plan.check_is(plan), phases, options.compensation)
         self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)

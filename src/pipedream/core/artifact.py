@@ -64,13 +64,14 @@ class Artifact:
             raise ArtifactError(f"{source}: {error}") from None
 
     @classmethod
-    def check_is(cls, value: Any) -> None:
-        """Raises a PlanError if a value is of another kind, such as the name of a file."""
+    def check_is(cls, value: Any) -> Self:
+        """Returns the value. Raises a PlanError if it is of another kind, such as the name of a file."""
         if not isinstance(value, cls):
             name = cls.__name__
             is_path = isinstance(value, (str, os.PathLike))
             advice = f"read the file: pipedream.{name}.load({str(value)!r})" if is_path else f"give {_add_article(cls)}"
             raise PlanError(f"expected {_add_article(cls)}, got a {type(value).__name__}; {advice}")
+        return value
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes a file, atomically."""
