@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from pipedream.callbacks import load_states, states_of
+from pipedream.callbacks import Callback, load_states, states_of
 from pipedream.capture import Captured, PlainModel
 from pipedream.core.artifact import check_json
 from pipedream.core.checkpoint import RunRequest
@@ -112,7 +112,7 @@ class Pipeline:
             options.loggers, self.rank, self.program.placement.workers, lambda: measured.status(self._local, "loggers")
         )
 
-    def train(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Done]:
+    def train(self, loader: Iterable[Any], *, epochs: int = 1, until_epoch: int | None = None) -> Iterator[Done]:
         """Trains; yields each minibatch once its gradients are in the weights, the same on every rank.
 
         It is one stream, not drained between epochs. After a `break` the admitted minibatches are finished (for the
@@ -121,6 +121,8 @@ class Pipeline:
 
         Args:
             loader: batches, iterated once per epoch, only by the input stage's workers.
+            epochs: to train now, after those that are done.
+            until_epoch: instead, how many shall be done in all, also those before a `load`.
 
         Raises:
             WorkerError: a worker failed; names rank, stage, op and cause.
@@ -132,7 +134,8 @@ class Pipeline:
         self._local.note_call("train()", training.number)
         training.is_running, training.should_stop = True, False
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
-        yield from training.run(loader, self._adapt_batch, epochs, continues=continues)
+        count = training.count_epochs(epochs, until_epoch)
+        yield from training.run(loader, self._adapt_batch, count, continues=continues)
 
     def _report_done(self, done: Done) -> None:
         self._loggers.minibatch(done)
@@ -256,10 +259,8 @@ class Pipeline:
         path = self._session.checkpointer.save(
             any_path(folder), self._request, position, keep=keep, wait=wait or bool(listening), extra=self.extra
         )
-        if listening and path != self._checkpoint:
-            self._local.any_rank(False)  # rank 0 has completed it
-            for callback in listening:
-                callback.on_checkpoint(self, cast(Path, path))
+        if path != self._checkpoint:
+            _report_checkpoint(self, listening, cast(Path, path))
         self._checkpoint = path
         return path
 
@@ -338,9 +339,7 @@ class Pipeline:
 
     def learning_rates(self) -> tuple[float, ...]:
         """Returns each stage's learning rate: the user's, times r_s / r_0 if a round is an update, times T1's."""
-        rate, rounds = self._local.rate
-        factor, late = self.schedule.updates.rate_factor, self.schedule.weights.mean_staleness
-        return tuple(rate * factor(s, late(s), rounds) for s in range(len(self.plan.stages)))
+        return measured.compute_learning_rates(self._local, self.schedule)
 
     def __enter__(self) -> Self:
         self._streams.interrupts.start()
@@ -360,6 +359,13 @@ class Pipeline:
             self._session.close(failed=True)
             with suppress(Exception):  # the error that is raised already says more
                 self._loggers.finalize("failed")
+
+
+def _report_checkpoint(pipeline: Pipeline, listening: Sequence[Callback], path: Path) -> None:
+    if listening:
+        pipeline._local.any_rank(False)  # rank 0 has completed it
+    for callback in listening:
+        callback.on_checkpoint(pipeline, path)
 
 
 def _make_run_request(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> RunRequest:

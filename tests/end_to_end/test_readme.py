@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,22 @@ def test_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
     assert "0.0.weight" in space["weights"]  # type: ignore[operator]
+
+
+def test_a_script_goes_on_where_it_was_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = blocks(DOCS / "checkpoints.md", "python")[0]
+    script = compile(program, "checkpoints.md", "exec")
+    exec(script, {"__name__": "script"})
+    whole = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in whole] == [f"epoch {number}" for number in range(4)]
+    shutil.rmtree("saved/minibatch-00000040")
+    exec(script, {"__name__": "script"})
+    assert capsys.readouterr() == (f"{whole[-1]}\n", "")
+    exec(script, {"__name__": "script"})
+    assert capsys.readouterr() == ("", "")
 
 
 def test_layers_of_a_model_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ class Finishing:
         self.finished = 0
         self.is_full = False
 
-    def train(self, loader: Any, epochs: int) -> Iterator[Done]:
+    def train(self, loader: Any, until_epoch: int) -> Iterator[Done]:
         for number in range(8):
             if number >= self.finished:
                 self.clock.now_s += 1.0 if self.is_full else 5.0

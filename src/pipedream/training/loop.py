@@ -102,10 +102,10 @@ class TrainingLoop:
         mark: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
-        left = 0 if is_over else max(epochs - self.pipeline.position[0], 0)
+        until = self.pipeline.position[0] if is_over else epochs
         with self._progress:
             try:
-                for done in self.pipeline.train(self.recipe.train, epochs=left):
+                for done in self.pipeline.train(self.recipe.train, until_epoch=until):
                     now = time.perf_counter()
                     self.losses.append((done.number, done.loss))
                     samples += done.samples

@@ -153,6 +153,24 @@ def test_what_is_not_complete_is_not_taken(tmp_path: Path) -> None:
     assert folders.newest_checkpoint(saved[0]) == saved[0]
 
 
+def test_what_is_trained_after_a_load_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, epochs=2)
+    animal = zoo.make("mlp")
+    for options, count, words in (
+        ({"epochs": 3}, 3, "in epoch 3: epochs=3 trains 3 more, 5 in all; train(until_epoch=3) trains 3 in all"),
+        ({"until_epoch": 3}, 1, ""),
+        ({"until_epoch": 1}, 0, ""),
+    ):
+        with pipeline(animal) as resumed:
+            resumed.load(tmp_path)
+            assert sum(done.ends_epoch for done in resumed.train(animal.batches, **options)) == count
+            text = capsys.readouterr().err
+            assert words in text
+            assert bool(text) == bool(words)
+            list(resumed.train(animal.batches))
+            assert not capsys.readouterr().err, "it is said once"
+
+
 def test_a_newer_one_without_a_manifest_is_named(tmp_path: Path) -> None:
     saved = save(tmp_path, epochs=2)
     (saved[1] / folders.MANIFEST).unlink()

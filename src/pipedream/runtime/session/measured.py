@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.collective import StageCollectives
+from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.results.memory import tensor_bytes
@@ -200,3 +201,10 @@ def collect_collectives(local: LocalWorkers) -> tuple[StageCollectives | None, .
         if collectives.predicted is None:
             _log.warning("stage %d cannot run without data to predict its collectives: %s", stage, collectives.problem)
     return tuple(by_stage.get(stage) for stage in range(local.program.placement.stages))
+
+
+def compute_learning_rates(local: LocalWorkers, schedule: Schedule) -> tuple[float, ...]:
+    """Returns each stage's learning rate."""
+    rate, rounds = local.rate
+    factor, late = schedule.updates.rate_factor, schedule.weights.mean_staleness
+    return tuple(rate * factor(s, late(s), rounds) for s in range(len(schedule.plan.stages)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ class Training:
         self._on_phase = on_phase
         self._segment: Iterator[Done] | None = None
         self._data_state: Mapping[str, Any] | None = None
+        self._is_resumed = False
         self.stop_reason = StopReason.DATA
         self.is_running = self.is_interrupted = self.should_stop = False
         self.phase = self.number = self.epoch = self.epoch_batches = 0
@@ -53,6 +55,20 @@ class Training:
     @property
     def position(self) -> tuple[int, int]:
         return self.epoch, self.epoch_batches
+
+    def count_epochs(self, epochs: int, until: int | None) -> int:
+        """Returns how many epochs a call of `train` has left; after a `restore` says what that comes to."""
+        is_resumed, self._is_resumed = self._is_resumed, False
+        if until is not None:
+            return max(until - self.epoch, 0)
+        if is_resumed and self.number and self._session.local.rank == 0:
+            print(
+                f"pipedream: resumed after minibatch {self.number}, in epoch {self.epoch + 1}: epochs={epochs} trains "
+                f"{epochs} more, {self.epoch + epochs} in all; train(until_epoch={epochs}) trains {epochs} in all",
+                file=sys.stderr,
+                flush=True,
+            )
+        return epochs
 
     def run(self, loader: Any, adapt: AdaptBatch, epochs: int, *, continues: bool) -> Iterator[Done]:
         """Yields each minibatch once its gradients are in the weights.
@@ -157,3 +173,4 @@ class Training:
         self.epoch_batches = manifest.epoch_batches
         self.drains[:] = manifest.drains
         self._data_state = manifest.data
+        self._is_resumed = True
