@@ -16,6 +16,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.schedules import build, to_torch_csv, uniform
 from pipedream.workflows.plan import plan_from_file
+from pipedream.workflows.simulate import share_model
 
 RunCommand = Callable[..., tuple[int, str, str]]
 
@@ -60,7 +61,7 @@ def test_simulate(run_command: RunCommand, looped: Path, tmp_path: Path) -> None
     status, _, error = run_command("simulate", "--uniform", 2, "--schedule", looped, "--microbatches", 8)
     assert (status, "the file has 4" in error) == (2, True)
     assert twice["makespan_s"] == 2 * by_name["makespan_s"]
-    plan = uniform("interleaved_1f1b", 2, 0.5, 1.0).save(tmp_path / "plan.json")
+    plan = share_model(uniform("interleaved_1f1b", 2)).save(tmp_path / "plan.json")
     assert json.loads(run_command("simulate", plan, "--schedule", looped, "--json")[1]) == by_name
     straight = Plan.uniform(4).save(tmp_path / "straight.json")
     status, _, error = run_command("simulate", straight, "--schedule", looped)
