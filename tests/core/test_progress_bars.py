@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,34 @@ def test_planning_is_shown_on_a_terminal(
     monkeypatch.setenv("RANK", "1")
     work()
     assert "planning" not in terminal.getvalue(), "another rank shows it"
+
+
+def test_what_takes_long_is_said_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("pipedream.core.progress.time.monotonic", lambda: now_s)
+    with progress("profiling Large", 200) as advance, progress("inside", 10) as inside:
+        for _ in range(200):
+            now_s += 1.5
+            advance()
+            inside()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "profiling Large: 2 of 200, about 297 s left",
+        "profiling Large: 4 of 200, about 294 s left",
+    ]
+    assert len(lines) < 12, "the later, the rarer"
+    monkeypatch.setenv("RANK", "1")
+    with progress("profiling Large", 2) as advance:
+        now_s += 10.0
+        advance()
+    assert not capsys.readouterr().err
+
+
+def test_a_first_step_that_is_long_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("pipedream.core.progress.QUIET_S", 0.01)
+    with progress("planning"):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == "planning ...\n"
 
 
 def test_nothing_is_shown_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

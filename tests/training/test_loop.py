@@ -67,7 +67,7 @@ def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(monkeypatch: pytest.Mon
     pipeline: Any = Finishing(clock)
     policy = loop.CheckpointPolicy(tmp_path, 0, 1)
     training = loop.TrainingLoop(pipeline, recipe, Console(file=io.StringIO()), 1, policy, 0.0)
-    assert not training.train(2, None)
+    assert not training.train(2, None, 1.0)
     assert [number for number, _ in training.losses] == list(range(8))
     assert training.samples_per_s == [4.0, 4.0]
 
@@ -96,3 +96,34 @@ def test_status_is_computed_only_if_it_is_shown(
     with loop.Progress(console, 2, rank) as shown:
         shown.show(Done(0, 0, False, 0.5, 8.0, 8, 0.1), pipeline)
     assert pipeline.computed == computed
+
+
+def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("pipedream.core.progress.time.monotonic", lambda: now_s)
+    monkeypatch.setattr(loop, "make_on_rank_0", lambda make, rank: make())
+    log = io.StringIO()
+    pipeline: Any = _Pipeline()
+    with loop.Progress(Console(file=log, soft_wrap=True), 2, 0) as shown:
+        shown.left = 1000
+        for number in range(100, 200):
+            now_s += 1.5
+            shown.show(Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1), pipeline)
+    lines = log.getvalue().splitlines()
+    assert "minibatch    103      0.7 minibatches/s  loss 0.5000  about 1496 s left" in lines[0]
+    assert len(lines) < 9
+    assert pipeline.computed == 0, "other ranks take no part"
+
+
+@pytest.mark.parametrize(
+    ("loader", "position", "epochs", "minibatches", "left"),
+    [
+        ([0] * 10, (0, 0), 3, None, 30),
+        ([0] * 10, (1, 4), 3, None, 16),
+        ([0] * 10, (1, 4), 3, 20, 6),
+        ([0] * 10, (1, 4), 3, 7, 0),
+        (iter([0]), (0, 0), 3, 20, 0),
+    ],
+)
+def test_what_is_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None, left: int) -> None:
+    assert loop._count_left(loader, position, epochs, minibatches) == left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -96,20 +97,19 @@ def measure(
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
     indices = [_find_cuda_index(place)] if place.type == "cuda" else []
     passes = Passes(layers, graph, loss, Stopwatch(place, without_launches=True), place, autocast, call)
-    with preserve_state(layers, indices, seed):
+    with preserve_state(layers, indices, seed), progress(f"profiling {model_name}", 2 * (warmup + runs)) as advance:
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
         sizes, loss_bytes = measure_sizes(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
-        laps_s = _time_runs(passes, sample, warmup + runs, model_name)[warmup:]
+        laps_s = [_time_run(passes, advance, sample) for _ in range(warmup + runs)][warmup:]
         needs = passes.measure_needs(sample, sizes, loss_bytes)
         # Without the loss, which takes the whole batch. A failed run leaves laps in the stopwatch.
         part_passes = Passes(layers, graph, None, Stopwatch(place, without_launches=True), place, autocast, call)
+        time_part = partial(_time_run, part_passes, advance)
         whole = [(median(column), _spread(column)) for column in list(zip(*laps_s, strict=True))[: 2 * len(layers)]]
-        fixed = fixed_s(
-            part_passes.time_run, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of
-        )
+        fixed = fixed_s(time_part, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
             host = HostStopwatch(place)
@@ -147,13 +147,10 @@ def measure(
     )
 
 
-def _time_runs(passes: Passes, sample: Sample, runs: int, model_name: str) -> list[list[float]]:
-    """Returns the seconds of each lap of each run."""
-    laps_s = []
-    with progress(f"profiling {model_name}", runs) as advance:
-        for _ in range(runs):
-            laps_s.append(passes.time_run(sample))
-            advance()
+def _time_run(passes: Passes, advance: Callable[[], None], sample: Sample) -> list[float]:
+    """Returns the seconds of each lap of a run."""
+    laps_s = passes.time_run(sample)
+    advance()
     return laps_s
 
 

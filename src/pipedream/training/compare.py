@@ -16,6 +16,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import meshes_of
+from pipedream.core.units import format_seconds
 from pipedream.core.variants import ONE_WORKER, OverLink, RecipeComparison, format_link
 from pipedream.options import TrainingOptions
 from pipedream.report.variants import variants_page, variants_svg
@@ -54,7 +55,7 @@ def compare_recipe(
             meshes together.
         links: for each the bytes/s of the levels of a slow network, innermost first; without any, this machine's own.
         widths: of the levels; by default all workers on one.
-        progress: is called with a line before and after each variant.
+        progress: is called with a line before and after each step.
 
     Raises:
         PlanError: the folder is used, this machine does not carry a rate, or the mesh does not divide the workers.
@@ -65,11 +66,16 @@ def compare_recipe(
     _check_mesh(options.mesh, workers, emulated=emulated)
     folder = _name_folder(recipe, options.out)
     widths = widths or (workers,)
+    if links:
+        progress("measuring this machine's own link ...")
     _check_links(links, widths, workers)
     context = slow_network(widths, (None,) * len(widths)) if links else nullcontext()
     with context as network, limit_threads(workers):
         runs = Runs(recipe, options, folder, network)
+        progress(f"profiling the model, on {workers} workers at once ...")
         profile, notes = profile_together(runs, workers, options.microbatches or workers)
+        seconds = profile.forward_s + profile.backward_s
+        progress(f"profiled: {format_seconds(seconds)} of layers per minibatch of {profile.batch} samples")
         compared: list[OverLink] = []
         target = None
         for bytes_per_s in links or ((),):
@@ -79,6 +85,7 @@ def compare_recipe(
             else:
                 cluster = _limit_network(network, widths, bytes_per_s, scales)
                 if scales is None and options.device == "cpu":
+                    progress(f"measuring messages over {format_link(min(bytes_per_s))} ...")
                     profile = add_message_cost(runs, profile, workers, min(bytes_per_s))
             link = LinkVariants(runs, profile, cluster, options.microbatches, schedules, progress, scales, target)
             before = compared[0].variants if compared else ()

@@ -12,6 +12,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_seconds
 from pipedream.core.variants import ACCUMULATED, ACCUMULATING, DDP, ONE_WORKER, SHARED, TORCH, Variant, format_link
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
@@ -62,6 +63,7 @@ class LinkVariants:
     progress: Callable[[str], None]
     scales: Scales | None = None
     target: tuple[str, float] | None = None
+    _minibatches: int = 0
     _measured: dict[tuple[Any, ...], Variant] = field(default_factory=dict)
 
     def measure_all(self, alone: Variant | None) -> Iterator[Variant]:
@@ -137,7 +139,7 @@ class LinkVariants:
     def _measure_torch(self, variant: Variant, way: _Way, plan: Plan) -> Variant:
         bounds = [(stage.first, stage.last) for stage in plan.stages]
         name = self._label(variant.name)
-        self.progress(f"{name} ...")
+        self.progress(f"{name} ...{self._expect(plan)}")
         try:
             file, sent = self.runs.run_worker(
                 way.kind, variant.workers, name, parts=way.parts, accumulated=way.accumulated, bounds=bounds
@@ -147,6 +149,7 @@ class LinkVariants:
         figures = json.loads(file.read_text(encoding="utf-8"))
         if "why" in figures:
             return replace(variant, why=figures["why"])
+        self._minibatches = figures["minibatches"]
         self.target = None if figures["target"] is None else tuple(figures["target"])
         measured = replace(
             variant,
@@ -164,7 +167,7 @@ class LinkVariants:
 
     def _measure_method(self, name: str, plan: Plan) -> Variant:
         label = self._label(name)
-        self.progress(f"{label} ...")
+        self.progress(f"{label} ...{self._expect(plan)}")
         try:
             if self.scales is None:
                 summary, sent = self.runs.train(plan, label)
@@ -189,6 +192,12 @@ class LinkVariants:
             seconds_to_target=summary["seconds_to_target"],
             metrics=summary["metrics"],
         )
+
+    def _expect(self, plan: Plan) -> str:
+        """Spells how long a run should train, once one has shown how many minibatches it has."""
+        count = self.runs.options.minibatches or self._minibatches
+        rate = predict_samples_per_s(plan) if count and self.scales is None else 0.0
+        return f" {count} minibatches, about {format_seconds(count * plan.batch / rate)}" if count and rate else ""
 
     def _label(self, name: str) -> str:
         """Returns a variant's name with its link."""

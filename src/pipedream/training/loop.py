@@ -16,8 +16,8 @@ from rich.table import Table
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.core.progress import is_live
-from pipedream.core.units import format_bytes
+from pipedream.core.progress import LogTimes, is_live, spell_left
+from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe
 from pipedream.runtime.checkpoint.remote import AnyPath
@@ -95,14 +95,22 @@ class TrainingLoop:
         self.seconds_to_target = before.get("seconds_to_target")
         self.samples_per_s = list(before.get("samples_per_s", ()))
 
-    def train(self, epochs: int, minibatches: int | None) -> bool:
-        """Trains to a total of epochs or minibatches; returns whether Ctrl-C ended it."""
+    def train(self, epochs: int, minibatches: int | None, minibatch_s: float) -> bool:
+        """Trains to a total of epochs or minibatches; returns whether Ctrl-C ended it.
+
+        Args:
+            minibatch_s: predicted seconds of one.
+        """
         start = self._train_began_s = time.perf_counter() - self.train_s
         interrupted = False
         mark: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
         until = self.pipeline.position[0] if is_over else epochs
+        left = self._progress.left = _count_left(self.recipe.train, self.pipeline.position, until, minibatches)
+        if left > 0:
+            expected = f", predicted to take {format_seconds(left * minibatch_s)}" if minibatch_s else ""
+            self._console.print(f"training {left} minibatches{expected}\n")
         with self._progress:
             try:
                 for done in self.pipeline.train(self.recipe.train, until_epoch=until):
@@ -195,16 +203,33 @@ class TrainingLoop:
             self.seconds_to_target = seconds if reached else None
 
 
+def _count_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None) -> int:
+    """Returns the minibatches that are left to train, 0 if that is not known."""
+    try:
+        size = len(loader)
+    except (TypeError, NotImplementedError):
+        return 0
+    done = position[0] * size + position[1]
+    return max(0, (epochs * size if minibatches is None else min(epochs * size, minibatches)) - done)
+
+
 class Progress:
     """Shows minibatches per second, loss, and each stage's busy share and peak memory.
 
-    Every rank makes one; rank 0 shows it, if its console can draw it (`is_live`).
+    Every rank makes one; rank 0 shows it, if its console can draw it (`is_live`). Elsewhere it prints lines, also
+    within an epoch that takes long.
+
+    Attributes:
+        left: minibatches of the run when it began; 0 if unknown.
     """
+
+    left = 0
 
     def __init__(self, console: Console, workers: int, rank: int) -> None:
         self._console = console
         self._workers = workers
         shows = is_live(console) and not console.quiet
+        self._log = None if shows or console.quiet or rank else LogTimes()
         self._is_shown = bool(make_on_rank_0(lambda: "shown" if shows else "", rank))
         self._live = Live(console=console, auto_refresh=False, transient=True) if shows else None
         self._shown_s = 0.0
@@ -212,12 +237,17 @@ class Progress:
         self._rate = 0.0
         self._epoch_s = 0.0
         self._epoch_number = -1
+        self._first = 0
 
     def show(self, done: Done, pipeline: Pipeline) -> None:
         """Draws the table twice a second. Every rank calls it, to send its busy share if the table is shown."""
         now = time.perf_counter()
         if self._epoch_number < 0:
             self._epoch_s, self._epoch_number = now, done.number
+            self._first = done.number
+        if self._log is not None and not done.ends_epoch and self._log.is_due():
+            seconds, steps = self._log.elapsed_s, done.number + 1 - self._first
+            self._print_line(done, steps / seconds, spell_left(steps, self.left, seconds).removeprefix(", "))
         if not self._is_shown:
             return
         if now - self._shown_s < _EVERY_S:
@@ -246,10 +276,12 @@ class Progress:
         now = time.perf_counter()
         rate = (done.number - self._epoch_number) / (now - self._epoch_s) if now > self._epoch_s else 0.0
         self._epoch_s, self._epoch_number = now, done.number
-        results = "  ".join(f"test {name} {value:.4f}" for name, value in result.items())
+        self._print_line(done, rate, "  ".join(f"test {name} {value:.4f}" for name, value in result.items()))
+
+    def _print_line(self, done: Done, rate: float, rest: str) -> None:
         self._console.print(
             f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {rate:>7.1f} minibatches/s  "
-            f"loss {done.loss:.4f}  {results}"
+            f"loss {done.loss:.4f}  {rest}"
         )
 
     def __enter__(self) -> Self:

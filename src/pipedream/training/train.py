@@ -16,6 +16,7 @@ from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_bytes, format_number
+from pipedream.metrics import run_metrics
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
@@ -179,7 +180,9 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             console.print(
                 f"resuming from {job.resumed.path}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n"
             )
-        interrupted = loop.train(job.epochs, options.minibatches)
+        simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
+        predicted = run_metrics(simulated).samples_per_s
+        interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
         return _collect_outcome(pipeline, loop, interrupted, plan)
 
 
@@ -225,12 +228,13 @@ def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, 
         learning_rates=pipeline.learning_rates(),
         program=program,
         steady=steady,
-        predicted=simulate_program(
-            program,
-            max(steady.microbatches, 4 * program.cycle * max(plan.in_flight)),
-            in_turns=not pipeline.distributed,
-        ),
+        predicted=_simulate_run(program, plan, steady.microbatches, in_turns=not pipeline.distributed),
     )
+
+
+def _simulate_run(program: Program, plan: Plan, microbatches: int = 0, *, in_turns: bool) -> Timeline:
+    """Predicts a run that is long enough to fill the pipeline."""
+    return simulate_program(program, max(microbatches, 4 * program.cycle * max(plan.in_flight)), in_turns=in_turns)
 
 
 def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from math import inf, sqrt
 
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.profile import Profile
+from pipedream.core.progress import progress
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import canonical
@@ -56,11 +57,16 @@ def sweep(
     unsplit = {name for name in method_names if not methods[canonical(name)].splits_minibatch}
     predictor = _Predictor(profile, request, frozenset(unsplit))
     names = (DATA_PARALLEL, *dict.fromkeys(schedules))
-    points = [predictor.predict(*setting) for setting in product(workers, bandwidths, names)]
-    changes = []
-    for count, name in product((count for count in workers if count > 1 and crossovers), names[1:]):
-        if any(point.samples_per_s for point in points if (point.workers, point.schedule) == (count, name)):
-            changes.append(predictor.find_crossover(count, name))
+    points, changes = [], []
+    pairs = list(product([count for count in workers if count > 1 and crossovers], names[1:]))
+    with progress("sweeping", len(workers) * len(bandwidths) * len(names) + len(pairs)) as advance:
+        for setting in product(workers, bandwidths, names):
+            points.append(predictor.predict(*setting))
+            advance()
+        for count, name in pairs:
+            if any(point.samples_per_s for point in points if (point.workers, point.schedule) == (count, name)):
+                changes.append(predictor.find_crossover(count, name))
+            advance()
     return Sweep(profile.model, tuple(points), tuple(changes))
 
 
