@@ -78,6 +78,7 @@ class Pipeline:
         ready: results that a drain has finished and `train` has yet to yield.
         drains: minibatch numbers.
         extra: what the loop has given to `save`, or the loaded checkpoint holds.
+        check_savable: raises a PipelineError if the optimizer or scheduler could not be saved after a step.
 
     Raises:
         PlanError: the plan does not fit the model or the number of processes.
@@ -100,10 +101,10 @@ class Pipeline:
         self._training = Training(self._session, self.phases, self._report_done, self._report_phase)
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains
-        self._options = options
-        self._adapt_batch = _make_batch_adapter(options)
+        self._options, self._adapt_batch = options, _make_batch_adapter(options)
         self._callbacks = tuple(options.callbacks)
         self._checkpoint: AnyPath | None = None
+        self.check_savable = self._session.checkpointer.check_savable
         self.extra: Mapping[str, Any] = {}
         self.rank, self.distributed = self._local.rank, self._local.distributed
         self.follows_evaluations = self._local.follows_evaluations

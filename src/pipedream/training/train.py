@@ -172,6 +172,8 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             if phase.proof.lateness:
                 console.print(f"{phase.proof.lateness}\n")
         _check_evaluations(pipeline, recipe, options)
+        if policy.every != 0:
+            pipeline.check_savable()
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
         if job.resumed is not None:
             pipeline.load(job.resumed.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,85 @@ def test_what_cannot_be_saved_is_refused(profile: pd.Profile, tmp_path: Path) ->
 
     with pytest.raises(PipelineError, match=r"the state dict of Strange\['object'\] is a object, which JSON cannot"):
         train_in_two_parts(tmp_path, (plan_of(profile, 2),) * 2, strange, None)
+
+
+class Odd(torch.optim.SGD):
+    """Cannot be saved once it has stepped, or not be loaded."""
+
+    def __init__(self, params: Any, how: str) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.how = how
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for state in self.state.values() if self.how == "state" else ():
+            state["when"] = object()
+        if self.how == "group":
+            self.param_groups[0]["on"] = print
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.how == "load":
+            raise KeyError("history")
+        super().load_state_dict(state)
+
+
+class Keeps(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[float]:
+        self.kept = object()
+        return self.base_lrs
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("state", r"the state of Odd, 'when', is a object, which JSON cannot hold"),
+        ("group", r"the option 'on' of Odd is a builtin_function_or_method"),
+        ("load", r"the state of Odd can be saved, but not loaded again: KeyError: 'history'"),
+        ("schedule", r"state of Keeps cannot be kept in a checkpoint"),
+        ("", ""),
+    ],
+)
+def test_what_cannot_be_saved_later_is_refused_before_training(
+    profile: pd.Profile, how: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is made by the first step: it is tried on small parameters."""
+
+    def recipe() -> pd.Recipe:
+        return pd.Recipe(
+            model(),
+            F.cross_entropy,
+            lambda named: Odd([p for _, p in named], how),
+            batches(),
+            scheduler=Keeps if how == "schedule" else None,
+            epochs=1,
+        )
+
+    plan = plan_of(profile, 2)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PipelineError, match=words) if how else nullcontext():
+        pd.run(recipe, out="run", plan=plan, quiet=True)
+    assert (tmp_path / "run" / "checkpoints" / "minibatch-00000008").exists() != bool(how)
+    if how == "load":
+        pd.run(recipe, out="without", plan=plan, quiet=True, checkpoint_every=0)
+
+
+def test_a_state_that_small_parameters_cannot_make_is_not_judged(profile: pd.Profile) -> None:
+    def large(named: Named) -> torch.optim.Optimizer:
+        assert max(p.numel() for _, p in named) > 4
+        return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+    with pd.Pipeline(model(), plan_of(profile, 2), optimizer=large, loss=F.cross_entropy, check=False) as pipeline:
+        pipeline.check_savable()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_can_be_saved_is_not_refused(profile: pd.Profile, name: str) -> None:
+    optimizer, scheduler = CASES[name]
+    options: dict[str, Any] = {"loss": F.cross_entropy, "check": False, "optimizer": optimizer, "scheduler": scheduler}
+    with pd.Pipeline(model(), plan_of(profile, 2), **options) as pipeline:
+        before = torch.get_rng_state()
+        pipeline.check_savable()
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_optimizer_is_refused(profile: pd.Profile, tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ scheduler's numbers, of the saved groups that its parameters were in.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Parameter
+from torch.random import fork_rng
 
+from pipedream.core.artifact import decode, encode
 from pipedream.core.checkpoint import ParameterGroup, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.runtime.data.tensor_json import from_json, to_json
@@ -117,6 +120,55 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
         optimizer_class=kind,
         scheduler_class="" if optimizer.scheduler is None else type(optimizer.scheduler).__name__,
     )
+
+
+def check_now(optimizer: Optimizer) -> None:
+    """Raises a `PipelineError` if what the optimizer and its scheduler hold now cannot be saved."""
+    collect_tensors(optimizer)
+    to_saved_stage(optimizer)
+
+
+def check_after_step(optimizer: Optimizer, make: Callable[[dict[str, Parameter]], Optimizer]) -> None:
+    """Raises a `PipelineError` if what the optimizer will hold after a step cannot be saved, or not loaded again.
+
+    Tries it on optimizers of small parameters. One that does not step by itself, or not with these, is not judged.
+
+    Args:
+        make: from parameters to another such optimizer with its scheduler.
+    """
+    trials = []
+    with fork_rng(devices=[]):
+        for _ in range(2):
+            try:
+                trials.append(make({name: _shrink(handle) for name, handle in optimizer.named.items()}))
+            except Exception:
+                return
+        stepped, fresh = trials
+        try:
+            stepped.switch_mode("train")
+            stepped.optimizer.step()
+            stepped.step_scheduler(1)
+            stepped.switch_mode("eval")
+        except Exception:
+            return
+        saved, tensors = to_saved_stage(stepped), collect_tensors(stepped)
+        try:
+            saved = decode(SavedStage, json.loads(json.dumps(encode(saved))), "the saved state")
+            restore(fresh, [saved], {name: tensor.clone() for name, tensor in tensors.items()}, stage=0)
+        except Exception as error:
+            kind = type(optimizer.optimizer).__name__
+            raise PipelineError(
+                f"the state of {kind} can be saved, but not loaded again: {type(error).__name__}: {error}; use an "
+                "optimizer whose load_state_dict takes what its state_dict gives"
+            ) from None
+
+
+def _shrink(handle: torch.Tensor) -> Parameter:
+    size = [min(size, 2) for size in handle.shape]
+    small = Parameter(torch.zeros(size, dtype=handle.dtype, device=handle.device), requires_grad=handle.requires_grad)
+    if handle.requires_grad:
+        small.grad = torch.full_like(small, 0.01)
+    return small
 
 
 def restore(

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
@@ -26,6 +27,7 @@ from pipedream.runtime.comm.process_group import gather_texts, leave_group, worl
 from pipedream.runtime.data.rng import restore_rng, save_rng
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.state import list_copies, share_with_replicas
+from pipedream.runtime.update.optimizer import Optimizer
 
 T = TypeVar("T")
 
@@ -51,6 +53,16 @@ class Checkpointer:
         self._owners: dict[str, int] = {}
         self._writer_group = dist.new_group(backend="gloo") if local.distributed else None
         self.writer = writer.Writer(local.rank, self._writer_group, self._device)
+
+    def check_savable(self) -> None:
+        """Raises a `PipelineError` if the optimizer or scheduler of a stage here cannot be saved, also after a step."""
+        settings = self._local.blueprint.settings
+        make = partial(Optimizer, optimizer=settings.optimizer, scheduler=settings.scheduler)
+        with self._local.reporting("looking at what a checkpoint would hold"):
+            for stage, stage_state in self._local.stage_states:
+                optimizer_state.check_now(stage_state.optimizer)
+                if stage not in self._local.shardings:
+                    optimizer_state.check_after_step(stage_state.optimizer, make)
 
     def save(
         self,
