@@ -228,6 +228,9 @@ def test_what_torchs_ways_do_not_train(make: Callable[[], Baseline], words: str)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--link", "400"), "--link 400: 400 is 400 B/s; did you mean 400mbit/s?"),
+        (("--link", "100kbit/s,80bit/s"), "80bit/s is 10.0 B/s; did you mean 80mbit/s?"),
+        (("--link", "400 Mbps"), "did you mean 400Mbit/s?"),
         (("--link", "0"), "--link 0: '0' is not a bandwidth; write for example"),
         (("--link", "5 parsec"), "--link 5 parsec: '5 parsec' is not a bandwidth"),
         (("--link", "1tbit/s"), "a link of 1000 Gbit/s was asked for, but this machine's loopback carries"),

@@ -9,6 +9,7 @@ from typing import Any
 from pipedream.cli.options import JSON, print_json
 from pipedream.core.errors import ArtifactError
 from pipedream.core.flags import argument, option
+from pipedream.core.progress import progress
 from pipedream.core.units import format_bytes
 
 
@@ -47,7 +48,8 @@ def checkpoint(
     locations = [any_path(folder) for folder in folders]
     if output is not None:
         places = [folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder for folder in locations]
-        paths = [gather_parts(places, any_path(output) / CHECKPOINTS)]
+        with progress("gathering"):
+            paths = [gather_parts(places, any_path(output) / CHECKPOINTS)]
     else:
         paths = [path for folder in locations for path in checkpoints_of(folder)]
     _verify(paths, as_json)
@@ -60,7 +62,8 @@ def _verify(paths: Iterable[Any], as_json: bool) -> None:
     results: dict[str, str | None] = {}
     for path in paths:
         try:
-            manifest = verify_checkpoint(path)
+            with progress(f"reading {path}"):
+                manifest = verify_checkpoint(path)
         except ArtifactError as error:
             results[str(path)] = str(error)
             if not as_json:

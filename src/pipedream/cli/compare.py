@@ -10,8 +10,10 @@ from pipedream.cli.options import JSON, MICROBATCHES, RECIPE, SEED, print_json
 from pipedream.core.artifact import encode
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option, option_of
-from pipedream.core.units import parse_rate
+from pipedream.core.units import format_rate, parse_rate
 from pipedream.options import TrainingOptions
+
+_LEAST_BYTES_PER_S = 1000.0
 
 
 def compare(
@@ -115,6 +117,11 @@ def _parse_hosts(hosts: str | None) -> tuple[int, ...]:
 def _parse_link(text: str) -> tuple[float, ...]:
     """Reads --link: bytes/s of each level."""
     try:
-        return tuple(parse_rate(word) for word in text.split(","))
+        rates = tuple(parse_rate(word) for word in text.split(","))
     except ValueError as error:
         raise PlanError(f"--link {text}: {error}") from None
+    for word, rate in zip(text.split(","), rates, strict=True):
+        if rate < _LEAST_BYTES_PER_S:
+            number = word.strip().rstrip("bBit/s ")
+            raise PlanError(f"--link {text}: {word} is {format_rate(rate)}; did you mean {number}mbit/s?")
+    return rates

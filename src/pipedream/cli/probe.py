@@ -8,6 +8,7 @@ from pipedream.cli.options import JSON, OUTPUT, print_json
 from pipedream.cli.shared.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.artifact import encode
 from pipedream.core.flags import option
+from pipedream.core.progress import progress
 
 
 def probe(
@@ -34,7 +35,8 @@ def probe(
     from pipedream.runtime.comm.process_group import leave_group
     from pipedream.workflows.probe import probe as probed
 
-    survey = probed(device=device, most_s=seconds)
+    with progress(f"measuring the cluster, for about {seconds:g} s"):
+        survey = probed(device=device, most_s=seconds)
     leave_group()
     cluster = survey.cluster()
     if not is_rank_0():

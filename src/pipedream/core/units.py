@@ -37,7 +37,9 @@ def parse_rate(text: str | float) -> float:
     """
     match = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT])?(bit|B)(?:/s|ps)?)?\s*", str(text))
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a bandwidth; write for example 1e9, 1.25GB/s or 10Gbit/s")
+        bits = re.fullmatch(_NUMBER + r"([kKmMgGtT])(?:b/s|bps|b)\s*", str(text))
+        meant = f"; did you mean {bits[1]}{bits[2]}bit/s?" if bits else ""
+        raise ValueError(f"{text!r} is not a bandwidth; write for example 1e9, 1.25GB/s or 10Gbit/s{meant}")
     per_byte = 8.0 if match[3] == "bit" else 1.0
     return float(match[1]) * _PREFIX[(match[2] or "").lower()] / per_byte
 

@@ -16,6 +16,7 @@ from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
+from pipedream.core.progress import progress
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
@@ -74,7 +75,11 @@ def emulate(
         with build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:
             if rank == 0 and not quiet:
                 print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
-            losses = [(done.number, done.loss) for done in pipeline.train(make_emulated_batches(pipeline, minibatches))]
+            losses = []
+            with progress("emulating", minibatches) as advance:
+                for done in pipeline.train(make_emulated_batches(pipeline, minibatches)):
+                    losses.append((done.number, done.loss))
+                    advance()
             measured = pipeline.timeline()
             sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
             program, drains = pipeline.program, pipeline.drains
