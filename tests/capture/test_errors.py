@@ -228,6 +228,28 @@ def test_numbers_of_another_stage() -> None:
     has(text, "rank 1, stage 1", "in forward: if len(x) == 1 and x.sum() > 0", "needs the numbers", "one module")
 
 
+class Scores(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(x)
+        x = x * F.scaled_dot_product_attention(y.float(), y.float(), y).sum(-1, keepdim=True)
+        return self.out(self.blocks[1](self.blocks[0](x)))
+
+
+def test_what_fails_without_needing_numbers_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here because autocast is kept from placeholders."""
+    model, batch = Scores(), torch.randn(2, 4)
+    graph = capture(model, batch).graph
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    with torch.autocast("cpu", torch.bfloat16):
+        value: Any = ModelSlice(model, graph, 0, 1)(batch)
+        with pytest.raises(CaptureError) as caught:
+            ModelSlice(model, graph, 1, 2)(value)
+    has(
+        str(caught.value), "y.float(), y)", "same dtype", "begins with 'blocks.0", "that line is right", "cut elsewhere"
+    )
+    assert "one module" not in str(caught.value)
+
+
 class Catches(Base):
     """Has another way for tensors without numbers."""
 

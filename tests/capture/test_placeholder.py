@@ -212,3 +212,99 @@ def test_meta_tensors_have_no_numbers_and_keep_the_rest() -> None:
     plain = plain_meta(make_placeholder(x))
     assert type(plain) is Tensor
     assert (plain.is_meta, plain.shape, plain.stride()) == (True, x.shape, x.stride())
+
+
+def attend(x: Tensor, y: Tensor) -> Any:
+    weights = torch.ones(12, 4), torch.ones(12), None, None, False, 0.0, torch.ones(4, 4), torch.ones(4)
+    return F.multi_head_attention_forward(x, y, y, 4, 2, *weights, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: x @ y.mT,
+        lambda x, y: torch.einsum("abc,dbc->ad", x, y),
+        lambda x, y: torch.bmm(x, y.mT),
+        lambda x, y: torch.baddbmm(x[..., :3], x, y.mT),
+        lambda x, y: F.linear(x, y[0, :, :4]),
+        lambda x, y: F.scaled_dot_product_attention(x, x, y),
+        lambda x, y: F.scaled_dot_product_attention(x, x, y.to(device="cpu"), is_causal=True),
+        lambda x, y: F.conv1d(x, y[:1, :, :2].expand(5, 3, 2)),
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.stack([x, y]),
+        lambda x, y: F.mse_loss(x, y),
+        lambda x, y: F.layer_norm(x, (4,)),
+        lambda x, y: x + y,
+        lambda x, y: x * torch.tensor(2.0),
+        lambda x, y: F.gelu(x),
+        lambda x, y: F.softmax(x, -1),
+        lambda x, y: torch.stack([x.sum(), y.norm()]),
+        lambda x, y: x.prod(0) + x.cumsum(0),
+        lambda x, y: x.max(dim=-1).values,
+        lambda x, y: F.cross_entropy(x.flatten(0, 1), torch.zeros(6, dtype=torch.long)),
+        lambda x, y: F.grid_sample(x[None], y[:1, :, :2][None], align_corners=True),
+        lambda x, y: y.clone().add_(x @ x.mT @ x),
+        lambda x, y: x.masked_fill(y > 0, 0.0),
+        lambda x, y: x.to(torch.float64) @ y.mT.to(torch.float64),
+        lambda x, y: torch.amp.custom_fwd(lambda a: a @ a.mT, device_type="cpu", cast_inputs=torch.float32)(x),
+        attend,
+    ],
+)
+def test_under_autocast_dtypes_are_those_of_torch(function: Callable[[Tensor, Tensor], Any], low: torch.dtype) -> None:
+    for kinds in ((torch.float32, torch.float32), (torch.float32, low), (low, torch.float32), (low, low)):
+        x, y = (torch.rand(2, 3, 4, dtype=kind) for kind in kinds)
+        for enabled in (True, False):
+            with torch.autocast("cpu", low, enabled=enabled):
+                try:
+                    expected = function(x, y)
+                except RuntimeError:  # other dtypes without autocast, or no kernel
+                    assert not enabled or low is torch.float16
+                    continue
+                for pair in ((make_placeholder(x), make_placeholder(y)), (make_placeholder(x), y)):
+                    actual = function(*pair)
+                    assert type(actual) is Placeholder
+                    assert describe(actual) == describe(expected), (kinds, enabled)
+
+
+def test_autocast_of_another_device_does_not_count() -> None:
+    x = torch.ones(2, 2)
+    gpu = placeholder_like(x, torch.device("cuda", 0), False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ((make_placeholder(x) @ x).dtype, (gpu @ gpu).dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_what_returns_its_argument_does_so_under_autocast() -> None:
+    x = make_placeholder(torch.ones(2, 3), True)
+    with torch.autocast("cpu", torch.bfloat16):
+        for same in (
+            x.to(torch.float32),
+            x.to("cpu"),
+            x.contiguous(),
+            x.cpu(),
+            x.float(),
+            x.requires_grad_(),
+            x.add_(1),
+        ):
+            assert same is x
+        assert (x @ x.mT).requires_grad
+        assert F.dropout(x, training=False) is x
+
+
+def test_autocast_keeps_no_weight_that_a_placeholder_met() -> None:
+    """Autocast keeps its casts of weights, and one that is made without a graph would lose the gradient."""
+    weight, bias = torch.ones(2, 2, requires_grad=True), torch.ones((), requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        F.linear(make_placeholder(torch.ones(3, 2)), weight)
+        torch.addmm(bias, make_placeholder(torch.ones(3, 2)), weight)
+        torch.addmm(bias, torch.ones(3, 2), weight).sum().backward()
+    assert weight.grad is not None
+    assert bias.grad is not None
+
+
+def test_what_needs_numbers_says_so_under_autocast() -> None:
+    x = make_placeholder(torch.ones(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        for function in (Tensor.tolist, Tensor.numpy, Tensor.nonzero, lambda x: bool(x.sum() > 0)):
+            with pytest.raises(NumbersNeeded):
+                function(x)

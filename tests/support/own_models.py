@@ -51,6 +51,8 @@ class Case:
         needs_hf: the model is one of transformers.
         float32_inside: computes in float32 in some places, whatever its weights are.
         amplifies: makes rounding errors of float64 large, also in the plain loop: many norms over few values.
+        dtype: of the weights and batches.
+        autocast: dtype of the forwards; None computes in the dtype of the weights.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Case:
     needs_hf: bool = False
     float32_inside: bool = False
     amplifies: bool = False
+    dtype: torch.dtype = torch.float64
+    autocast: torch.dtype | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -70,6 +74,10 @@ class Case:
     def tolerance(self) -> float:
         """How far two runs may differ, relative to the size of a tensor."""
         return 1e-5 if self.float32_inside or self.amplifies else 1e-9
+
+    def casting(self) -> torch.autocast:
+        """Returns the context of the forwards."""
+        return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
 
     def build(self) -> nn.Module:
         """Returns the model in training mode; the global generator is left alone."""

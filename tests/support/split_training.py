@@ -44,7 +44,7 @@ class Trained:
 
 def model_of(case: Case, *, dropout: bool = False) -> nn.Module:
     """Returns the model of a case, without dropout unless it is asked for."""
-    model = case.build().to(torch.float64)
+    model = case.build().to(case.dtype)
     if not dropout:
         _without_dropout(model)
     return model
@@ -53,7 +53,7 @@ def model_of(case: Case, *, dropout: bool = False) -> nn.Module:
 def batches_of(case: Case, lengths: Sequence[int] = LENGTHS, *, samples: int = 6) -> list[Any]:
     """Returns one batch for each length; the last one has half of the samples."""
     counts = [samples] * (len(lengths) - 1) + [(samples + 1) // 2]
-    return [_double(case.batch(seed, n, t)) for seed, (n, t) in enumerate(zip(counts, lengths, strict=True))]
+    return [_cast(case.batch(seed, n, t), case.dtype) for seed, (n, t) in enumerate(zip(counts, lengths, strict=True))]
 
 
 def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -110,9 +110,10 @@ def _set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 def output_of(case: Case, model: nn.Module, batch: Any) -> Any:
     """Returns what the model gives for a batch."""
     inputs = case.inputs(batch)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    with case.casting():
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def loss_of(case: Case, model: nn.Module, batch: Any) -> Tensor:
@@ -121,7 +122,8 @@ def loss_of(case: Case, model: nn.Module, batch: Any) -> Tensor:
     if case.loss is None:
         return output.loss
     is_torchs = getattr(case.loss, "func", case.loss).__module__ == "torch.nn.functional"
-    return case.loss(output, batch[1] if is_torchs else batch)
+    with case.casting():
+        return case.loss(output, batch[1] if is_torchs else batch)
 
 
 def parts_make_whole(case: Case, batch: Any, microbatches: int) -> bool:
@@ -137,7 +139,7 @@ def parts_make_whole(case: Case, batch: Any, microbatches: int) -> bool:
 
 def profile_of(case: Case, batch: Any, *, dropout: bool = False) -> pd.Profile:
     """Profiles the model of a case; seconds do not matter here."""
-    return pd.profile(model_of(case, dropout=dropout), case.inputs(batch), warmup=0, runs=1)
+    return pd.profile(model_of(case, dropout=dropout), case.inputs(batch), warmup=0, runs=1, autocast=case.autocast)
 
 
 def pipelined(
@@ -169,6 +171,7 @@ def pipelined(
     cluster = pd.Cluster.local(len(chosen) + 1)
     plan = pd.plan(profile, cluster, schedule=schedule, microbatches=microbatches, cuts=chosen)
     begins = tuple(stage.names[0] for stage in plan.stages[1:])
+    options.setdefault("autocast", case.autocast)
     with pd.Pipeline(model, plan, loss=case.loss, optimizer=make_optimizer, **options) as pipeline:
         losses = [done.loss for done in pipeline.train(batches)]
         evaluated = pipeline.evaluate(batches)["loss"]
@@ -235,12 +238,12 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(item, f"{name}[{key!r}]")
 
 
-def _double(value: Any) -> Any:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
+        return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {key: _double(item) for key, item in value.items()}
-    return tuple(map(_double, value))
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return tuple(_cast(item, dtype) for item in value)
 
 
 def _without_dropout(model: nn.Module) -> None:

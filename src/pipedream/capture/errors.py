@@ -74,14 +74,21 @@ class SliceErrors:
 
     def numbers_needed(self, error: NumbersNeeded, frame: str) -> NumbersNeeded:
         line, kind = user_line(error), type(self._model).__name__
-        return NumbersNeeded(
-            error.function,
-            f"{line or 'the forward'} needs the numbers of a tensor that another stage computes and does not send "
-            f"({error.function}, in the forward of {frame or kind!r}; {error.cause}). Put that line and the modules "
-            f"that depend on it into one module, or cut elsewhere than before {self._begin_at!r}; if the sample takes "
-            "another path, capture with one that takes this",
-            error.cause,
-        )
+        operation = f"({error.function}, in the forward of {frame or kind!r}; {error.cause})"
+        if error.needs:
+            text = (
+                f"{line or 'the forward'} needs the numbers of a tensor that another stage computes and does not send "
+                f"{operation}. Cut elsewhere than before {self._begin_at!r}, or, in a forward of your own, put that "
+                "line and the modules that depend on it into one module; if the sample takes another path, capture "
+                "with one that takes this"
+            )
+        else:
+            text = (
+                f"{line or 'the forward'} failed on the stage that begins with {self._begin_at!r}, where tensors of "
+                f"earlier stages have a shape, dtype and device, and no numbers {operation}. If the model alone runs "
+                f"on this batch, that line is right: cut elsewhere than before {self._begin_at!r}"
+            )
+        return NumbersNeeded(error.function, text, error.cause, error.needs)
 
     def missing_input(self, path: str, value: Any, inputs: Any) -> CaptureError:
         args, kwargs = inputs

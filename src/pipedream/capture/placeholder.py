@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipedream.capture.structure import is_in_place, map_leaves, walk
+from pipedream.capture.structure import READS_NUMBERS, is_in_place, map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.user_code import user_line
 
@@ -35,16 +35,18 @@ _UNARY = {
 
 
 class NumbersNeeded(CaptureError):
-    """An operation needs the numbers of a tensor of another stage.
+    """An operation cannot be evaluated without the numbers of a tensor of another stage.
 
     Attributes:
         function: its name.
         cause: the error of the operation without numbers.
+        needs: whether the operation needs the numbers; otherwise it failed for another reason, such as a dtype.
     """
 
-    def __init__(self, function: str, text: str, cause: str) -> None:
+    def __init__(self, function: str, text: str, cause: str, needs: bool) -> None:
         self.function = function
         self.cause = cause
+        self.needs = needs
         super().__init__(text)
 
 
@@ -154,11 +156,59 @@ def _make_empty_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+class _Castable(torch.Tensor):
+    """A meta tensor that reports a device, so that autocast casts it like the tensors there.
+
+    Torch's own kernels of autocast see it, above `__torch_dispatch__`: no list of operations is kept here.
+
+    Attributes:
+        meta: what operations are evaluated with.
+    """
+
+    meta: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def wrap(cls, meta: torch.Tensor, place: torch.device) -> _Castable:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        wrapper: _Castable = make(cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=place)
+        wrapper.meta = meta
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        wrappers: dict[int, _Castable] = {}
+
+        def bare(_: str, leaf: Any) -> Any:
+            if isinstance(leaf, _Castable):
+                wrappers[id(leaf.meta)] = leaf
+                return leaf.meta
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:  # a number, or made inside the operation
+                return _make_empty_meta(leaf)
+            return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+        result = func(*map_leaves(bare, args), **map_leaves(bare, kwargs or {}))
+        place = next(iter(wrappers.values())).device
+
+        def wrapped(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return wrappers[id(leaf)] if id(leaf) in wrappers else cls.wrap(leaf, place)
+
+        return map_leaves(wrapped, result)
+
+
 def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-    if func in _UNARY and (result := _evaluate_unary(func, args, kwargs, grad)) is not None:
+    name = getattr(func, "__name__", str(func))
+    like = next(leaf for _, leaf in walk([args, kwargs]) if isinstance(leaf, Placeholder))
+    writes = is_in_place(name) or name == "__setitem__"
+    casts = torch.is_autocast_enabled(like.place.type) and not writes  # autocast leaves writes alone
+    if not casts and func in _UNARY and (result := _evaluate_unary(func, args, kwargs, grad)) is not None:
         return result
     originals: dict[int, torch.Tensor] = {}
-    first: list[Placeholder] = []
+    placeholders: list[Placeholder] = []
 
     def converted(argument: Any) -> Any:
         if type(argument) in (int, float, bool, torch.Size, torch.dtype, slice, type(None)):
@@ -167,30 +217,37 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
 
     def as_meta(_: str, leaf: Any) -> Any:
         if type(leaf) is Placeholder:
-            first.append(leaf)
-            return leaf
-        if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.ndim:
+            placeholders.append(leaf)
+            if not casts:
+                return leaf
+            empty: torch.Tensor = _Castable.wrap(plain_meta(leaf), leaf.place)
+        elif isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            if not leaf.ndim:
+                return leaf.detach() if casts else leaf  # autocast would keep a cast of a parameter without its graph
             empty = _make_empty_meta(leaf)
-            originals[id(empty)] = leaf
-            return empty
-        if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] in ("cpu", "cuda")):
+            if casts:
+                empty = _Castable.wrap(empty, leaf.device)
+        elif isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] in ("cpu", "cuda")):
             places.append(torch.device(leaf))
-            return torch.device("meta")
-        return leaf
+            return leaf if casts else torch.device("meta")
+        else:
+            return leaf
+        originals[id(empty)] = leaf
+        return empty
 
     places: list[torch.device] = []
     arguments = [converted(argument) for argument in args]
     keywords = {name: converted(argument) for name, argument in kwargs.items()}
-    like = first[0]
-    wants = grad and any(placeholder.wants for placeholder in first)
-    if func in _BINARY and len(args) == 2 and not kwargs and (empty := _evaluate_binary(*arguments)) is not None:
-        return placeholder_like(empty, like.place, wants)
-    name = getattr(func, "__name__", str(func))
+    wants = grad and any(placeholder.wants for placeholder in placeholders)
+    if not casts and func in _BINARY and len(args) == 2 and not kwargs:
+        empty_result = _evaluate_binary(*arguments)
+        if empty_result is not None:
+            return placeholder_like(empty_result, like.place, wants)
     try:
         result = func(*arguments, **keywords)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _note_numbers_needed(name, error) from error
-    if args and id(arguments[0]) in originals and (name == "__setitem__" or is_in_place(name)):
+    if args and writes and id(arguments[0]) in originals:
         swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]
     place = places[0] if places else like.place
@@ -232,16 +289,30 @@ def _evaluate_binary(a: Any, b: Any) -> torch.Tensor | None:
 def _note_numbers_needed(name: str, error: Exception) -> NumbersNeeded:
     cause = f"{type(error).__name__}: {error}"
     line = user_line()
+    needs = _lacks_numbers(name, error)
+    what = "needs the numbers of" if needs else "failed with"
     text = (
-        f"{line or 'the loss or a metric'} needs the numbers of a tensor that another stage computes and does not "
-        f"send ({name}; {cause})"
+        f"{line or 'the loss or a metric'} {what} a tensor that another stage computes and does not send "
+        f"({name}; {cause})"
     )
     if not line:
         text += "; let the model return it in its output, in tuples, lists, dicts or dataclasses"
-    raised = NumbersNeeded(name, text, cause)
+    raised = NumbersNeeded(name, text, cause, needs)
     if (collected := _COLLECTED.get()) is not None:
         collected.append(raised)
     return raised
+
+
+def _lacks_numbers(name: str, error: Exception) -> bool:
+    """Whether an operation failed because its arguments have no numbers, judging by torch's errors."""
+    text = str(error).lower()
+    return (
+        isinstance(error, NotImplementedError)
+        or name in READS_NUMBERS
+        or "no data" in text
+        or "meta tensor" in text
+        or "tensor subclass" in text
+    )
 
 
 def plain_meta(placeholder: Placeholder) -> torch.Tensor:
