@@ -19,6 +19,7 @@ BAD_CALL = 2
 
 
 _EXTRAS = {
+    "accelerate": "hf",
     "cairosvg": "pictures",
     "gcsfs": "gcs",
     "ipywidgets": "notebook",

@@ -20,6 +20,7 @@ from pipedream.recipe import load_recipe
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6.*:FutureWarning")
 needs_hf = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed; pip install peft")
 
 
@@ -118,9 +119,23 @@ def test_a_recipe_trains_like_a_plain_loop() -> None:
 
 
 @needs_hf
+@needs_accelerate
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_a_trainer_trains_like_the_plain_one() -> None:
+    setup, _, _, _, trainer, *_ = read_blocks("from_hugging_face.md")
+    setup = without_dropout(setup)
+    plain = trainer.replace("pipedream.hf", "transformers").replace(', schedule="1f1b", workers=2', "")
+    results = [run_blocks(setup, source)["trainer"] for source in (plain, trainer)]
+    losses, actual_losses = ([entry["train_loss"] for entry in result.state.log_history] for result in results)
+    assert actual_losses == pytest.approx(losses, rel=1e-5)
+    weights, actual_weights = (trainable(result.model) for result in results)
+    torch.testing.assert_close(actual_weights, weights, rtol=1e-3, atol=2e-4)
+
+
+@needs_hf
 @needs_peft
 def test_adapters_train_like_in_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    setup, script, _, _, lora, _ = read_blocks("from_hugging_face.md")
+    setup, script, _, _, _, lora, _ = read_blocks("from_hugging_face.md")
     setup = without_dropout(setup)
     reference = run_blocks(setup, lora)
     losses = list(train_plainly(reference))
@@ -136,7 +151,7 @@ def test_adapters_train_like_in_a_plain_loop(capsys: pytest.CaptureFixture[str])
 
 @needs_hf
 def test_less_memory_gives_the_same_to_rounding(capsys: pytest.CaptureFixture[str]) -> None:
-    setup, script, _, _, _, less_memory = read_blocks("from_hugging_face.md")
+    setup, script, _, _, _, _, less_memory = read_blocks("from_hugging_face.md")
     setup = without_dropout(setup)
     losses = list(train_plainly(run_blocks(setup, less_memory), low_precision=True))
     run_blocks(setup, less_memory, script)
