@@ -239,7 +239,7 @@ def attend(x: Tensor, y: Tensor) -> Any:
         lambda x, y: x * torch.tensor(2.0),
         lambda x, y: F.gelu(x),
         lambda x, y: F.softmax(x, -1),
-        lambda x, y: torch.stack([x.sum(), y.norm()]),
+        lambda x, y: torch.stack([x.sum(), y.norm(), torch.tensor(1.0)]),
         lambda x, y: x.prod(0) + x.cumsum(0),
         lambda x, y: x.max(dim=-1).values,
         lambda x, y: F.cross_entropy(x.flatten(0, 1), torch.zeros(6, dtype=torch.long)),

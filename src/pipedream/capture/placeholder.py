@@ -200,57 +200,77 @@ class _Castable(torch.Tensor):
         return map_leaves(wrapped, result)
 
 
-def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-    name = getattr(func, "__name__", str(func))
-    like = next(leaf for _, leaf in walk([args, kwargs]) if isinstance(leaf, Placeholder))
-    writes = is_in_place(name) or name == "__setitem__"
-    casts = torch.is_autocast_enabled(like.place.type) and not writes  # autocast leaves writes alone
-    if not casts and func in _UNARY and (result := _evaluate_unary(func, args, kwargs, grad)) is not None:
-        return result
-    originals: dict[int, torch.Tensor] = {}
-    placeholders: list[Placeholder] = []
+class _Arguments:
+    """Arguments of an operation, with meta tensors for the tensors.
 
-    def converted(argument: Any) -> Any:
+    Args:
+        reports: they report their devices (`_Castable`).
+
+    Attributes:
+        originals: id of a meta tensor -> what it stands for.
+        places: devices among the arguments.
+        wants: whether a placeholder requires a gradient.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], reports: bool) -> None:
+        self.originals: dict[int, torch.Tensor] = {}
+        self.places: list[torch.device] = []
+        self.wants = False
+        self._reports = reports
+        self.args = [self._convert(argument) for argument in args]
+        self.kwargs = {name: self._convert(argument) for name, argument in kwargs.items()}
+
+    def _convert(self, argument: Any) -> Any:
         if type(argument) in (int, float, bool, torch.Size, torch.dtype, slice, type(None)):
             return argument
-        return map_leaves(as_meta, argument) if type(argument) in (tuple, list, dict) else as_meta("", argument)
+        if type(argument) in (tuple, list, dict):
+            return map_leaves(self._convert_leaf, argument)
+        return self._convert_leaf("", argument)
 
-    def as_meta(_: str, leaf: Any) -> Any:
+    def _convert_leaf(self, _: str, leaf: Any) -> Any:
         if type(leaf) is Placeholder:
-            placeholders.append(leaf)
-            if not casts:
+            self.wants |= leaf.wants
+            if not self._reports:
                 return leaf
             empty: torch.Tensor = _Castable.wrap(plain_meta(leaf), leaf.place)
         elif isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-            if not leaf.ndim:
-                return leaf.detach() if casts else leaf  # autocast would keep a cast of a parameter without its graph
+            if not leaf.ndim:  # its number may be needed; autocast would keep a cast of a parameter without its graph
+                return leaf.detach() if self._reports else leaf
             empty = _make_empty_meta(leaf)
-            if casts:
+            if self._reports:
                 empty = _Castable.wrap(empty, leaf.device)
         elif isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] in ("cpu", "cuda")):
-            places.append(torch.device(leaf))
-            return leaf if casts else torch.device("meta")
+            self.places.append(torch.device(leaf))
+            return leaf if self._reports else torch.device("meta")
         else:
             return leaf
-        originals[id(empty)] = leaf
+        self.originals[id(empty)] = leaf
         return empty
 
-    places: list[torch.device] = []
-    arguments = [converted(argument) for argument in args]
-    keywords = {name: converted(argument) for name, argument in kwargs.items()}
-    wants = grad and any(placeholder.wants for placeholder in placeholders)
+
+def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, casts: bool = False) -> Any:
+    name = getattr(func, "__name__", str(func))
+    like = next(leaf for _, leaf in walk([args, kwargs]) if isinstance(leaf, Placeholder))
+    writes = is_in_place(name) or name == "__setitem__"
+    casts = casts or (torch.is_autocast_enabled(like.place.type) and not writes)  # autocast leaves writes alone
+    if not casts and func in _UNARY and (result := _evaluate_unary(func, args, kwargs, grad)) is not None:
+        return result
+    arguments = _Arguments(args, kwargs, casts)
+    wants, originals = grad and arguments.wants, arguments.originals
     if not casts and func in _BINARY and len(args) == 2 and not kwargs:
-        empty_result = _evaluate_binary(*arguments)
-        if empty_result is not None:
-            return placeholder_like(empty_result, like.place, wants)
+        empty = _evaluate_binary(*arguments.args)
+        if empty is not None:
+            return placeholder_like(empty, like.place, wants)
     try:
-        result = func(*arguments, **keywords)
+        result = func(*arguments.args, **arguments.kwargs)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise _note_numbers_needed(name, error) from error
-    if args and writes and id(arguments[0]) in originals:
-        swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
+        if casts or writes or _lacks_numbers(name, error):
+            raise _note_numbers_needed(name, error) from error
+        return _evaluate(func, args, kwargs, grad, casts=True)  # meta tensors may not be used beside a number
+    if args and writes and id(arguments.args[0]) in originals:
+        swap_tensors(args[0], placeholder_like(arguments.args[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]
-    place = places[0] if places else like.place
+    place = arguments.places[0] if arguments.places else like.place
 
     def wrapped(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
