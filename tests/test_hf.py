@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -168,3 +170,50 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
 def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="label_smoothing_factor: not possible"):
         make_trainer(hf.Trainer, tmp_path, label_smoothing_factor=0.1)
+
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_hf import entries, hf, make_trainer
+
+folder = Path("run")
+first, second = make_trainer(hf.Trainer, folder), make_trainer(hf.Trainer, folder)
+first.train()
+second.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+for trainer in (first, second):
+    trainer.evaluate()
+    name = f"{trainer is second}-{trainer.args.process_index}.pt"
+    torch.save((trainer.state.log_history, trainer.model.state_dict()), name)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_two_processes_train_as_the_plain_trainer(tmp_path: Path) -> None:
+    """Every rank ends with the same weights, figures and evaluations, also after a resume."""
+    plain = make_trainer(PLAIN, tmp_path / "plain")
+    plain.train()
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    ended = commands.run(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "program.py",
+        str(Path(__file__).parent),
+        folder=tmp_path,
+        environment={"PYTHONPATH": ":".join(sys.path)},
+        timeout_s=300.0,
+    )
+    assert ended.status == 0, ended.err
+    for name in ("False-0", "False-1", "True-0", "True-1"):
+        history, weights = torch.load(tmp_path / f"{name}.pt")
+        for key in ("loss", "eval_loss", "eval_accuracy"):
+            expected, actual = (
+                [entry[key] for entry in log if key in entry] for log in (plain.state.log_history, history)
+            )
+            np.testing.assert_allclose(actual[: len(expected)], expected, rtol=1e-4, err_msg=f"{name} {key}")
+        for key, value in weights.items():
+            torch.testing.assert_close(value, plain.model.state_dict()[key], rtol=1e-3, atol=3e-4)
