@@ -256,18 +256,37 @@ class ReferenceRun:
             with self._plain.restoring_state(values, others), torch.no_grad():
                 for module in model.modules():
                     module.training = module.training and training
+                before = self._read_state_of_loss()
                 undivided = self._forward(whole, backward=False)
                 split = self._forward(parts, backward=False)
                 limit = self._choose_tolerance(inputs) * max(map(abs, (undivided.loss, *split.losses)))
                 if not isfinite(undivided.loss) or abs(undivided.loss - split.loss) <= limit:
                     return ""
                 again = self._forward([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
+                changed = [name for name, number in self._read_state_of_loss().items() if before.get(name) != number]
         if abs(undivided.loss - again.loss) > limit:
+            if changed:
+                raise self.comparer.make_error(
+                    f"the loss changes its {changed[0]!r} whenever it is called, and it is called for each microbatch, "
+                    "not once per minibatch; train with microbatches=1, or change it in a callback's on_minibatch"
+                )
             return "its loss is another each time"
         raise self.comparer.make_error(
             f"the loss of a minibatch of {samples} samples is {undivided.loss:.7g}, but the losses of its {len(parts)} "
             f"microbatches make {split.loss:.7g}; {self._explain_parts(undivided, split, limit)}"
         )
+
+    def _read_state_of_loss(self) -> dict[str, Any]:
+        """Returns the buffers, as numbers, and the counters of the loss's modules that are not the model's."""
+        models = {id(module) for module in self.model.modules()}
+        state: dict[str, Any] = {}
+        for root in self._modules_of_loss:
+            for path, module in root.named_modules():
+                if id(module) not in models:
+                    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
+                    buffers = {name: b.tolist() for name, b in module._buffers.items() if b is not None}
+                    state |= {f"{path}.{name}".lstrip("."): value for name, value in (numbers | buffers).items()}
+        return state
 
     def _explain_parts(self, undivided: _Run, split: _Run, limit: float) -> str:
         if not _are_parts(undivided.outputs[0], split.outputs, self._choose_tolerance(())):
