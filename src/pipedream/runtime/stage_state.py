@@ -228,6 +228,8 @@ class StageState:
 
     def compare_first(self) -> None:
         """Compares the first update's gradients, which are in the handles, with the model's."""
+        if self.check is not _UNOBSERVED:
+            self.versions.check_handles()  # a hook on a parameter, say, explains a difference
         self.check.before_update(self.versions.handles)
 
     def update(

@@ -171,7 +171,7 @@ class Versions:
         """Makes the handles safe to write: moves them to a free set if a later forward (`coming`) or a reader needs the
         newest.
         """
-        self._check_handles()
+        self.check_handles()
         if self._watched:
             self._check_leaves()
         if self._single:
@@ -224,7 +224,7 @@ class Versions:
                         "or plan one replica for this stage"
                     )
 
-    def _check_handles(self) -> None:
+    def check_handles(self) -> None:
         """Raises a `CaptureError` if the user's parameters were changed since the last update."""
         for number, (name, handle) in enumerate(self.handles.items()):
             if not handle.requires_grad:
