@@ -90,6 +90,11 @@ def test_an_optimizer_that_computes_the_loss_is_refused() -> None:
         Optimizer(make_handles(), lambda named: torch.optim.LBFGS([handle for _, handle in named]))
 
 
+def test_a_factory_that_chooses_no_parameter_of_a_stage_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"none of this stage's parameters, a, b; freeze what"):
+        Optimizer(make_handles(), lambda named: torch.optim.SGD([p for name, p in named if name == "head"], lr=0.1))
+
+
 @pytest.mark.parametrize("limit", [0.5, 100.0])
 def test_clipping_is_that_of_torch(limit: float) -> None:
     handles, plain = make_handles(), make_handles()

@@ -141,7 +141,16 @@ class Optimizer:
         self._names = list(handles)
         # A stage may have no weights; it still has the common clock and rate.
         named = list(handles.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
-        self.optimizer = optimizer(named)
+        try:
+            self.optimizer = optimizer(named)
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            raise ScheduleError(
+                "the optimizer's factory is called once per stage, and has chosen none of this stage's parameters, "
+                f"{', '.join(name for name, _ in named[:3])}{', ...' if named[3:] else ''}; freeze what is not to be "
+                "trained (requires_grad_(False)), so that a stage without trained parameters needs no optimizer"
+            ) from error
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ScheduleError(
                 "the optimizer LBFGS computes the loss several times per update, but a pipeline does so once; use one "
