@@ -257,6 +257,12 @@ def test_a_packed_sequence_that_was_received_has_its_sizes_on_the_cpu() -> None:
     assert type(received.batch_sizes) is torch.Tensor
 
 
+def test_the_sizes_of_a_packed_sequence_may_be_a_placeholder() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    structure, tensors = flatten(packed)
+    assert unflatten(structure, [tensor.to("meta") for tensor in tensors]).batch_sizes.is_meta
+
+
 def test_what_is_made_of_a_structure_is_new_each_time() -> None:
     structure, tensors = flatten([{"a": [1]}, torch.empty(2, device="meta")])
     first, second = unflatten(structure, tensors), unflatten(structure, tensors)

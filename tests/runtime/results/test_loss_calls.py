@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as by_its_own_name
+from torch.nn.utils.rnn import pack_sequence
 
 import pipedream
 from pipedream.capture import capture
@@ -169,6 +170,22 @@ def test_a_loss_is_probed(name: str) -> None:
 
 def test_a_batch_without_labels_has_no_loss_to_probe() -> None:
     assert probe_weight(lambda b: {"logits": b["x"]}, _batch()) == ""
+
+
+class _Pair(NamedTuple):
+    x: torch.Tensor
+    names: list[str]
+
+
+def test_a_batch_of_which_the_model_takes_no_part_is_probed() -> None:
+    def check_names(batch: _Pair) -> dict[str, torch.Tensor]:
+        assert len(batch.names) == len(batch.x)
+        return {"loss": batch.x.mean()}
+
+    batch = _Pair(torch.randn(4, 2), ["a", "b", "c", "d"])
+    assert probe_weight(lambda b: {"loss": b.x.mean()}, batch) == "samples"
+    assert probe_weight(check_names, batch) == "other"
+    assert probe_weight(lambda b: {"logits": b.data}, pack_sequence([torch.ones(2), torch.ones(1)])) == ""
 
 
 def test_what_the_probe_refuses_is_refused_for_parts_only() -> None:

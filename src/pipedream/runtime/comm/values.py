@@ -501,7 +501,9 @@ def _make_container_builder(name: str, content: Any, names: list[str], *nodes: A
         new_content = inside(tensors)
         if issubclass(kind, PackedSequence):
             # Recurrent layers want the sizes on the CPU. (While a model is recorded, they are no tensor.)
-            sizes = new_content[1].cpu() if isinstance(new_content[1], torch.Tensor) else new_content[1]
+            sizes = new_content[1]
+            if isinstance(sizes, torch.Tensor) and not sizes.is_meta:
+                sizes = sizes.cpu()
             new_content = (new_content[0], sizes, *new_content[2:])
         new_attributes = {
             attribute: new_content.get(attribute) if build_part is None else build_part(tensors)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, iterate_leaves
@@ -36,16 +37,22 @@ def probe_weight(
     if samples < 2:
         return LossWeight.UNKNOWN
     sizes = [samples // 2, 1, samples - samples // 2 - 1] if samples > 2 else [1, 1]
-    parts = (split or _split)(batch, samples, sizes)
+    def make_parts() -> Sequence[Any]:
+        return (split or _split)(batch, samples, sizes)
+
     try:
         with torch.no_grad():
-            return _compare_parts(evaluate, batch, parts, samples, sizes)
+            return _compare_parts(evaluate, batch, make_parts, samples, sizes)
     except RuntimeError:  # a forward may take derivatives
-        return _compare_parts(evaluate, batch, parts, samples, sizes)
+        return _compare_parts(evaluate, batch, make_parts, samples, sizes)
 
 
 def _compare_parts(
-    evaluate: Callable[[Any], Any], batch: Any, parts: Sequence[Any], samples: int, sizes: Sequence[int]
+    evaluate: Callable[[Any], Any],
+    batch: Any,
+    make_parts: Callable[[], Sequence[Any]],
+    samples: int,
+    sizes: Sequence[int],
 ) -> str:
     calls = LossCalls()
     with _WithoutRandomness():
@@ -55,7 +62,13 @@ def _compare_parts(
         whole, amounts, tolerance = _evaluate_loss(calls, evaluate, batch, samples)
         if not _is_close(whole, float(again), tolerance):
             return LossWeight.UNKNOWN if amounts is None else LossWeight.RECOGNISED
-        evaluations = [_evaluate_loss(calls, evaluate, part, size) for part, size in zip(parts, sizes, strict=True)]
+        parts = make_parts()
+        try:
+            evaluations = [_evaluate_loss(calls, evaluate, part, size) for part, size in zip(parts, sizes, strict=True)]
+        except Exception as error:
+            if isinstance(error, RuntimeError) and not torch.is_grad_enabled():
+                raise
+            return LossWeight.OTHER  # the model does not take parts of a batch, such as a list with an item per sample
     losses = [loss for loss, _, _ in evaluations]
     every = [
         part_amounts
@@ -106,8 +119,9 @@ def _split(batch: Any, samples: int, sizes: Sequence[int]) -> list[Any]:
     if isinstance(batch, Mapping):
         pieces = {key: _split(item, samples, sizes) for key, item in batch.items()}
         return [{key: piece[i] for key, piece in pieces.items()} for i in range(len(sizes))]
-    if isinstance(batch, (tuple, list)):
-        return [type(batch)(part) for part in zip(*(_split(item, samples, sizes) for item in batch), strict=True)]
+    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
+        make = getattr(type(batch), "_make", type(batch))  # of a named tuple
+        return [make(part) for part in zip(*(_split(item, samples, sizes) for item in batch), strict=True)]
     return [batch] * len(sizes)
 
 
