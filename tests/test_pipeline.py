@@ -65,6 +65,34 @@ def test_evaluation_equals_one_process_at_any_batch_size(size: int) -> None:
     assert means["loss"] != averaged["loss"]
 
 
+def test_training_in_evaluation_mode_warns() -> None:
+    animal = zoo.make("cnn")
+    animal.model.eval()
+    with (
+        pipeline_of(animal, schedule="1f1b", microbatches=1) as pipeline,
+        pytest.warns(UserWarning, match="evaluation mode"),
+    ):
+        list(pipeline.train(animal.batches))
+    assert not any(module.training for module in animal.model.modules())
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_that_depend_on_the_whole_minibatch_are_not_split(kind: Any) -> None:
+    def train(microbatches: int) -> None:
+        model = nn.Sequential(kind(5, 4, scale_grad_by_freq=True), nn.Flatten(), nn.LazyLinear(2))
+        data = [(torch.randint(5, (6, 3)), torch.randint(2, (6,)))]
+        model(data[0][0])
+        plan = pd.plan(pd.profile(model, data[0][0], runs=1, warmup=0), pd.Cluster.flat(2, 1e9), shape="pipeline")
+        options: Any = {"schedule": "1f1b", "microbatches": microbatches}
+        optimizer = partial(torch.optim.SGD, lr=0.1)
+        with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=optimizer, **options) as pipeline:
+            list(pipeline.train(data))
+
+    train(1)
+    with pytest.raises(ScheduleError, match=r"'0' has scale_grad_by_freq=True"):
+        train(2)
+
+
 def test_an_evaluation_changes_nothing() -> None:
     states = []
     for looks in (False, True):

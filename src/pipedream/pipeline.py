@@ -13,6 +13,7 @@ plain process all workers take turns in one thread.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -24,7 +25,7 @@ from pipedream.callbacks import Callback, load_states, states_of
 from pipedream.capture import Captured, PlainModel
 from pipedream.core.artifact import check_json
 from pipedream.core.checkpoint import RunRequest
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
@@ -132,11 +133,20 @@ class Pipeline:
         training = self._training
         continues = training.is_running or training.epoch_batches > 0
         self._finish()
+        self._warn_of_evaluation_mode()
         self._local.note_call("train()", training.number)
         training.is_running, training.should_stop = True, False
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
         count = training.count_epochs(epochs, until_epoch)
         yield from training.run(loader, self._adapt_batch, count, continues=continues)
+
+    def _warn_of_evaluation_mode(self) -> None:
+        if self.rank == 0 and not any(module.training for module in self._local.model.modules()):
+            warnings.warn(
+                "the whole model is in evaluation mode, as from_pretrained() leaves it, so that it trains without "
+                "dropout and on the stored batch statistics; call model.train() before, unless that is meant",
+                stacklevel=3,
+            )
 
     def _report_done(self, done: Done) -> None:
         self._loggers.minibatch(done)
@@ -391,6 +401,8 @@ def _build_session(
     loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
     if any(needs_weights(phase.program) for phase in phases):
         loss.check_split()
+    if any(phase.program.microbatches > 1 for phase in phases):
+        _check_gradients_split(model)
     layout = _check_layout(options, phases, model, captured.graph)
     blueprint = Blueprint(
         programs=[phase.program for phase in phases],
@@ -411,6 +423,16 @@ def _build_session(
         plain=PlainModel(model, captured) if options.check and not _applies_styles(options, plan) else None,
         free_bytes=lambda: available_bytes(blueprint.device, 1),
     )
+
+
+def _check_gradients_split(model: Any) -> None:
+    """Raises a `ScheduleError` if gradients of microbatches do not add up to that of their minibatch."""
+    for name, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False) and any(p.requires_grad for p in module.parameters()):
+            raise ScheduleError(
+                f"{name!r} has scale_grad_by_freq=True: it divides a gradient by how often an index occurs, which "
+                "would be counted in each microbatch, not in the minibatch; train with microbatches=1, or without it"
+            )
 
 
 def _make_settings(

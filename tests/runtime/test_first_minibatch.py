@@ -86,6 +86,27 @@ def test_a_weight_that_is_right_passes_and_one_that_is_wrong_does_not() -> None:
         piped(net(), loss, DATA, microbatches=2, weight=lambda batch: 1.0)
 
 
+class CountsCalls(nn.Module):
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.keeps = keeps
+        if keeps == "buffer":
+            self.register_buffer("steps", torch.tensor(0.0))
+        else:
+            self.steps = 0  # type: ignore[assignment]
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        self.steps += 1
+        return mse(output, batch) / (1 + self.steps)
+
+
+@pytest.mark.parametrize("keeps", ["buffer", "number"])
+def test_a_loss_that_counts_its_calls_is_refused_for_several_microbatches(keeps: str) -> None:
+    assert_equal(piped(net(), CountsCalls(keeps), DATA, microbatches=1), plain(net(), CountsCalls(keeps), DATA))
+    with pytest.raises(WorkerError, match=r"the loss changes its 'steps' .* microbatches=1"):
+        piped(net(), CountsCalls(keeps), DATA, microbatches=2)
+
+
 class Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
@@ -272,9 +293,16 @@ def test_what_a_pipeline_does_not_see_is_refused(build_model: Any) -> None:
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("late", [False, True])
 def test_hooks_on_parameters_are_refused(kind: str, late: bool) -> None:
+    def change_gradient(weight_or_gradient: Tensor) -> Tensor | None:
+        if kind == "register_hook":
+            return weight_or_gradient / 2
+        assert weight_or_gradient.grad is not None
+        weight_or_gradient.grad /= 2
+        return None
+
     def add(weight: nn.Parameter) -> None:
         if not weight._backward_hooks and not weight._post_accumulate_grad_hooks:
-            getattr(weight, kind)(lambda _: None)
+            getattr(weight, kind)(change_gradient)
 
     model = net()
     if not late:

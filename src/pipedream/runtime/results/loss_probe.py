@@ -37,6 +37,7 @@ def probe_weight(
     if samples < 2:
         return LossWeight.UNKNOWN
     sizes = [samples // 2, 1, samples - samples // 2 - 1] if samples > 2 else [1, 1]
+
     def make_parts() -> Sequence[Any]:
         return (split or _split)(batch, samples, sizes)
 
