@@ -115,6 +115,7 @@ def test_a_trainer_in_a_pipeline_gives_what_the_plain_one_gives(tmp_path: Path) 
     assert output.global_step == expected.global_step == 10
     assert output.training_loss == pytest.approx(expected.training_loss, rel=1e-4)
     check_equal(trainer, plain)
+    assert not any({"grad_norm", "total_flos"} & entry.keys() for entry in trainer.state.log_history)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
     prediction, expected_prediction = trainer.predict(make_data(3)), plain.predict(make_data(3))
     np.testing.assert_allclose(prediction.predictions, expected_prediction.predictions, rtol=1e-2, atol=1e-3)
@@ -167,9 +168,22 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-4)
 
 
-def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match="label_smoothing_factor: not possible"):
-        make_trainer(hf.Trainer, tmp_path, label_smoothing_factor=0.1)
+class OwnLoss(hf.Trainer):
+    def compute_loss(self, *positional: Any, **options: Any) -> Any:
+        return 2 * super().compute_loss(*positional, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "name"),
+    [
+        (hf.Trainer, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        (hf.Trainer, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        (OwnLoss, {}, "a compute_loss of your own"),
+    ],
+)
+def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, kind: Any, changes: Any, name: str) -> None:
+    with pytest.raises(PipelineError, match=f"{name}: not possible in a pipeline"):
+        make_trainer(kind, tmp_path, **changes)
 
 
 PROGRAM = """

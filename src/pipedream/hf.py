@@ -67,7 +67,7 @@ class Trainer(transformers.Trainer):
         options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        _check(args, others)
+        _check(type(self), args, others)
         self.pipeline: Pipeline | None = None
         self._plan, self._schedule, self._workers, self._options = plan, schedule, workers, dict(options or {})
         self._user_args, self._open = args, ExitStack()
@@ -206,7 +206,8 @@ class Trainer(transformers.Trainer):
         return results if pipeline.rank == 0 else (None, None, None)
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
-        logs.pop("grad_norm", None)  # each stage has a part of it
+        for name in ("grad_norm", "total_flos"):  # nobody counts them
+            logs.pop(name, None)
         super().log(logs, *others)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -275,19 +276,21 @@ class _Epochs(transformers.TrainerCallback):
             state.epoch = state.global_step / len(train_dataloader)
 
 
-def _check(args: transformers.TrainingArguments, others: Mapping[str, Any]) -> None:
+def _check(kind: type[Trainer], args: transformers.TrainingArguments, others: Mapping[str, Any]) -> None:
+    methods = ("compute_loss", "training_step", "create_optimizer", "create_scheduler")
     refused = {
         "fp16": args.fp16,
         "label_smoothing_factor": args.label_smoothing_factor,
+        "lr_scheduler_type": args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
         "fsdp": args.fsdp,
         "deepspeed": args.deepspeed,
+        "parallelism_config": args.parallelism_config,
         "push_to_hub": args.push_to_hub,
         "auto_find_batch_size": args.auto_find_batch_size,
         "optimizers": any(others.get("optimizers") or ()),
         "compute_loss_func": others.get("compute_loss_func"),
         "model_init": others.get("model_init"),
+        **{f"a {name} of your own": getattr(kind, name) is not getattr(Trainer, name) for name in methods},
     }
     if names := [name for name, value in refused.items() if value]:
-        raise PipelineError(
-            f"{', '.join(names)}: not possible in a pipeline; leave them out, or use pipedream.Pipeline"
-        )
+        raise PipelineError(f"{', '.join(names)}: not possible in a pipeline; leave it out, or use pipedream.Pipeline")
