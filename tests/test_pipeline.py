@@ -174,6 +174,21 @@ def test_a_plain_state_dict_goes_in_and_comes_out() -> None:
             pipeline.load_state_dict({**warm, "8.bias": torch.zeros(7)})
 
 
+def test_a_state_dict_that_hooks_rename_goes_in_and_comes_out() -> None:
+    animal = zoo.make("cnn")
+    plain = {name: value + 1 for name, value in animal.model.state_dict().items()}
+    animal.model._register_state_dict_hook(lambda _, state, *__: {f"saved.{name}": state[name] for name in state})
+    with pipeline_of(animal) as pipeline:
+        for names in (plain, {f"saved.{name}": value for name, value in plain.items()}):
+            list(pipeline.train(animal.batches))
+            pipeline.load_state_dict(names)
+            state = pipeline.state_dict()
+            assert list(state) == [f"saved.{name}" for name in plain]
+            assert all(torch.equal(state[f"saved.{name}"], value) for name, value in plain.items())
+        with pytest.raises(CaptureError, match=r"lacks '0\.weight'"):
+            pipeline.load_state_dict({})
+
+
 def test_a_warm_start_trains_as_the_model_it_came_from() -> None:
     losses = []
     for warm in (False, True):

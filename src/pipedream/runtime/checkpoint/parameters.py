@@ -27,13 +27,24 @@ def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
     return list(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
 
 
+def saved_names(model: nn.Module) -> dict[str, str]:
+    """Returns the model's own names of what its state dict holds -> the names there, which its hooks may change."""
+    saved = model.state_dict(keep_vars=True)
+    renamed = {id(value): name for name, value in saved.items()}
+    return {
+        name: name if name in saved else renamed[id(tensor)]
+        for name, tensor in named_state(model).items()
+        if name in saved or id(tensor) in renamed
+    }
+
+
 def unused_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Returns the parameters and buffers that no layer reads and a state dict holds, without those on the meta device.
 
     Args:
         names: what all layers read.
     """
-    state, saved = named_state(model), model.state_dict(keep_vars=True)
+    state, saved = named_state(model), saved_names(model)
     used = {id(state[name]) for name in names}
     return [name for name, t in state.items() if id(t) not in used and name in saved and not t.is_meta]
 
@@ -175,12 +186,13 @@ def load(
     Raises:
         CaptureError: a name is missing or a shape differs.
     """
-    mine, slots, saved = named_state(model), Slots(model), model.state_dict(keep_vars=True)
+    mine, slots, saved = named_state(model), Slots(model), saved_names(model)
     names_to_load, done = set(names), set[int]()
     for name, tensor in mine.items():
         if name not in names_to_load:
             continue
-        source = next((alias for alias in (name, *shared.get(name, ())) if alias in state), None)
+        aliases = (name, *shared.get(name, ()))
+        source = next((n for n in (*aliases, *(saved.get(alias) for alias in aliases)) if n in state), None)
         if source is None:
             if name not in saved:
                 continue  # a buffer that is not part of state dicts
