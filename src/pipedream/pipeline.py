@@ -13,7 +13,6 @@ plain process all workers take turns in one thread.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -133,20 +132,11 @@ class Pipeline:
         training = self._training
         continues = training.is_running or training.epoch_batches > 0
         self._finish()
-        self._warn_of_evaluation_mode()
         self._local.note_call("train()", training.number)
         training.is_running, training.should_stop = True, False
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
         count = training.count_epochs(epochs, until_epoch)
         yield from training.run(loader, self._adapt_batch, count, continues=continues)
-
-    def _warn_of_evaluation_mode(self) -> None:
-        if self.rank == 0 and not any(module.training for module in self._local.model.modules()):
-            warnings.warn(
-                "the whole model is in evaluation mode, as from_pretrained() leaves it, so that it trains without "
-                "dropout and on the stored batch statistics; call model.train() before, unless that is meant",
-                stacklevel=3,
-            )
 
     def _report_done(self, done: Done) -> None:
         self._loggers.minibatch(done)

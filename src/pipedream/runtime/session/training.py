@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -70,12 +71,22 @@ class Training:
             )
         return epochs
 
+    def _warn_of_evaluation_mode(self) -> None:
+        local = self._session.local
+        if local.rank == 0 and not any(module.training for module in local.model.modules()):
+            warnings.warn(
+                "the whole model is in evaluation mode, as from_pretrained() leaves it, so that it trains without "
+                "dropout and on the stored batch statistics; call model.train() before, unless that is meant",
+                stacklevel=4,
+            )
+
     def run(self, loader: Any, adapt: AdaptBatch, epochs: int, *, continues: bool) -> Iterator[Done]:
         """Yields each minibatch once its gradients are in the weights.
 
         Args:
             continues: with the data after an earlier run.
         """
+        self._warn_of_evaluation_mode()
         state, self._data_state = self._data_state, None
         if state is None and continues:
             state = self._streams.data_state(*self.position)
