@@ -149,6 +149,16 @@ def test_who_reports_another_rank_also_prints_it(
         assert left == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
 
 
+def test_the_verdict_of_a_guard_is_printed_already(crew: list[Heartbeat]) -> None:
+    """The connection that breaks when it kills a rank says less."""
+    crew[1].report_failure(Verdict(0, "stage 0", "has not been heard of"), wait_s=5.0)
+    rank_guard = Guard.__new__(Guard)
+    rank_guard._rank, rank_guard._heartbeat = 1, crew[1]
+    error = rank_guard.first_cause(ConnectionResetError(104, "Connection reset by peer"), "stage 1, 1F3")
+    assert isinstance(error, PeerError)
+    assert "has not been heard of" in str(error)
+
+
 @pytest.mark.parametrize("store_owner", ["rank 0", "the launcher"])
 def test_words_when_the_store_is_gone(store_owner: str) -> None:
     """The verdict is also read as that of rank 0, which serves the store, on the others."""

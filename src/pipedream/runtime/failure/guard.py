@@ -184,6 +184,8 @@ def _parse_report(text: bytes) -> tuple[int, Verdict]:
 class Guard:
     """Watches for a failure of any rank until `end`; every rank creates one, once they are in a process group."""
 
+    _has_reported = False
+
     def __init__(self, rank: int, ranks: int, activity: Activity, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
         store = dist.distributed_c10d._get_default_store()
         self._rank = rank
@@ -228,6 +230,7 @@ class Guard:
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         if first is not None and first[0] != self._rank:
             return _make_peer_error(first[1])
+        self._has_reported = True
         write_error(f"pipedream: {error}")  # now: the launcher may end this process before it prints
         return None
 
@@ -255,13 +258,14 @@ class Guard:
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
         """Returns another rank's report; waits up to `wait_s` for it.
 
-        Its own report, even of another rank, is this rank's to print.
+        What this rank has reported itself, even of another rank, is its own to print; not so its guard's verdict.
         """
         end = time.monotonic() + wait_s
         while True:
             report = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
             if report is not None:
-                return None if self._rank in (report[0], report[1].rank) else _make_peer_error(report[1])
+                is_own = self._has_reported and report[0] == self._rank
+                return None if is_own or report[1].rank == self._rank else _make_peer_error(report[1])
             if time.monotonic() > end:
                 return None
             time.sleep(_LOOK_S / 2)
