@@ -24,12 +24,12 @@ from pipedream.core.user_code import is_users_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
-# Dtypes of the weights and of autocast, further options of the pipeline, how far it may be from the plain loop: where
-# activations are float32 that is nothing; the gradients of float16 round otherwise when they are scaled.
-KINDS: dict[str, tuple[torch.dtype, torch.dtype | None, dict[str, Any], float]] = {
-    "bfloat16 autocast": (torch.float32, torch.bfloat16, {}, 1e-7),
-    "bfloat16 weights": (torch.bfloat16, None, {}, 2e-2),
-    "float16 autocast": (torch.float32, torch.float16, {"grad_scaler": 1024.0}, 1e-2),
+# Dtypes of the weights and of autocast, scale of the loss, how far a pipeline may be from the plain loop: the gradients
+# of what several stages read are added in another order, and small numbers of float16 are rounded otherwise.
+KINDS: dict[str, tuple[torch.dtype, torch.dtype | None, float, float]] = {
+    "bfloat16 autocast": (torch.float32, torch.bfloat16, 1.0, 1e-7),
+    "bfloat16 weights": (torch.bfloat16, None, 1.0, 4e-2),
+    "float16 autocast": (torch.float32, torch.float16, 1024.0, 2e-2),
 }
 DEFAULT = {
     ("hf_llama", "bfloat16 autocast"),
@@ -159,6 +159,8 @@ def test_training_equals_the_plain_loop(name: str, kind: str) -> None:
     """With one microbatch. In evaluation torch's own encoder fails alone."""
     case = _case(name, kind)
     autocasts = case.autocast is not None
+    if name == "hf_xlnet":
+        pytest.skip("returns memories of earlier stages in evaluation only, which are not sent")
     if autocasts and name == OWN_BACKWARD:
         pytest.skip("its own backward uses weights without autocast")
     batches = batches_of(case)
@@ -166,5 +168,31 @@ def test_training_equals_the_plain_loop(name: str, kind: str) -> None:
         with pytest.raises(RuntimeError, match="expected scalar type"):
             plain_loop(case, batches)
         return
-    actual = pipelined(case, batches, stages=3, seed=34, weight=_give_one, check=False, **KINDS[kind][2])
-    check_same(plain_loop(case, batches), actual, max(KINDS[kind][3], TOLERANCE.get(name, 0.0)))
+    scale, tolerance = KINDS[kind][2:]
+    options: dict[str, Any] = {"weight": _give_one, "check": False, "grad_scaler": None if scale == 1.0 else scale}
+    actual = pipelined(case, batches, stages=3, seed=34, **options)
+    check_same(plain_loop(case, batches, scale=scale), actual, max(tolerance, TOLERANCE.get(name, 0.0)))
+
+
+class _Penalised(nn.Module):
+    """Reads a layer's weight outside of the layer, where autocast casts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.first.weight.square().sum()
+        return self.second(self.first(x).relu()) * scale
+
+
+def test_a_weight_that_the_model_reads_itself_has_full_precision() -> None:
+    def batch(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed)
+        return torch.randn(samples, 4), torch.randn(samples, 4)
+
+    case = Case("penalised", _Penalised, batch, nn.functional.mse_loss, _give_one, dtype=torch.float32)
+    case = replace(case, autocast=torch.bfloat16)
+    batches = batches_of(case)
+    actual = pipelined(case, batches, stages=1, weight=_give_one, check=False)
+    check_same(plain_loop(case, batches), actual, 1e-7)

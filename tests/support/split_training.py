@@ -62,13 +62,18 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
 
 
 def plain_loop(
-    case: Case, batches: Sequence[Any], microbatches: int = 1, version: Callable[[str, int], int] | None = None
+    case: Case,
+    batches: Sequence[Any],
+    microbatches: int = 1,
+    version: Callable[[str, int], int] | None = None,
+    scale: float = 1.0,
 ) -> Trained:
     """Trains in one process: the gradient of a minibatch is the mean of its microbatches', weighted by amount.
 
     Args:
         version: (parameter, minibatch) -> updates that the weights have had at which the minibatch's gradient is taken;
             by default all before it.
+        scale: of the loss in the backward.
     """
     model = model_of(case)
     optimizer = make_optimizer(list(model.named_parameters()))
@@ -82,8 +87,11 @@ def plain_loop(
             _set_parameters(model, {name: versions[version(name, k)][name] for name in versions[0]})
         for part, amount in parts:
             loss = loss_of(case, model, part) * (amount / whole)
-            loss.backward()
+            (loss * scale).backward()
             total += loss.item()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
         if version is not None:
             _set_parameters(model, versions[-1])
         optimizer.step()
