@@ -135,8 +135,7 @@ class Pipeline:
         self._local.note_call("train()", training.number)
         training.is_running, training.should_stop = True, False
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
-        count = training.count_epochs(epochs, until_epoch)
-        yield from training.run(loader, self._adapt_batch, count, continues=continues)
+        yield from training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues)
 
     def _report_done(self, done: Done) -> None:
         self._loggers.minibatch(done)

@@ -57,8 +57,8 @@ class Training:
     def position(self) -> tuple[int, int]:
         return self.epoch, self.epoch_batches
 
-    def count_epochs(self, epochs: int, until: int | None) -> int:
-        """Returns how many epochs a call of `train` has left; after a `restore` says what that comes to."""
+    def _count_epochs(self, epochs: int, until: int | None) -> int:
+        """Returns how many epochs are left; after a `restore` says what that comes to."""
         is_resumed, self._is_resumed = self._is_resumed, False
         if until is not None:
             return max(until - self.epoch, 0)
@@ -80,17 +80,20 @@ class Training:
                 stacklevel=4,
             )
 
-    def run(self, loader: Any, adapt: AdaptBatch, epochs: int, *, continues: bool) -> Iterator[Done]:
+    def run(
+        self, loader: Any, adapt: AdaptBatch, epochs: int, until_epoch: int | None = None, *, continues: bool
+    ) -> Iterator[Done]:
         """Yields each minibatch once its gradients are in the weights.
 
         Args:
+            until_epoch: instead of more epochs, how many shall be done in all.
             continues: with the data after an earlier run.
         """
         self._warn_of_evaluation_mode()
         state, self._data_state = self._data_state, None
         if state is None and continues:
             state = self._streams.data_state(*self.position)
-        until = self.epoch + epochs
+        until = self.epoch + self._count_epochs(epochs, until_epoch)
         opened: int | None = None
         while True:
             end = next_border(self._phases[self.phase :], self.epoch, until)
