@@ -147,7 +147,7 @@ def test_every_cut_gives_the_numbers_of_the_model(name: str, kind: str, monkeypa
         for key, tensor in expected.items():
             assert actual[key].dtype == tensor.dtype, key
             if name == "shared_layers" and case.autocast is not None:  # the model casts the shared weight once
-                assert torch.allclose(actual[key], tensor, atol=TOLERANCE[name]), key
+                assert (actual[key] - tensor).abs().max() <= TOLERANCE[name] * max(1.0, tensor.abs().max()), key
             else:
                 assert torch.equal(actual[key], tensor), key
     for line, dtypes in actual_dtypes.seen.items():
