@@ -126,7 +126,7 @@ def test_a_trainer_in_a_pipeline_gives_what_the_plain_one_gives(tmp_path: Path) 
     assert {path.name for path in (tmp_path / "pipeline").iterdir()} == names
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
 def test_a_trainer_resumes(tmp_path: Path, schedule: str) -> None:
     changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
     rest = {"schedule": schedule, "options": {"clip": "local" if schedule == "pipedream" else "global"}}
@@ -153,6 +153,7 @@ def test_callbacks_steps_and_low_precision(tmp_path: Path) -> None:
     assert entries(stopped, "loss") == entries(trainer, "loss")[:3]
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     changes = {
         "load_best_model_at_end": True,
@@ -204,6 +205,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes_train_as_the_plain_trainer(tmp_path: Path) -> None:
     """Every rank ends with the same weights, figures and evaluations, also after a resume."""

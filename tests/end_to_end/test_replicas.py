@@ -74,7 +74,7 @@ def _matrix() -> list[object]:
         if method in ROUNDS:
             update_delay, depth = LAGS[replicas]
             case = _case(replicas, method, update_delay=update_delay, depth=depth, **LONGER)
-            parameters.append(pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (number > 2)))
+            parameters.append(pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (number > 1)))
     return parameters
 
 

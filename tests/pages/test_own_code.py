@@ -108,6 +108,7 @@ def test_a_script_trains_like_a_plain_loop(capsys: pytest.CaptureFixture[str]) -
 
 
 @needs_hf
+@pytest.mark.slow
 def test_a_recipe_trains_like_a_plain_loop() -> None:
     setup, _, _, recipe, *_ = read_blocks("from_hugging_face.md")
     setup = without_dropout(setup)
@@ -120,6 +121,7 @@ def test_a_recipe_trains_like_a_plain_loop() -> None:
 
 @needs_hf
 @needs_accelerate
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_a_trainer_trains_like_the_plain_one() -> None:
     setup, _, _, _, trainer, *_ = read_blocks("from_hugging_face.md")
@@ -132,6 +134,7 @@ def test_a_trainer_trains_like_the_plain_one() -> None:
     torch.testing.assert_close(actual_weights, weights, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 @needs_hf
 @needs_peft
 def test_adapters_train_like_in_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +153,7 @@ def test_adapters_train_like_in_a_plain_loop(capsys: pytest.CaptureFixture[str])
 
 
 @needs_hf
+@pytest.mark.slow
 def test_less_memory_gives_the_same_to_rounding(capsys: pytest.CaptureFixture[str]) -> None:
     setup, script, _, _, _, _, less_memory = read_blocks("from_hugging_face.md")
     setup = without_dropout(setup)
