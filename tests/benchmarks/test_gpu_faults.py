@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import spread
 
 from pipedream.profiler.stopwatch import Stopwatch
 from pipedream.runtime.checkpoint import optimizer_state
@@ -138,9 +139,11 @@ FAULTS: tuple[tuple[Any, str, Any, str, Fault], ...] = (
 """Check, its finding that must fail, and what is replaced in the library: its owner, its name, by what."""
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
-@pytest.mark.parametrize(("check", "finding", "owner", "name", "fault"), FAULTS, ids=[row[1] for row in FAULTS])
+@pytest.mark.parametrize(
+    ("check", "finding", "owner", "name", "fault"),
+    spread((pytest.param(*row, id=row[1], marks=pytest.mark.slow) for row in FAULTS), every=4),
+)
 def test_a_fault_fails_its_finding(
     check: Any, finding: str, owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
