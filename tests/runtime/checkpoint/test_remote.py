@@ -83,6 +83,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(memory: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* but has no checkpoint.json")
 def test_a_killed_save_leaves_the_checkpoint_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after any of the store's operations, the folder resumes from a checkpoint that is whole."""
     saving.run(URL, epochs=1)
