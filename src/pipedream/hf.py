@@ -3,8 +3,8 @@
     trainer = pipedream.hf.Trainer(model, args, train_dataset=..., schedule="1f1b")
     trainer.train()
 
-The pipeline stands where the Trainer expects its training loader: what it gets of it, one by one, are the minibatches
-that are in the weights. So epochs, logs, callbacks, evaluations and checkpoints are the Trainer's own.
+The pipeline takes the place of the Trainer's training dataloader and yields each minibatch once the weights have been
+updated with it. Epochs, logs, callbacks, evaluations and checkpoints therefore remain the Trainer's own.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ _STATE = "pipeline"  # the pipeline's part of a folder checkpoint-N
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer`, trained in a pipeline: one process with all workers, or one each under torchrun.
+    """A `transformers.Trainer` that trains in a pipeline: all workers in one process, or one process each under torchrun.
 
-    A minibatch has ``per_device_train_batch_size * gradient_accumulation_steps`` samples; the steps are its
-    microbatches. While it trains, the stages have the weights; after `train` the model is whole on every rank.
+    A minibatch has ``per_device_train_batch_size * gradient_accumulation_steps`` samples, split into
+    ``gradient_accumulation_steps`` microbatches. During training the stages hold the weights; after `train` every rank
+    has the whole model.
 
     Args:
-        args, others: as of `transformers.Trainer`.
+        args, others: as for `transformers.Trainer`.
         plan: by default the model is profiled and planned.
         schedule: a method's name.
-        workers: of a plan that is made here; under torchrun the number of processes.
-        options: of `Pipeline`, before those that follow from `args`.
+        workers: for the default plan; under torchrun, the number of processes.
+        options: for `Pipeline`; they override those that follow from `args`.
 
     Attributes:
         pipeline: while `train` runs, else None.
@@ -117,7 +118,7 @@ class Trainer(transformers.Trainer):
         return _Stream(self, super().get_train_dataloader())
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Opens the pipeline; returns an optimizer of nothing, for the rates that are logged."""
+        """Opens the pipeline; returns a dummy optimizer, which only carries the learning rates that are logged."""
         self.pipeline = self._open.enter_context(self._make_pipeline())
         self._group = torch.distributed.new_group(backend="gloo") if self.pipeline.distributed else None
         if self._checkpoint is not None:
@@ -146,7 +147,7 @@ class Trainer(transformers.Trainer):
         if self._plan is None:
             is_alone = not torch.distributed.is_initialized()
             self._plan = make_plan(
-                profile(self.model, sample),
+                profile(self.model, sample, device=options["device"]),
                 Cluster.local(self._workers) if is_alone else None,
                 shape="pipeline",
                 schedule=self._schedule,
