@@ -41,14 +41,11 @@ from loops import (
     summed_loss,
     wait_for,
 )
-from process_checks import wait_for_all
+from process_checks import start_ranks, wait_for_all
 from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.runtime.comm import connections
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import local_world
 
 MICROBATCHES = 4
 PATIENCE_S = 90.0
@@ -225,20 +222,11 @@ def _fail(failure: str, device: torch.device, scale: Scale) -> Finding:
 
 
 def _start(job: Job, ranks: int) -> list[subprocess.Popen[str]]:
-    """Starts the ranks, whose output goes to files in the job's folder."""
-    started = []
-    for rank, world in enumerate(local_world(ranks)):
-        variables = world | {"LOCAL_RANK": "0", "FAILS_FILE": str(Path(job.folder) / "fails")}
-        if job.device != "cpu":
-            variables |= NCCL_ON_ONE_CARD | {"NCCL_HOSTID": f"rank{rank}"}
-        command = [sys.executable, __file__, json.dumps(asdict(job))]
-        with (Path(job.folder) / f"{rank}.said").open("w", encoding="utf-8") as printed:
-            started.append(
-                subprocess.Popen(
-                    command, env=os.environ | variables, stdout=printed, stderr=subprocess.STDOUT, text=True
-                )
-            )
-    return started
+    def choose_variables(rank: int) -> dict[str, str]:
+        variables = {"FAILS_FILE": str(Path(job.folder) / "fails")}
+        return variables if job.device == "cpu" else variables | NCCL_ON_ONE_CARD | {"NCCL_HOSTID": f"rank{rank}"}
+
+    return start_ranks(__file__, job, ranks, choose_variables)
 
 
 # -- what each process runs ---------------------------------------------------------------------------
@@ -307,7 +295,7 @@ def _train(case: Case, device: torch.device, scale: Scale, answer: dict[str, Any
 
 def run_rank(job: Job) -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(PATIENCE_S - 10, exit=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent when the time is over
     device, scale = torch.device(job.device), Scale(**job.scale)
     with ExitStack() as stack:
         if device.type == "cuda":

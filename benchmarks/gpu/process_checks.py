@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -72,21 +72,27 @@ class Job:
     do: str = "train"
 
 
-def start_job(job: Job) -> list[subprocess.Popen[str]]:
-    """Starts one process for each stage; their errors go to files in the job's folder."""
+def start_ranks(
+    program: str, job: Any, ranks: int, variables: Callable[[int], dict[str, str]] = lambda rank: {}
+) -> list[subprocess.Popen[str]]:
+    """Starts a program with a job for each rank; what they print goes to ``<rank>.said`` in the job's folder."""
     started = []
-    for rank, world in enumerate(local_world(job.stages)):
+    for rank, world in enumerate(local_world(ranks)):
         with (Path(job.folder) / f"{rank}.said").open("w", encoding="utf-8") as printed:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, json.dumps(asdict(job))],
-                    env=os.environ | world | {"LOCAL_RANK": "0"},
+                    [sys.executable, program, json.dumps(asdict(job))],
+                    env=os.environ | world | {"LOCAL_RANK": "0"} | variables(rank),
                     stdout=printed,
                     stderr=subprocess.STDOUT,
                     text=True,
                 )
             )
     return started
+
+
+def start_job(job: Job) -> list[subprocess.Popen[str]]:
+    return start_ranks(__file__, job, job.stages)
 
 
 def wait_for_all(started: list[subprocess.Popen[str]], seconds: float) -> float:

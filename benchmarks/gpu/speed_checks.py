@@ -45,16 +45,16 @@ STAGES, MICROBATCHES = 4, 8
 
 def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
     """What the card does without this library; the bounds are shares of what the library's table says of the card."""
-    known = _look_up_device(device)
+    table_entry = _look_up_device(device)
     is_card = device.type == "cuda"
     a, b = (torch.randn(scale.side, scale.side, device=device, dtype=torch.bfloat16) for _ in range(2))
     product_s = seconds_of(lambda: a @ b, device, scale.repeats)
-    flops_per_s = None if known is None else known.flops_per_s["bfloat16"] * known.flop_share
+    flops_per_s = None if table_entry is None else table_entry.flops_per_s["bfloat16"] * table_entry.flop_share
     yield _bound_by_table("bf16_product_flops_per_s", 2 * scale.side**3 / product_s, flops_per_s)
     source = torch.ones(scale.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = seconds_of(lambda: target.copy_(source), device, scale.repeats)
-    bytes_per_s = None if known is None else known.bytes_per_s
+    bytes_per_s = None if table_entry is None else table_entry.bytes_per_s
     yield _bound_by_table("copy_bytes_per_s", 2 * source.nbytes / copy_s, bytes_per_s, "read and written")
     few = torch.zeros(1, device=device)
     began = time.perf_counter()
@@ -69,17 +69,17 @@ def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
     marks = [mark() for _ in range(20 * scale.repeats)]
     yield Finding("mark_s", (time.perf_counter() - began) / len(marks), "<=", launch_s, "of the host; a launch's")
     measured = measure_device(device, seconds=0.01 * scale.repeats)
-    if known is not None:
+    if table_entry is not None:
         # A model's shapes are not the best: the table's share of the peak is less than that of a large product.
         for name, rate, least in (
-            ("bf16", measured.flops_per_s["bfloat16"] / known.flops_per_s["bfloat16"], known.flop_share),
-            ("bytes", measured.bytes_per_s / known.bytes_per_s, known.byte_share),
+            ("bf16", measured.flops_per_s["bfloat16"] / table_entry.flops_per_s["bfloat16"], table_entry.flop_share),
+            ("bytes", measured.bytes_per_s / table_entry.bytes_per_s, table_entry.byte_share),
         ):
             yield Finding(f"measured_share_of_peak_{name}", rate, ">=", least - 0.05, f"in the table {least:g}")
     need_card(device)
     pinned = torch.empty(scale.copied_bytes, dtype=torch.uint8, pin_memory=True)
     copy_s = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device, max(1, scale.repeats // 4))
-    pcie_bytes_per_s = None if known is None else GPU_LINKS[known.name].pcie_bytes_per_s
+    pcie_bytes_per_s = None if table_entry is None else GPU_LINKS[table_entry.name].pcie_bytes_per_s
     yield _bound_by_table("pinned_to_card_bytes_per_s", pinned.nbytes / copy_s, pcie_bytes_per_s, share=0.7)
 
 
@@ -106,8 +106,8 @@ def host(device: torch.device, scale: Scale) -> Iterator[Finding]:
         parts = MICROBATCHES if method == "1f1b" else 1
         plain_s = min(plain_loop(model, batches, device, microbatches=parts).seconds for _ in range(3))
         piped_s = min(time_streams(model, plan, batches, device, schedule=method, microbatches=parts))
-        own_s = (piped_s - plain_s) / (minibatches * parts * STAGES)
-        note = f"{own_s * 1e6:.0f} us of each microbatch and stage"
+        host_s = (piped_s - plain_s) / (minibatches * parts * STAGES)
+        note = f"{host_s * 1e6:.0f} us of each microbatch and stage"
         yield Finding(f"{method}_host_by_plain", (piped_s - plain_s) / plain_s, "<=", 2.0, note)
 
 
