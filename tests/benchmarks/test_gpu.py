@@ -137,8 +137,8 @@ def test_what_is_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_bounds_of_facts_are_those_of_the_card(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     speed_checks = importlib.import_module("speed_checks")
     monkeypatch.setattr(speed_checks, "name_device", lambda device: card)
-    known = speed_checks._look_up_device(torch.device("cuda"))
-    rate = None if known is None else known.bytes_per_s
+    table_entry = speed_checks._look_up_device(torch.device("cuda"))
+    rate = None if table_entry is None else table_entry.bytes_per_s
     finding = speed_checks._bound_by_table("copy_bytes_per_s", 2.8e12, rate)
     bounds = {"H100": ">= 2.68e+12", "H200": ">= 3.84e+12", "B300": ""}
     assert finding.bound_text == next(bound for name, bound in bounds.items() if name in card)
@@ -236,7 +236,7 @@ def test_the_models_of_the_profiles_are_the_published_ones(tmp_path: Path, monke
 
 @pytest.mark.parametrize(("model", "config"), [("vgg16", "3-1"), ("resnet50", "4")])
 def test_profiles_of_an_h200_give_the_papers_answers(model: str, config: str) -> None:
-    """PipeDream, table 1: VGG-16 is split behind replicated convolutions, ResNet-50 trains in data parallelism."""
+    """PipeDream, table 1: VGG-16 gets a replicated first stage and one more, ResNet-50 plain data parallelism."""
     profile = profiles.Profile.load(FOLDER / "h200" / f"{model}.json")
     assert profile.device == "cuda: NVIDIA H200"
     assert pd.plan(profile, Cluster.flat(4), schedule="pipedream").config == config

@@ -21,16 +21,16 @@ class FakeCuda:
         events: events that were made.
         resets: how often the peak of memory was reset.
         stream_number: of the current stream.
-        found_streams: how often torch looked for the current stream, which takes long.
+        stream_lookups: how often torch looked for the current stream, which takes long.
     """
 
     def __init__(self) -> None:
         self.now_s = self.stream_s = 1000.0
         self.events = 0
-        self.resets = self.stream_number = self.found_streams = 0
+        self.resets = self.stream_number = self.stream_lookups = 0
 
     def _find_stream(self, device: Any = None) -> int:
-        self.found_streams += 1
+        self.stream_lookups += 1
         return self.stream_number
 
     def run(self, seconds: float, host_s: float = 5e-6) -> None:

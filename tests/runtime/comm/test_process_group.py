@@ -150,7 +150,9 @@ def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> N
     process_group.process_device("cuda:0")  # alone, without messages
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(UserWarning, match="CUDA was started before the pipeline .* set CUDA_DEVICE_MAX_CONNECTIONS=32"):
+    with pytest.warns(
+        UserWarning, match="CUDA was initialized before the pipeline .* set CUDA_DEVICE_MAX_CONNECTIONS=32"
+    ):
         process_group.process_device("cuda:0")
 
 

@@ -100,7 +100,7 @@ def test_the_current_stream_is_looked_for_only_where_it_is_another(cuda: FakeCud
         cuda.stream_number = number
         for index in range(100):
             _op(cuda, recorder, index)
-    assert cuda.found_streams == 3
+    assert cuda.stream_lookups == 3
 
 
 def test_the_oldest_mark_is_what_the_gpu_has_not_reached(cuda: FakeCuda) -> None:

@@ -293,8 +293,8 @@ def process_device(name: str) -> torch.device:
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if started and is_distributed() and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
             warnings.warn(
-                "CUDA was started before the pipeline was made, so that its computation may wait behind its messages; "
-                "set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment",
+                "CUDA was initialized before the pipeline was created, so kernels may queue behind messages; set "
+                "CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment",
                 stacklevel=2,
             )
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -103,8 +103,8 @@ class FailureDetector:
     def check(self, now_s: float) -> Verdict | None:
         since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
         self._looked_at_s = now_s
-        own = self._check_gpu(since_s) or self._check_stuck(since_s)
-        return own or self._check_silence() or self._check_calls() or self._check_store(since_s)
+        here = self._check_gpu(since_s) or self._check_stuck(since_s)
+        return here or self._check_silence() or self._check_calls() or self._check_store(since_s)
 
     def process_of(self, rank: int) -> RankProcess | None:
         return self._statuses[rank].process if rank in self._statuses else None

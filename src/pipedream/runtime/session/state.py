@@ -40,9 +40,9 @@ def collect_state_dict(local: LocalWorkers, ema: bool = False, predicted: bool =
                 whole |= key_extra_states(states)
         if local.rank:
             return {}
-        own_names = {id(tensor): name for name, tensor in state.items()}  # a hook may have put others into the state
+        names_by_id = {id(tensor): name for name, tensor in state.items()}  # a hook may have put others into the state
         saved = local.model.state_dict(keep_vars=True)
-        names = {name: name if name in whole else own_names.get(id(value)) for name, value in saved.items()}
+        names = {name: name if name in whole else names_by_id.get(id(value)) for name, value in saved.items()}
         return {name: whole[own_name] for name, own_name in names.items() if own_name in whole}
 
 
