@@ -35,7 +35,7 @@ _STATE = "pipeline"  # the pipeline's part of a folder checkpoint-N
 
 
 class Trainer(transformers.Trainer):
-    """A `transformers.Trainer` that trains in a pipeline: all workers in one process, or one process each under torchrun.
+    """A `transformers.Trainer` that trains in a pipeline: workers share one process, or have one each under torchrun.
 
     A minibatch has ``per_device_train_batch_size * gradient_accumulation_steps`` samples, split into
     ``gradient_accumulation_steps`` microbatches. During training the stages hold the weights; after `train` every rank
