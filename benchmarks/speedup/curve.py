@@ -23,7 +23,7 @@ from pipedream.core.variants import ONE_WORKER, OverLink, RecipeComparison, Vari
 from pipedream.plan_request import PlanRequest
 from pipedream.report.variants import variants_svg
 from pipedream.slow_links import Network, slow_network
-from pipedream.workflows.plan import choose
+from pipedream.workflows.plan import plan_and_compare
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_table
@@ -178,7 +178,7 @@ def _measure_point(
             )
     verdicts = {}
     for name, count in CHOICES.items():
-        answer = choose(profiles[count], PlanRequest(cluster, schedule="auto", allow_asynchronous=True))
+        answer = plan_and_compare(profiles[count], PlanRequest(cluster, schedule="auto", allow_asynchronous=True))
         plans[name], verdicts[name] = answer.plan, answer.verdict
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
     copies = {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])}

@@ -89,14 +89,31 @@ class ModelOptions:
     clip: str = "global"
     ema: float | None = None
     autocast: Any = None
-    compile: bool | str | Mapping[str, Any] = False
+    compile: bool | str | Mapping[str, Any] = option(
+        False, "Compile the modules that lie within one stage with torch.compile.", panel=Panel.RUN
+    )
     on_nan: str = "error"
     grad_scaler: Any = None
     sample: Any = None
-    compensation: Any = None
+    compensation: Any = option(
+        None,
+        "Compensation of late gradients: spike, nesterov, error_feedback, t1:500 (smaller rates for the first 500 "
+        "updates), ... or none; repeatable.",
+        metavar="NAME[:NUMBER]",
+        unset="the recipe's",
+        panel=Panel.METHOD,
+        kind=list[str],
+        read=lambda texts: [text for text in texts if text != "none"],
+    )
     loggers: Iterable[Any] = ()
     callbacks: Sequence[Callback] = ()
-    phases: str | Sequence[Phase] | None = None
+    phases: str | Sequence[Phase] | None = option(
+        None,
+        "Methods to train with in turn. M is the number of microbatches; END is the minibatch at which the method "
+        "ends, or the epoch if an 'e' follows. For example 1f1b/4:200,pipedream:3e,1f1b/4.",
+        metavar="METHOD[/M][+COMPENSATION]:END,...",
+        panel=Panel.METHOD,
+    )
     layout: Layout | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
 
@@ -196,7 +213,12 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
     loss: Any = None
     optimizer: Callable[[list[tuple[str, Any]]], Any]
-    weights: str | os.PathLike[str] | None = None
+    weights: str | os.PathLike[str] | None = option(
+        None,
+        "Weights to start from: a state dict, safetensors, or a folder with the latter.",
+        metavar="PATH",
+        panel=Panel.RUN,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,23 +255,8 @@ class TrainingOptions(MethodOptions):
     """
 
     schedule: str | None = option_of(PlanRequest, "schedule", default=None, unset="the plan's own, or pipedream")
-    phases: str | Sequence[Phase] | None = option(
-        None,
-        "Methods to train with in turn. M is the number of microbatches; END is the minibatch at which the method "
-        "ends, or the epoch if an 'e' follows. For example 1f1b/4:200,pipedream:3e,1f1b/4.",
-        metavar="METHOD[/M][+COMPENSATION]:END,...",
-        panel=Panel.METHOD,
-    )
-    compensation: Any = option(
-        None,
-        "Compensation of late gradients: spike, nesterov, error_feedback, t1:500 (smaller rates for the first 500 "
-        "updates), ... or none; repeatable.",
-        metavar="NAME[:NUMBER]",
-        unset="the recipe's",
-        panel=Panel.METHOD,
-        kind=list[str],
-        read=lambda texts: [text for text in texts if text != "none"],
-    )
+    phases: str | Sequence[Phase] | None = option_of(ModelOptions, "phases")
+    compensation: Any = option_of(ModelOptions, "compensation")
     workers: int | None = option(
         None, "Number of local worker processes.", metavar="N", least=1, unset="the plan's, or 2"
     )
@@ -286,7 +293,7 @@ class TrainingOptions(MethodOptions):
         panel=Panel.MESH,
     )
     allow_asynchronous: bool = option_of(PlanRequest, "allow_asynchronous")
-    compile: bool = option(False, "Compile the modules that lie within one stage with torch.compile.", panel=Panel.RUN)
+    compile: bool = option_of(ModelOptions, "compile")
     epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
     minibatches: int | None = option(
         None, "Stop after this many minibatches.", metavar="N", least=1, unset="no limit", panel=Panel.RUN
@@ -311,12 +318,7 @@ class TrainingOptions(MethodOptions):
     )
     cluster: Cluster | None = None
     memory_bytes: int | None = None
-    weights: str | None = option(
-        None,
-        "Weights to start from: a state dict, safetensors, or a folder with the latter.",
-        metavar="PATH",
-        panel=Panel.RUN,
-    )
+    weights: str | None = option_of(PipelineOptions, "weights")
     out: str | os.PathLike[str] | None = option(
         None,
         "Run folder; or a URL such as s3://bucket/run, to which checkpoints and, at the end, all files go.",
@@ -346,6 +348,13 @@ class TrainingOptions(MethodOptions):
                 continue
             if not (isinstance(value, int) and value >= lowest):
                 raise PipelineError(f"{name}={value!r} was asked for; give a whole number from {lowest} on")
+
+    @property
+    def plan_settings(self) -> dict[str, Any]:
+        """What a finished plan has of its own: excluded by `plan`, and a reason to plan a resumed run anew."""
+        shape = None if self.shape == TrainingOptions.shape else self.shape
+        settings = {"shape": shape, "update_delay": self.update_delay, "chunks": self.chunks, "mesh": self.mesh}
+        return settings | {"cluster": self.cluster, "memory": self.memory_bytes}
 
 
 def compile_arguments(compile: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:

@@ -155,7 +155,7 @@ def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObjec
         profile, cluster, occupancy=occupancy_of(name, m), microbatches=m, update_delay=update_delay
     )
     plan = space.with_bytes(
-        space.plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)),
+        space.build_plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)),
     )
     for (first, last), stage, count, late in zip(
         space.ends(plan), plan.stages, plan.in_flight, plan.update_delay, strict=True

@@ -15,7 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.progress import is_live, progress
 from pipedream.plan_request import PlanRequest
-from pipedream.workflows.plan import choose, plan
+from pipedream.workflows.plan import plan, plan_and_compare
 
 CHAIN = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),) * 4, batch=8)
 
@@ -37,7 +37,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
     "work",
     [
         lambda: plan(CHAIN, Cluster.flat(2), schedule="1f1b"),
-        lambda: choose(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto"), names=["1f1b"]),
+        lambda: plan_and_compare(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto"), names=["1f1b"]),
     ],
 )
 def test_planning_is_shown_on_a_terminal(

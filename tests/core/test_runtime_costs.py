@@ -19,7 +19,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
 from pipedream.planner import manual_plan
-from pipedream.planner import plan as plan_of
+from pipedream.planner import search_plan as plan_of
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 

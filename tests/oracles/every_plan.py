@@ -36,7 +36,7 @@ def every_plan(
                     for line in lines:
                         order = line[workers - sum(replicas) :]
                         taken = () if space.cluster.is_flat or order == tuple(range(len(order))) else order
-                        yield space.plan(cuts, replicas, order=taken, recompute=again)
+                        yield space.build_plan(cuts, replicas, order=taken, recompute=again)
         chains = [(*cuts, cut) for cuts in chains for cut in space.positions[1:-1] if _rises(space, (*cuts, cut))]
 
 

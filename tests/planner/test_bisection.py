@@ -14,7 +14,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.planner import SearchSpace, pipeline_search, plan
+from pipedream.planner import SearchSpace, pipeline_search, search_plan
 from pipedream.planner.bisection import TOLERANCE, Bisection
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, DynamicProgram, replicated_states
 from pipedream.planner.feasibility import RelaxedLine, StageNeeds, period_s
@@ -137,18 +137,18 @@ def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
 
 def test_large_models_are_planned_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, cluster = random_chain(random.Random(3), 12), Cluster.flat(8, 1e9)
-    small = plan(profile, cluster, shape="pipeline")
+    small = search_plan(profile, cluster, shape="pipeline")
     assert small.note.startswith("optimal among pipelines of 2 to 8 stages")
     monkeypatch.setattr(pipeline_search, "_MOST_STATES", 0)
-    large = plan(profile, cluster, shape="pipeline")
+    large = search_plan(profile, cluster, shape="pipeline")
     assert large.note.startswith("best found among pipelines of 2 to 8 stages")
     assert large.slowest_stage_s == pytest.approx(small.slowest_stage_s, rel=2 * TOLERANCE)
     assert large.gap is not None
     assert 0 <= large.gap < 2 * TOLERANCE
     assert str(large).splitlines()[-1].startswith("proven bound ")
-    assert plan(profile, cluster, shape="pipeline", all_workers=True).workers == 8
+    assert search_plan(profile, cluster, shape="pipeline", all_workers=True).workers == 8
     with pytest.raises(PlanError, match="none of the pipelines of 2 to 8 stages fits"):
-        plan(profile, Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
+        search_plan(profile, Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_many_layers_on_three_levels_in_seconds(count: int, widths: tuple[int, .
     rates = (1e11, 1e10, 2.5e9)
     cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
     start = time.process_time()
-    best = plan(Profile.of_chain(layers), cluster)
+    best = search_plan(Profile.of_chain(layers), cluster)
     assert time.process_time() - start < limit_s
     assert best.workers <= cluster.workers
     assert best.gap is not None

@@ -47,12 +47,18 @@ EIGHT = Cluster.flat(8, 1.25e9, 1e-4)
 FOUR = Cluster.flat(4, 1.25e9, 1e-4)
 
 
+def with_fixed_seconds(layer: LayerProfile, fraction: float) -> LayerProfile:
+    """Returns a layer of which each microbatch takes this fraction, however small."""
+    return replace(layer, forward_fixed_s=fraction * layer.forward_s, backward_fixed_s=fraction / 2 * layer.backward_s)
+
+
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
     seconds, size = st.floats(1e-4, 1e-2), st.integers(0, 10**7)
     layer = st.builds(LayerProfile, seconds, seconds, output_bytes=size, parameter_bytes=size, activation_bytes=size)
+    layers, fixed = draw(st.lists(layer, min_size=1, max_size=8)), draw(st.sampled_from([0.0, 0.25, 1.0]))
     return Profile.of_chain(
-        tuple(draw(st.lists(layer, min_size=1, max_size=8))),
+        tuple(with_fixed_seconds(layer, fixed) for layer in layers),
         batch=draw(st.sampled_from([1, 8, 32])),
         update_s=1e-3,
         update_fixed_s=draw(st.sampled_from([0.0, 1e-3])),
@@ -89,14 +95,14 @@ def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> Non
         return
     slower = {shape: rival_s for shape, rival_s in rivals.items() if rival_s and chosen_s > rival_s * (1 + 1e-9)}
     assert not slower, f"{chosen_s} s was chosen"
-    compared = planning.choose(profile, PlanRequest(cluster, schedule=schedule))
+    compared = planning.plan_and_compare(profile, PlanRequest(cluster, schedule=schedule))
     assert compared.candidates[0].period_s == chosen_s
     for candidate in compared.candidates:
         assert candidate.period_s is None or chosen_s <= candidate.period_s * (1 + 1e-9)
-        assert candidate.period_s is None or candidate.bound_s <= candidate.period_s * (1 + 1e-9), (
+        assert candidate.period_s is None or candidate.least_s <= candidate.period_s * (1 + 1e-9), (
             "a bound that does not hold"
         )
-        assert candidate.period_s or candidate.bound_s >= chosen_s or not candidate.config
+        assert candidate.period_s or candidate.least_s >= chosen_s or not candidate.config
     everything = (*compared.candidates, *compared.references)
     for config in {"1", str(workers)}:
         assert any(candidate.config == config and candidate.period_s for candidate in everything) or any(
@@ -152,7 +158,9 @@ def test_each_row_has_its_samples_per_update() -> None:
     """PipeDream's replicas each train a minibatch of their own; a method that flushes divides one."""
     rows = {
         (candidate.schedule, candidate.config): candidate.samples_per_update
-        for comparison in (planning.choose(DIGITS, PlanRequest(FOUR, schedule=name)) for name in ("pipedream", "1f1b"))
+        for comparison in (
+            planning.plan_and_compare(DIGITS, PlanRequest(FOUR, schedule=name)) for name in ("pipedream", "1f1b")
+        )
         for candidate in (*comparison.candidates, *comparison.references)
         if candidate.period_s is not None
     }
@@ -161,9 +169,23 @@ def test_each_row_has_its_samples_per_update() -> None:
     assert {("1f1b", "4"), ("1f1b", "1")} <= set(rows)
 
 
+def test_fixed_seconds_of_microbatches_are_counted_and_shown() -> None:
+    """The bound of a worker alone is exact with them; plan and comparison have a column for them."""
+    profile = Profile.of_chain((with_fixed_seconds(LayerProfile(1.0, 2.0, 8, 0, 0), 0.5),) * 4, batch=8, update_s=0.0)
+    comparison = planning.plan_and_compare(
+        profile, PlanRequest(Cluster.flat(2, 1e9), schedule="auto", microbatches=4), names=("1f1b",)
+    )
+    alone = next(candidate for candidate in comparison.candidates if candidate.config == "1")
+    assert (alone.fixed_s, alone.least_s) == (4 * 4 * 1.0, 4 * (3.0 + 3 * 1.0))
+    assert alone.period_s in (None, pytest.approx(alone.least_s))
+    assert "  minibatch      fixed  samples/s" in str(comparison)
+    assert " backward      fixed     update" in str(comparison.plan)
+    assert "fixed" not in str(planning.plan_and_compare(DIGITS, PlanRequest(FOUR, schedule="pipedream")))
+
+
 def test_what_is_asked_is_compared_too() -> None:
     """A shape that is asked for is planned, and the verdict says what is faster."""
-    comparison = planning.choose(DIGITS, PlanRequest(EIGHT, shape="straight", schedule="pipedream"))
+    comparison = planning.plan_and_compare(DIGITS, PlanRequest(EIGHT, shape="straight", schedule="pipedream"))
     assert comparison.plan.config == "1-1-1-1-1-1-1-1"
     assert [(candidate.schedule, candidate.config) for candidate in comparison.references] == [
         ("pipedream", "8"),
@@ -176,7 +198,7 @@ def test_what_is_asked_is_compared_too() -> None:
 
 def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
     """With 128 samples per update data parallelism is faster than any way with 32, and is not named the best."""
-    comparison = planning.choose(DIGITS, PlanRequest(FOUR, schedule="auto", microbatches=8), names=("1f1b",))
+    comparison = planning.plan_and_compare(DIGITS, PlanRequest(FOUR, schedule="auto", microbatches=8), names=("1f1b",))
     assert {candidate.samples_per_update for candidate in comparison.candidates} == {32, None}
     parallel = next(candidate for candidate in comparison.references if candidate.is_data_parallel)
     assert parallel.period_s < comparison.candidates[0].period_s
@@ -185,21 +207,21 @@ def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
 
 
 def test_one_worker_is_named() -> None:
-    assert planning.choose(DIGITS, PlanRequest(Cluster.flat(2, 1e3), schedule="pipedream")).verdict.startswith(
-        "use one worker: "
-    )
-    alone = planning.choose(DIGITS, PlanRequest(Cluster.flat(1), schedule="pipedream"))
+    assert planning.plan_and_compare(
+        DIGITS, PlanRequest(Cluster.flat(2, 1e3), schedule="pipedream")
+    ).verdict.startswith("use one worker: ")
+    alone = planning.plan_and_compare(DIGITS, PlanRequest(Cluster.flat(1), schedule="pipedream"))
     assert (len(alone.candidates), alone.references) == (1, ())
 
 
 def test_what_does_not_fit_is_named() -> None:
     heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1000),) * 4, batch=8)
-    comparison = planning.choose(heavy, PlanRequest(Cluster.flat(4, memory_bytes=7000), schedule="1f1b"))
+    comparison = planning.plan_and_compare(heavy, PlanRequest(Cluster.flat(4, memory_bytes=7000), schedule="1f1b"))
     whys = {candidate.shape: candidate.why for candidate in comparison.references}
     assert "fits" in whys["data-parallel"]
     assert "DDP on 4 workers: none of the data-parallel plans fits" in str(comparison)
     with pytest.raises(PlanError, match="none of the plans"):
-        planning.choose(heavy, PlanRequest(Cluster.flat(4, memory_bytes=1000), schedule="1f1b"))
+        planning.plan_and_compare(heavy, PlanRequest(Cluster.flat(4, memory_bytes=1000), schedule="1f1b"))
 
 
 def test_the_first_line_is_the_verdict(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

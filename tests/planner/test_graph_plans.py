@@ -16,7 +16,7 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import Site
-from pipedream.planner import SearchSpace, cuts, plan
+from pipedream.planner import SearchSpace, cuts, search_plan
 
 
 def random_graph(draw: random.Random, most: int = 7) -> Profile:
@@ -131,7 +131,7 @@ def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
             continue
         profile = with_tied(draw, profile).without_tied_groups()
         cluster = Cluster.flat(draw.randint(2, 4), draw.choice([0.3, 4.0, 64.0, 1e9]), draw.choice([0.0, 0.5]))
-        best = plan(profile, cluster, shape=draw.choice(["any", "pipeline"]))
+        best = search_plan(profile, cluster, shape=draw.choice(["any", "pipeline"]))
         least_s = least_period(profile, cluster)
         assert best.slowest_stage_s >= least_s * (1 - 1e-12)
         if best.note.startswith("fastest predicted among"):
@@ -161,7 +161,7 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
     for _ in range(100):
         profile = random_graph(draw)
         cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.5]))
-        best = plan(profile, cluster)
+        best = search_plan(profile, cluster)
         assert best.slowest_stage_s == least_period(profile, cluster)
         assert best.bound_s == best.slowest_stage_s
         check_stages(best, profile)
@@ -178,7 +178,7 @@ def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.Monke
     for _ in range(60):
         profile = random_graph(draw)
         cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]))
-        planned = plan(profile, cluster)
+        planned = search_plan(profile, cluster)
         least = least_period(profile, cluster)
         assert planned.bound_s <= least <= planned.slowest_stage_s
         check_stages(planned, profile)
@@ -217,7 +217,7 @@ def test_memory_is_kept() -> None:
         if best is None or least is None:
             continue
         try:
-            planned = plan(profile, space.cluster)
+            planned = search_plan(profile, space.cluster)
         except PlanError:
             assert best != least
             continue
@@ -225,5 +225,5 @@ def test_memory_is_kept() -> None:
         assert planned.bound_s <= best.slowest_stage_s <= planned.slowest_stage_s
         if best == least:
             assert planned.slowest_stage_s == best.slowest_stage_s
-        limited += planned.slowest_stage_s > plan(profile, Cluster.flat(3, 4.0)).slowest_stage_s
+        limited += planned.slowest_stage_s > search_plan(profile, Cluster.flat(3, 4.0)).slowest_stage_s
     assert limited > 1

@@ -12,7 +12,7 @@ from drawn import meshed_cluster, meshed_profile
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, profile_of_rank
-from pipedream.planner import MeshSearch, SearchSpace, mesh_search, plan
+from pipedream.planner import MeshSearch, SearchSpace, mesh_search, search_plan
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.mesh_search import fits_rank_memory
@@ -97,7 +97,7 @@ def test_no_single_mesh_is_faster(seed: int) -> None:
     for mesh in meshes:
         of_rank = profile_of_rank(profile, mesh, cluster) if mesh.dimensions else profile
         try:
-            by_hand.append(plan(of_rank, cluster.of_meshes(mesh.size)).slowest_stage_s)
+            by_hand.append(search_plan(of_rank, cluster.of_meshes(mesh.size)).slowest_stage_s)
         except PlanError:
             continue
     try:

@@ -19,7 +19,7 @@ from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SearchSpace, plan
+from pipedream.planner import SearchSpace, search_plan
 from pipedream.planner.dynamic_program.recurrence import (
     DynamicProgram,
     State,
@@ -37,7 +37,7 @@ RULES: dict[str, VersionsRule] = {
 
 
 def straight(profile: Profile, cluster: Cluster, *, stages: int, **options: Any) -> Plan:
-    return plan(profile, cluster, shape=(1,) * stages, **options)
+    return search_plan(profile, cluster, shape=(1,) * stages, **options)
 
 
 def of_stages(space: SearchSpace, stages: int) -> DynamicProgram:
@@ -180,7 +180,7 @@ def test_many_workers_are_planned_in_seconds() -> None:
         LayerProfile(draw.random(), draw.random(), draw.randrange(10**7), draw.randrange(10**8)) for _ in range(200)
     ]
     start = time.process_time()
-    best = plan(Profile.of_chain(tuple(layers)), Cluster.flat(64, 1e9, 1e-5))
+    best = search_plan(Profile.of_chain(tuple(layers)), Cluster.flat(64, 1e9, 1e-5))
     assert time.process_time() - start < 30
     assert best.workers <= 64
     assert max(best.replicas) > 1

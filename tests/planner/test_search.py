@@ -18,7 +18,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SHAPES, SearchSpace, plan
+from pipedream.planner import SHAPES, SearchSpace, search_plan
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)
@@ -56,11 +56,11 @@ def test_takes_the_fastest_of_all(
     least, best = best_plans(space)
     if best is None:
         with pytest.raises(PlanError, match="depth noam was asked" if least else "the least that any of them needs"):
-            plan(profile, cluster, microbatches=microbatches)
+            search_plan(profile, cluster, microbatches=microbatches)
         return
     if best != least:  # a search does not know which messages are in the way
         return
-    planned = plan(profile, cluster, microbatches=microbatches)
+    planned = search_plan(profile, cluster, microbatches=microbatches)
     assert (planned.stages, planned.in_flight, planned.depth_mode) == (best.stages, best.in_flight, "noam")
     assert Plan.from_json(planned.to_json()) == planned
     assert "\n" not in planned.note
@@ -73,12 +73,12 @@ def test_never_loses_to_replicas_alike_where_memory_is_short(
     cluster = Cluster.flat(workers, bandwidth, 0.0, memory)
     for stages in (count for count in range(2, workers + 1) if workers % count == 0 and count <= len(profile.layers)):
         try:
-            equal = plan(profile, cluster, shape=(workers // stages,) * stages)
+            equal = search_plan(profile, cluster, shape=(workers // stages,) * stages)
         except PlanError:
             continue
-        assert plan(profile, cluster).slowest_stage_s <= equal.slowest_stage_s * (1 + 1e-9)
+        assert search_plan(profile, cluster).slowest_stage_s <= equal.slowest_stage_s * (1 + 1e-9)
     try:
-        whole = plan(profile, cluster, all_workers=True)
+        whole = search_plan(profile, cluster, all_workers=True)
     except PlanError:
         return
     assert whole.workers == workers
@@ -98,13 +98,13 @@ def test_no_worker_is_left_out_where_memory_is_short(
     """A straight pipeline of fewer stages than workers fits, and is taken only if workers may be idle."""
     profile = Profile.of_chain(tuple(LayerProfile(1.0, 1.0, *row) for row in rows))
     cluster = Cluster.flat(workers, 1e3, memory_bytes=memory)
-    assert plan(profile, cluster).workers < workers
+    assert search_plan(profile, cluster).workers < workers
     with suppress(PlanError):
-        assert plan(profile, cluster, all_workers=True).workers == workers
+        assert search_plan(profile, cluster, all_workers=True).workers == workers
 
 
 def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
-    slow = plan(EIGHT, Cluster.flat(4, 100.0))
+    slow = search_plan(EIGHT, Cluster.flat(4, 100.0))
     assert slow.config == "1-1-1-1"
     assert slow.in_flight == (4, 3, 2, 1)
     assert slow.slowest_stage_s == 6.0
@@ -113,7 +113,7 @@ def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
         "parallelism on 4 workers is predicted at 36.0 s per minibatch; one worker is predicted at 24.0 s per minibatch"
     )
     uneven = Profile.of_chain((LAYER,) * 7)
-    fast = plan(uneven, Cluster.flat(4, 1e9))
+    fast = search_plan(uneven, Cluster.flat(4, 1e9))
     assert fast.config == "4"
     assert fast.in_flight == (1,)
     assert fast.note.endswith(
@@ -123,15 +123,15 @@ def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
 
 
 def test_one_worker_when_links_are_useless() -> None:
-    alone = plan(EIGHT, Cluster.flat(4, 0.1))
+    alone = search_plan(EIGHT, Cluster.flat(4, 0.1))
     assert (alone.config, alone.slowest_stage_s) == ("1", 24.0)
-    assert plan(EIGHT, Cluster.flat(1)).note == "one worker"
+    assert search_plan(EIGHT, Cluster.flat(1)).note == "one worker"
 
 
 def test_a_stage_with_few_weights_is_replicated() -> None:
     """The paper's finding: replicate what computes, and keep what holds the weights on one worker."""
     rows = (LayerProfile(2.0, 4.0, 10, 1000, 100), LayerProfile(1.0, 2.0, 10, 100_000, 100))
-    best = plan(Profile.of_chain(rows), Cluster.flat(3, 10_000.0))
+    best = search_plan(Profile.of_chain(rows), Cluster.flat(3, 10_000.0))
     assert (best.config, best.in_flight) == ("2-1", (2, 1))
     assert best.slowest_stage_s == pytest.approx((6.0 + 2 * 1000 / 2 / 10_000) / 2)
     assert best.note.endswith(
@@ -144,57 +144,57 @@ def test_a_model_that_cannot_be_cut() -> None:
     graph = LayerGraph.chain((Layer("a", "L"), Layer("b", "L")), ties=((0, 1),))
     profile = Profile("tied", graph, (LAYER,) * 2, batch=1)
     for shape in ("any", "pipeline"):
-        best = plan(profile, Cluster.flat(2), shape=shape)
+        best = search_plan(profile, Cluster.flat(2), shape=shape)
         assert (best.config, len(best.stages)) == ("2", 1)
         assert best.note == (
             "the model cannot be cut; fastest of its plans of one stage; one worker is predicted at 6.00 s per "
             f"minibatch; {profile.ties_in_words()}"
         )
     with pytest.raises(PlanError, match="2 layers can be cut at 0 places"):
-        plan(profile, Cluster.flat(2), shape="straight")
+        search_plan(profile, Cluster.flat(2), shape="straight")
 
 
 def test_kinds_can_be_forced() -> None:
     cluster = Cluster.flat(4, 1e9)
-    pipeline = plan(EIGHT, cluster, shape="straight")
+    pipeline = search_plan(EIGHT, cluster, shape="straight")
     assert pipeline.config == "1-1-1-1"
     assert pipeline.note == (
         "optimal among straight pipelines of 4 stages; data parallelism on 4 workers is predicted at 6.00 s per "
         "minibatch"
     )
-    parallel = plan(EIGHT, Cluster.flat(4, 100.0), shape="data-parallel")
+    parallel = search_plan(EIGHT, Cluster.flat(4, 100.0), shape="data-parallel")
     assert parallel.config == "4"
     assert parallel.note == "data parallelism was asked for; one worker is predicted at 24.0 s per minibatch"
-    assert plan(EIGHT, Cluster.flat(1), shape="pipeline").config == "1"
-    assert plan(EIGHT, Cluster.flat(2), shape="pipeline").config == "1-1"
+    assert search_plan(EIGHT, Cluster.flat(1), shape="pipeline").config == "1"
+    assert search_plan(EIGHT, Cluster.flat(2), shape="pipeline").config == "1-1"
 
 
 @pytest.mark.parametrize("shape", ["3-1", (3, 1), [3, 1]])
 def test_counts_can_be_forced(shape: Any) -> None:
     cluster = Cluster.flat(5, 1e9)
-    forced = plan(EIGHT, cluster, shape=shape)
+    forced = search_plan(EIGHT, cluster, shape=shape)
     space = SearchSpace.of(EIGHT, cluster)
     best = exhaustive(space, lambda plan: plan.replicas == (3, 1))
     assert (forced.config, forced.stages) == ("3-1", space.with_bytes(best).stages)
     assert forced.note.startswith("optimal among plans 3-1; data parallelism on 5 workers is predicted at ")
-    assert plan(EIGHT, cluster, shape="4").config == "4"
+    assert search_plan(EIGHT, cluster, shape="4").config == "4"
 
 
 @pytest.mark.parametrize("shape", ["any", "pipeline"])
 def test_no_worker_is_left_without_work_if_asked(shape: str) -> None:
     thin = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 3 * 10**6),) * 2)  # sums cost more than replicas save
     cluster = Cluster.flat(3, 1e6)
-    assert plan(thin, cluster, shape=shape).workers == 2
-    assert plan(thin, cluster, shape=shape, all_workers=True).workers == 3
+    assert search_plan(thin, cluster, shape=shape).workers == 2
+    assert search_plan(thin, cluster, shape=shape, all_workers=True).workers == 3
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "2-1"])
 def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
-    best = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape, update_delay=1)
+    best = search_plan(EIGHT, Cluster.flat(3, 1e9), shape=shape, update_delay=1)
     many = len(best.stages) > 1
     assert best.update_delay == tuple(int(many and stage.replicas > 1) for stage in best.stages)
     assert Plan.from_json(best.to_json()) == best
-    without = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape)
+    without = search_plan(EIGHT, Cluster.flat(3, 1e9), shape=shape)
     assert without.update_delay == (0,) * len(without.stages)
     for stage, update_delay, before in zip(best.stages, best.update_delay, without.stages, strict=True):
         assert stage.memory.stash_bytes == before.memory.stash_bytes + update_delay * stage.parameter_bytes
@@ -219,16 +219,16 @@ def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
 )
 def test_refuses_shapes_and_lags(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        plan(EIGHT, Cluster.flat(4), **options)
+        search_plan(EIGHT, Cluster.flat(4), **options)
 
 
 def test_memory_drives_from_data_parallelism_to_a_pipeline() -> None:
     cluster = Cluster.flat(4, 1e9, memory_bytes=15_000)
-    best = plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1)
+    best = search_plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1)
     assert best.config == "1-1-1-1"
     assert "data parallelism on 4 workers does not fit the memory" in best.note
     with pytest.raises(PlanError, match=r"none of the data-parallel plans fits: .* 23\.1 kB .* a worker has 15\.0 kB"):
-        plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1, shape="data-parallel")
+        search_plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1, shape="data-parallel")
 
 
 def test_fewer_versions_and_more_microbatches_need_less() -> None:
@@ -236,7 +236,7 @@ def test_fewer_versions_and_more_microbatches_need_less() -> None:
     microbatches before."""
     heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 1000, 4000),) * 4)
     peaks = [
-        max(stage.peak_bytes for stage in plan(heavy, Cluster.flat(4), shape="straight", **options).stages)
+        max(stage.peak_bytes for stage in search_plan(heavy, Cluster.flat(4), shape="straight", **options).stages)
         for options in (
             {},
             {"versions": lambda in_flight, update_delay: 2},
@@ -252,18 +252,18 @@ def test_says_the_least_need_when_nothing_fits() -> None:
         r"\((\d+) bytes\), a worker has 100 B; give more memory"
     )
     with pytest.raises(PlanError, match=says) as caught:
-        plan(EIGHT, Cluster.flat(4, memory_bytes=100))
+        search_plan(EIGHT, Cluster.flat(4, memory_bytes=100))
     least, enough = map(int, re.findall(r"\((\d+) bytes\)", str(caught.value)))
     assert least <= enough <= 1.01 * least
-    assert plan(EIGHT, Cluster.flat(4, memory_bytes=enough)).workers >= 1
+    assert search_plan(EIGHT, Cluster.flat(4, memory_bytes=enough)).workers >= 1
     with pytest.raises(PlanError, match="none of the plans"):
-        plan(EIGHT, Cluster.flat(4, memory_bytes=least - 1))
+        search_plan(EIGHT, Cluster.flat(4, memory_bytes=least - 1))
 
 
 def test_more_stages_than_a_chain_of_cuts_has() -> None:
     """Two layers side by side have two cuts, of which no pipeline uses both."""
     graph = LayerGraph((Layer("a", "Linear"), Layer("b", "Linear")), ())
     profile = Profile("net", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 2, batch=1)
-    assert plan(profile, Cluster.flat(2), shape="straight").config == "1-1"
+    assert search_plan(profile, Cluster.flat(2), shape="straight").config == "1-1"
     with pytest.raises(PlanError, match="cannot be cut into that many stages"):
-        plan(profile, Cluster.flat(3), shape="straight")
+        search_plan(profile, Cluster.flat(3), shape="straight")

@@ -15,7 +15,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.site import Site
-from pipedream.planner import SearchSpace, plan
+from pipedream.planner import SearchSpace, search_plan
 from pipedream.planner.tables.method_occupancy import stash
 from pipedream.planner.workers import LineOrders, WorkerLine
 
@@ -125,14 +125,14 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
         if least is None:
             refused += 1
             with pytest.raises(PlanError, match="the least that any of them needs"):
-                plan(profile, cluster, recompute=recompute, **options)
+                search_plan(profile, cluster, recompute=recompute, **options)
             continue
         if best is None:  # messages of neighbours, and what an update delay adds, are known of a whole plan only
             with pytest.raises(PlanError, match="depth noam was asked"):
-                plan(profile, cluster, recompute=recompute, **options)
+                search_plan(profile, cluster, recompute=recompute, **options)
             continue
         try:
-            got = plan(profile, cluster, recompute=recompute, **options)
+            got = search_plan(profile, cluster, recompute=recompute, **options)
         except PlanError:
             assert best != least
             crowded += 1
@@ -167,7 +167,7 @@ def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
         if best is None or best != least:
             continue
         tried += 1
-        assert plan(profile, cluster).slowest_stage_s == best.slowest_stage_s
+        assert search_plan(profile, cluster).slowest_stage_s == best.slowest_stage_s
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -211,7 +211,7 @@ def test_a_large_worker_takes_what_needs_memory() -> None:
     """Stage 0 holds the most in flight, so the one large worker goes there, wherever it stands in the cluster."""
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 10, 1000, 1000),) * 3)
     cluster = Cluster((Level(3, 1e9),), kinds=(Workers(2, "small", memory_bytes=5_500), Workers(1, "large")))
-    best = plan(profile, cluster, shape="straight")
+    best = search_plan(profile, cluster, shape="straight")
     assert best.worker_order == (2, 0, 1)
     assert best.slowest_stage_s == 3.0
     assert "in any of 3 orders of those that differ" in best.note
@@ -220,7 +220,7 @@ def test_a_large_worker_takes_what_needs_memory() -> None:
 def test_a_fast_worker_takes_more_layers() -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 6)
     cluster = Cluster((Level(2, 1e9),), kinds=(Workers(1, "slow"), Workers(1, "fast", 2.0)))
-    best = plan(profile, cluster, shape="straight")
+    best = search_plan(profile, cluster, shape="straight")
     assert sorted(stage.last - stage.first for stage in best.stages) == [2, 4]
     assert best.slowest_stage_s == 4.0
 
@@ -229,7 +229,7 @@ def test_weights_are_summed_inside_machines() -> None:
     """Four workers on two machines whose link is slow: one stage each, and its sum does not leave it."""
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 10**6),) * 2)
     cluster = Cluster((Level(2, 1e9), Level(2, 1e5)))
-    best = plan(profile, cluster)
+    best = search_plan(profile, cluster)
     assert best.config == "2-2"
     assert best.slowest_stage_s == pytest.approx(1.5, rel=0.01)
 
@@ -238,8 +238,8 @@ def test_recomputation_where_memory_is_short() -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 0, 1000),) * 4)
     tight = Cluster.flat(2, 1e9, memory_bytes=3_000)
     with pytest.raises(PlanError, match="none of the straight pipelines of 2 stages fits"):
-        plan(profile, tight, shape="straight")
-    best = plan(profile, tight, shape="straight", recompute="auto")
+        search_plan(profile, tight, shape="straight")
+    best = search_plan(profile, tight, shape="straight", recompute="auto")
     assert [stage.recompute for stage in best.stages] == [True, False]
     # Of two in flight one's activations; three messages behind, two outputs; two before, three gradients on the way.
     assert [stage.peak_bytes for stage in best.stages] == [2000 + 3 + 2, 2000 + 2 + 3]
@@ -252,7 +252,7 @@ def test_recomputing_never_helps_what_fits(seed: int) -> None:
     for _ in range(8):
         profile, cluster = random_chain(draw), random_tree(draw)
         roomy = Cluster(cluster.levels, kinds=tuple(Workers(k.count, k.device, k.speed) for k in cluster.kinds))
-        without, auto, always = (plan(profile, roomy, recompute=how) for how in ("never", "auto", "always"))
+        without, auto, always = (search_plan(profile, roomy, recompute=how) for how in ("never", "auto", "always"))
         assert auto == without
         assert always.slowest_stage_s >= without.slowest_stage_s
         assert all(stage.recompute for stage in always.stages)
@@ -260,4 +260,4 @@ def test_recomputing_never_helps_what_fits(seed: int) -> None:
 
 def test_refuses_an_unknown_recomputation() -> None:
     with pytest.raises(PlanError, match="unknown recompute 'often'; give never, auto, always"):
-        plan(random_chain(random.Random(0)), Cluster.flat(1), recompute="often")
+        search_plan(random_chain(random.Random(0)), Cluster.flat(1), recompute="often")

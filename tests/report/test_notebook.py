@@ -23,7 +23,7 @@ from pipedream.report.html_tables import profile_table
 from pipedream.report.notebook import picture
 from pipedream.schedules import build
 from pipedream.verifier import verify
-from pipedream.workflows.plan import choose
+from pipedream.workflows.plan import plan_and_compare
 from pipedream.workflows.sweep import sweep
 from tests.report.html_page import HtmlPage
 
@@ -38,7 +38,9 @@ def nouns() -> dict[str, Any]:
     program = lower(build("1f1b", plan, 6))
     examples = [
         *(CHAIN, plan, timeline, program, verify(program), pipedream.metrics.run_metrics(timeline)),
-        choose(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto", microbatches=4), names=["gpipe", "naive"]),
+        plan_and_compare(
+            CHAIN, PlanRequest(Cluster.flat(2), schedule="auto", microbatches=4), names=["gpipe", "naive"]
+        ),
         sweep(
             CHAIN,
             PlanRequest(Cluster.flat(2), shape="pipeline"),

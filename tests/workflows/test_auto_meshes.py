@@ -20,7 +20,7 @@ from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
-from pipedream.workflows.plan import choose, plan
+from pipedream.workflows.plan import plan, plan_and_compare
 
 LAYOUT = Layout("batch:data,d_ff:model", names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"})
 
@@ -94,11 +94,11 @@ def test_it_is_never_slower_than_a_mesh_by_hand(seed: int, schedule: str) -> Non
     """In simulation."""
     draw = random.Random(seed)
     profile, cluster = meshed_profile(draw), Cluster.flat(4, draw.choice([4.0, 100.0]))
-    comparison = choose(profile, PlanRequest(cluster, schedule=schedule, mesh="auto"))
+    comparison = plan_and_compare(profile, PlanRequest(cluster, schedule=schedule, mesh="auto"))
     best_s = comparison.candidates[0].period_s
     assert best_s is not None
     for mesh in ("none", *(rank.mesh for rank in profile.ranks)):
-        by_hand = choose(profile, PlanRequest(cluster, schedule=schedule, mesh=mesh)).candidates[0].period_s
+        by_hand = plan_and_compare(profile, PlanRequest(cluster, schedule=schedule, mesh=mesh)).candidates[0].period_s
         assert by_hand is not None
         assert best_s <= by_hand * (1 + 1e-9), mesh
 
@@ -114,7 +114,7 @@ def test_a_layer_that_no_rank_holds_is_planned() -> None:
         PlanError, match=r"a stage may also be sharded over several ranks: plan with mesh='auto' \(--mesh"
     ):
         plan(profile, cluster)
-    comparison = choose(profile, PlanRequest(cluster, schedule="pipedream", mesh="auto"))
+    comparison = plan_and_compare(profile, PlanRequest(cluster, schedule="pipedream", mesh="auto"))
     assert [str(mesh) for mesh in comparison.plan.meshes] == ["model:2", "model:2"]
     assert (comparison.plan.config, comparison.plan.ranks, comparison.candidates[0].kind) == ("1x2-1x2", 4, "mixed")
     assert kinds_of(comparison) == {"tensor": "1x4", "mixed": "1x2-1x2"}
@@ -141,11 +141,15 @@ def test_when_nothing_fits_it_says_by_how_much_and_what_would() -> None:
 def test_kinds() -> None:
     """Each is chosen where it is best."""
     quick = Cluster.flat(4, 1e9)
-    pure = choose(one_of(("model:2",), layers=4, weights=10**9), PlanRequest(quick, schedule="pipedream", mesh="auto"))
+    pure = plan_and_compare(
+        one_of(("model:2",), layers=4, weights=10**9), PlanRequest(quick, schedule="pipedream", mesh="auto")
+    )
     assert (pure.candidates[0].kind, pure.plan.config) == ("pipeline", "1-1-1-1")
-    data = choose(one_of(("model:2",), layers=1, weights=4), PlanRequest(quick, schedule="pipedream", mesh="auto"))
+    data = plan_and_compare(
+        one_of(("model:2",), layers=1, weights=4), PlanRequest(quick, schedule="pipedream", mesh="auto")
+    )
     assert (data.candidates[0].kind, data.plan.config) == ("data", "4")
-    tensor = choose(
+    tensor = plan_and_compare(
         one_of(("model:4",), layers=1, weights=10**10), PlanRequest(quick, schedule="pipedream", mesh="auto")
     )
     assert (tensor.candidates[0].kind, tensor.plan.config) == ("tensor", "1x4")

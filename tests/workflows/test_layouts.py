@@ -97,7 +97,7 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(ScheduleError, match="needs stage s on worker s mod p, without replicas; found plan 1-1-1"):
         schedules.build("interleaved_1f1b", replace(Plan.uniform(3), worker_order=(0, 2, 1)))
     with pytest.raises(ScheduleError, match="plan for it alone"):
-        planning.choose(EVEN, PlanRequest(cluster, schedule="auto"), names=["chimera"])
+        planning.plan_and_compare(EVEN, PlanRequest(cluster, schedule="auto"), names=["chimera"])
 
 
 def test_the_plan_says_who_has_several_stages() -> None:

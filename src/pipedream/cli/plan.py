@@ -98,7 +98,7 @@ def plan(
     model_profile = read_profile(profile)
     kinds = _read_kinds(devices, model_profile)
     request = replace(request, cluster=_replace_kinds(links.read(sum(kind.count for kind in kinds) or None), kinds))
-    answer = _plan(model_profile, request, name=profile.stem, batch=batch)
+    answer = _compute_answer(model_profile, request, name=profile.stem, batch=batch)
     if output is not None and output.suffix == ".txt":
         text = model_profile if isinstance(model_profile, GraphText) else GraphText.of(model_profile)
         text.with_stages(stage.names for stage in answer.plan.stages).save(output)
@@ -109,7 +109,7 @@ def plan(
         return
     if answer.compared is not None:
         print(f"verdict: {answer.compared.verdict}\n")
-        print(answer.compared if explain else answer.compared.finalists(), end="\n\n")
+        print(answer.compared if explain else answer.compared.keep_best(), end="\n\n")
     print(answer.plan)
     if memory_table:
         print(f"\n{stage_memory_table(answer.plan)}")
@@ -168,7 +168,7 @@ class _Answer:
         }
 
 
-def _plan(profile: Profile | GraphText, request: PlanRequest, *, name: str, batch: int | None) -> _Answer:
+def _compute_answer(profile: Profile | GraphText, request: PlanRequest, *, name: str, batch: int | None) -> _Answer:
     """`name` and `batch` are for a graph.txt, which has none."""
     began = time.perf_counter()
     if request.cost_model == "classic":
@@ -179,7 +179,7 @@ def _plan(profile: Profile | GraphText, request: PlanRequest, *, name: str, batc
     profile = profile.profile(name) if isinstance(profile, GraphText) else profile
     if batch is not None:
         profile = replace(profile, batch=batch)
-    compared = planning.choose(profile, request)
+    compared = planning.plan_and_compare(profile, request)
     unlimited = PlanRequest(request.workers_and_links.without_memory_limits(), shape="data-parallel")
     return _Answer(
         compared.plan,

@@ -150,21 +150,14 @@ def _read_files(
     recipe: str, plan: Path | None, shape: ShapeFlags, options: TrainingOptions, links: LinkFlags
 ) -> TrainingOptions:
     """Returns the options with the plan, the shape and the cluster that other flags give; checks them first."""
-    check_flags(
-        plan=plan,
-        shape=shape.read(),
-        update_delay=options.update_delay,
-        chunks=options.chunks,
-        mesh=options.mesh,
-        **vars(links),
-    )
+    options = replace(options, shape=shape.read() or options.shape)
+    check_flags(plan=plan, **options.plan_settings | vars(links))
     check_flags(phases=options.phases, schedule=options.schedule, microbatches=options.microbatches)
     if not Path(recipe).is_file():
         raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     return replace(
         options,
         plan=None if plan is None else Plan.load(plan),
-        shape=shape.read() or options.shape,
         cluster=None if links.cluster is None else read_cluster(links.cluster),
     )
 

@@ -1,13 +1,20 @@
 """Planning: which layers form a stage, on how many workers, and with which method to train."""
 
-from pipedream.planner.auto import choose
-from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, find_fastest, with_score
+from pipedream.planner.auto import choose_method
+from pipedream.planner.comparison import (
+    Candidate,
+    Comparison,
+    Score,
+    candidate_from_plan,
+    compare_by_simulation,
+    with_score,
+)
 from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.manual import check_cuts, manual_plan, place_of
 from pipedream.planner.mesh_search import MeshSearch
 from pipedream.planner.papers.classic import Classic, classic
 from pipedream.planner.papers.two_bw import two_bw
-from pipedream.planner.search import SHAPES, Finalist, PlanSearch, finalists, parse_counts, plan
+from pipedream.planner.search import SHAPES, Finalist, PlanSearch, list_finalists, parse_counts, search_plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
 
@@ -25,14 +32,14 @@ __all__ = [
     "candidate_from_plan",
     "check_cuts",
     "check_recompute",
-    "choose",
+    "choose_method",
     "classic",
-    "finalists",
-    "find_fastest",
+    "compare_by_simulation",
+    "list_finalists",
     "manual_plan",
     "parse_counts",
     "place_of",
-    "plan",
+    "search_plan",
     "two_bw",
     "with_score",
 ]

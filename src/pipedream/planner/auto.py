@@ -17,8 +17,8 @@ from pipedream.core.plan.search_options import SearchOptions
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
-from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, find_fastest
-from pipedream.planner.search import Finalist, PlanSearch, finalists, plan
+from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, compare_by_simulation
+from pipedream.planner.search import Finalist, PlanSearch, list_finalists, search_plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
@@ -53,7 +53,7 @@ class _Alternatives:
                         for update_delay in delays:
                             yield Candidate(name, m, mode, update_delay, str(shape)), shape, in_flight
 
-    def plan(self, way: Candidate, finalist: Finalist, in_flight: str | tuple[int, ...]) -> Plan:
+    def plan_candidate(self, way: Candidate, finalist: Finalist, in_flight: str | tuple[int, ...]) -> Plan:
         """Raises PlanError if no plan fits, or if it equals that of another candidate."""
         occupancy = self.occupancy(way.schedule, way.microbatches)
         profile = self._split_profile(self.methods[way.schedule].same_updates, way.microbatches)
@@ -72,7 +72,7 @@ class _Alternatives:
         try:
             planned = apply_depth(space, replace(free, cluster=self.cluster), "noam")  # the best plan of all fits
         except PlanError:
-            planned = plan(
+            planned = search_plan(
                 profile,
                 self.cluster,
                 occupancy=occupancy,
@@ -115,7 +115,7 @@ class _Alternatives:
         return self._plans[*key, finalist]
 
 
-def choose(
+def choose_method(
     profile: Profile,
     cluster: Cluster,
     methods: Mapping[str, MethodProperties],
@@ -131,7 +131,7 @@ def choose(
         methods: by name.
         score: simulates a plan with its method and microbatches; may raise a PipelineError.
         occupancy: (method, microbatches) -> what the stages of a plan hold.
-        options: the shape 'any' tries those of `finalists`, among them pipelines with equal replicas, like
+        options: the shape 'any' tries those of `list_finalists`, among them pipelines with equal replicas, like
             PipeDream-2BW's planner (ICML 2021, section 3.3); 'pipeline' leaves out plans of one stage; any other shape
             is the only one. Without microbatches, powers of two up to the samples of a minibatch, 64 at most. The depth
             'noam' also tries 'auto' with methods that can be deeper, an update delay of 0 also 1 with methods that can
@@ -146,12 +146,12 @@ def choose(
             f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not have the seconds of the "
             "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
         )
-    shapes = finalists(options.shape, profile, cluster.workers, options.all_workers)
+    shapes = list_finalists(options.shape, profile, cluster.workers, options.all_workers)
     ways = _Alternatives(profile, cluster, methods, occupancy, shapes, options)
     with progress("planning", sum(1 for _ in ways.all())) as advance:
         planned, refused = _plan_all(ways, advance)
     try:
-        comparison = find_fastest(planned, score, refused)
+        comparison = compare_by_simulation(planned, score, refused)
     except PlanError as error:
         raise PlanError(f"no method works with what was asked on {cluster.workers} workers; {error}") from None
     note = _write_note([candidate for candidate in comparison.candidates if candidate.period_s is not None])
@@ -171,7 +171,7 @@ def _plan_all(ways: _Alternatives, advance: Callable[[], None]) -> tuple[list[tu
     for way, finalist, in_flight in ways.all():
         advance()
         try:
-            plan = ways.plan(way, finalist, in_flight)
+            plan = ways.plan_candidate(way, finalist, in_flight)
         except PipelineError as error:
             refused.append(replace(way, why=str(error)))
             continue

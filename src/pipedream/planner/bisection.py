@@ -216,7 +216,7 @@ class Bisection:
         best: Plan | None = None
         for tolerance in (_COARSE, TOLERANCE):  # if no plan comes near the bound, a coarse one is enough
             low, high = self._narrow(low, high, tolerance)
-            nearer = self._plan(high)
+            nearer = self._find_within(high)
             best = nearer or best
             if nearer is None:
                 break
@@ -247,25 +247,25 @@ class Bisection:
         low, excess, best = bound, _FIRST_EXCESS, None
         while best is None:
             if excess > _LAST_EXCESS:
-                return self._plan(needs.for_period(np.inf))
+                return self._find_within(needs.for_period(np.inf))
             high = needs.for_period(bound.period * (1 + excess), low)
-            best, excess = self._plan(high), 2 * excess
+            best, excess = self._find_within(high), 2 * excess
             low = low if best is not None else high
         for _ in range(_STEPS):
             middle = needs.for_period((low.period + best.slowest_stage_s) / 2, low, high)
-            candidate = self._plan(middle)
+            candidate = self._find_within(middle)
             if candidate is None:
                 low = middle
             else:
                 high, best = middle, min(best, candidate, key=lambda plan: plan.slowest_stage_s)
         return best
 
-    def _plan(self, period: PeriodNeeds) -> Plan | None:
+    def _find_within(self, period: PeriodNeeds) -> Plan | None:
         stages = latest_start_pipeline(period, self.all_workers)
         if stages is None:
             return None
         places, counts = period.needs.places, tuple(stage.replicas for stage in stages)
-        return self.space.plan(
+        return self.space.build_plan(
             tuple(int(places[stage.first]) for stage in stages[1:]),
             counts,
             order=self.line.taken(sum(counts)),

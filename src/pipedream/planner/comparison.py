@@ -2,9 +2,10 @@
 
 Candidates are simulated by increasing *bound*, seconds per minibatch that a candidate cannot beat, if it is not above
 the best simulated time of their kind: pipelines, one worker, data parallelism on each number of workers. With f, b the
-forward and backward of a minibatch at a stage, u its update with the part of the all-reduce that the last backward
-cannot hide, r its replicas and m microbatches, the bound of a flushing method is the maximum over stages s of its own
-work and update, with the all-reduce or with what the runtime adds, which may hide it, and of
+forward and backward of a minibatch at a stage, in microbatches with their fixed seconds, u its update with the part of
+the all-reduce that the last backward cannot hide, r its replicas and m microbatches, the bound of a flushing method is
+the maximum over stages s of its own work and update, with the all-reduce or with what the runtime adds, which may hide
+it, and of
 
     sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
 
@@ -59,10 +60,11 @@ class Candidate:
         depth_mode: 'noam', 'full' or 'auto'; 'hand' if a count was given for each stage.
         shape: as requested.
         config: the plan's configuration; '' if there is none.
-        bound_s: lower bound of the seconds per minibatch.
+        least_s: lower bound of `period_s`.
         period_s, bubble: simulated; None if it was not simulated.
         samples_per_update: those of the stage with the most replicas, if these differ; None if it was not simulated.
         peak_bytes: peak of the fullest worker.
+        fixed_s: of `period_s`, what each microbatch takes however small, at the worker where that is most.
         why: the reason why it was not simulated; '' if it was.
         mesh: the mesh of all workers, or one for each stage, such as ``data:2/-``; '' for single ranks.
     """
@@ -73,13 +75,14 @@ class Candidate:
     update_delay: int
     shape: str
     config: str = ""
-    bound_s: float = 0.0
+    least_s: float = 0.0
     period_s: float | None = None
     bubble: float | None = None
     samples_per_update: int | None = None
     peak_bytes: int = 0
     why: str = ""
     mesh: str = ""
+    fixed_s: float = 0.0
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -202,7 +205,7 @@ class Comparison(Tabular):
         """Returns a row for each candidate, then for each reference."""
         return [asdict(candidate) for candidate in (*self.candidates, *self.references)]
 
-    def finalists(self) -> Comparison:
+    def keep_best(self) -> Comparison:
         """Returns the best candidates only, with data parallelism and one worker."""
         kept = {*self.candidates[:1], *self._pick_best_of_kinds()}
         few = [candidate for candidate in self.candidates if candidate in kept or candidate.period_s is not None]
@@ -224,13 +227,16 @@ class Comparison(Tabular):
 
     def __str__(self) -> str:
         shown = [candidate for candidate in (*self.candidates, *self.references) if candidate.period_s is not None]
-        width = max([12, *(len(_format_plan(candidate)) for candidate in shown if candidate.is_meshed)])
-        head = (
-            f"{'method':<24}  {'plan':<{width}}  {'m':>4}  {'depth':<5}  {'delay':>5}  {'minibatch':>10}  "
-            f"{'samples/s':>9}  {'samples/update':>14}  {'bubble':>6}  {'peak':>9}"
+        columns = self._list_columns(shown)
+        head = "  ".join(f"{name:{spec}}" for name, spec, _ in columns)
+        rows, others = (
+            [
+                "  ".join(f"{cell(candidate):{spec}}" for _, spec, cell in columns)
+                for candidate in candidates
+                if candidate.period_s is not None
+            ]
+            for candidates in (self.candidates, self.references)
         )
-        rows = [self._format_row(candidate, width) for candidate in self.candidates if candidate.period_s is not None]
-        others = [self._format_row(reference, width) for reference in self.references if reference.period_s is not None]
         rest = [candidate for candidate in self.candidates if candidate.period_s is None]
         slow = sum(bool(candidate.config) for candidate in rest)
         names = {"1": "one worker", "data-parallel": f"DDP on {self.plan.cluster.workers} workers"}
@@ -242,24 +248,27 @@ class Comparison(Tabular):
         tail += [f"{count} more cannot be used: {why}" for why, count in reasons.most_common(_FEW_ROWS)]
         return "\n".join([head, *rows, *(["for comparison:", *others] if others else []), *tail])
 
-    def _format_row(self, candidate: Candidate, width: int) -> str:
-        rate = self.plan.batch / candidate.period_s if candidate.period_s else inf
-        cells = [
-            f"{candidate.schedule:<24}",
-            f"{_format_plan(candidate):<{width}}",
-            f"{candidate.microbatches:>4}",
-            f"{candidate.depth_mode:<5}",
-            f"{candidate.update_delay:>5}",
-            f"{format_seconds(candidate.period_s or 0.0):>10}",
-            f"{format_number(rate):>9}",
-            f"{candidate.samples_per_update or 0:>14}",
-            f"{max(candidate.bubble or 0.0, 0.0):>6.1%}",
-            f"{format_bytes(candidate.peak_bytes):>9}",
+    def _list_columns(self, shown: Iterable[Candidate]) -> list[tuple[str, str, Callable[[Candidate], Any]]]:
+        """Returns name, format and cell of each column."""
+        width = max([12, *(len(_format_plan(candidate)) for candidate in shown if candidate.is_meshed)])
+        columns: list[tuple[str, str, Callable[[Candidate], Any]]] = [
+            ("method", "<24", lambda candidate: candidate.schedule),
+            ("plan", f"<{width}", _format_plan),
+            ("m", ">4", lambda candidate: candidate.microbatches),
+            ("depth", "<5", lambda candidate: candidate.depth_mode),
+            ("delay", ">5", lambda candidate: candidate.update_delay),
+            ("minibatch", ">10", lambda candidate: format_seconds(candidate.period_s or 0.0)),
+            ("samples/s", ">9", lambda c: format_number(self.plan.batch / c.period_s if c.period_s else inf)),
+            ("samples/update", ">14", lambda candidate: candidate.samples_per_update or 0),
+            ("bubble", ">6", lambda candidate: f"{max(candidate.bubble or 0.0, 0.0):.1%}"),
+            ("peak", ">9", lambda candidate: format_bytes(candidate.peak_bytes)),
         ]
-        return "  ".join(cells)
+        if any(candidate.fixed_s for candidate in shown):
+            columns.insert(6, ("fixed", ">9", lambda candidate: format_seconds(candidate.fixed_s)))
+        return columns
 
 
-def find_fastest(
+def compare_by_simulation(
     planned: Iterable[tuple[Candidate, Plan]],
     score: Callable[[Plan], Score],
     refused: Iterable[Candidate] = (),
@@ -278,10 +287,10 @@ def find_fastest(
     """
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
     slower, refused, least = [], list(refused), dict[str, float]()
-    for number, (way, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].bound_s, row[0])):
+    for number, (way, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
         group = way.config if len(way.replicas) == 1 else "pipeline"
-        if way.bound_s > least.get(group, inf) * (1 + _TIE):
-            slower.append(replace(way, why=f"cannot take less than {format_seconds(way.bound_s)}"))
+        if way.least_s > least.get(group, inf) * (1 + _TIE):
+            slower.append(replace(way, why=f"cannot take less than {format_seconds(way.least_s)}"))
             continue
         try:
             result = score(plan)
@@ -307,10 +316,16 @@ def with_score(way: Candidate, score: Score) -> Candidate:
 def candidate_from_plan(way: Candidate, plan: Plan, flushes: bool) -> Candidate:
     """Returns the candidate with its plan's config, bound and bytes."""
     peak_bytes = max(stage.peak_bytes for stage in plan.stages)
-    return replace(way, config=plan.config, bound_s=_compute_bound_s(plan, flushes), peak_bytes=peak_bytes)
+    fixed_s = max(
+        -(-plan.microbatches // site.replicas) * stage.fixed_s / site.speed
+        for stage, site in zip(plan.stages, plan.sites, strict=True)
+    )
+    return replace(
+        way, config=plan.config, least_s=_compute_least_s(plan, flushes), peak_bytes=peak_bytes, fixed_s=fixed_s
+    )
 
 
-def _compute_bound_s(plan: Plan, flushes: bool) -> float:
+def _compute_least_s(plan: Plan, flushes: bool) -> float:
     """The lower bound of the module docstring."""
     m, stages, sites = plan.microbatches, plan.stages, plan.sites
     if plan.runtime.overlap_device:  # each op then hides another part of what the runtime adds
@@ -319,20 +334,24 @@ def _compute_bound_s(plan: Plan, flushes: bool) -> float:
     if not flushes:
         rows = zip(stages, sites, tied_sums, runtime, plan.update_delay, strict=True)
         return max(
-            ((stage.compute_s + more_s) / site.speed + sum_s) / site.replicas
+            ((stage.compute_s + (m - 1) * stage.fixed_s + more_s) / site.speed + sum_s) / site.replicas
             for stage, site, tied_s, runtime_s, update_delay in rows
             for more_s, sum_s in (
                 (tied_s, 0.0 if update_delay else float(site.sum_s(stage.parameter_bytes, stage.redone_s))),
                 (runtime_s, 0.0),  # what the runtime adds may hide the sum, with its latency
             )
         )
-    passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
+    passes = [
+        (stage.forward_s + stage.redone_s + (m - 1) * stage.fixed_s) / site.speed
+        for stage, site in zip(stages, sites, strict=True)
+    ]
+    last_backward_s = [(stage.redone_s + (m - 1) * (stage.fixed_s - stage.forward_fixed_s)) / m for stage in stages]
     shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
     stage_s = [share * seconds for share, seconds in zip(shares, passes, strict=True)]
     ahead = accumulate((seconds / m for seconds in passes[:-1]), initial=0.0)
     ends = [
-        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))
-        for stage, site, tied_s in zip(stages, sites, tied_sums, strict=True)
+        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, backward_s))
+        for stage, site, tied_s, backward_s in zip(stages, sites, tied_sums, last_backward_s, strict=True)
     ]
     added = [share * seconds / site.speed for share, seconds, site in zip(shares, runtime, sites, strict=True)]
     updates = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
@@ -347,7 +366,7 @@ def _format_plan(candidate: Candidate) -> str:
 
 def _describe_seconds(candidate: Candidate) -> str:
     return (
-        f"at least {format_seconds(candidate.bound_s)}"
+        f"at least {format_seconds(candidate.least_s)}"
         if candidate.period_s is None
         else format_seconds(candidate.period_s)
     )

@@ -67,12 +67,12 @@ def manual_plan(
         downsets=(),
     )
     check_recompute(recompute)
-    plan = space.plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
+    plan = space.build_plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
     if recompute == "auto":
         needs = (stage.peak_bytes for stage in space.with_bytes(plan).stages)
         limits = (site.memory_bytes for site in plan.sites)
         must = (limit is not None and need > limit for need, limit in zip(needs, limits, strict=True))
-        plan = space.plan(places, counts, note="cut by hand", recompute=tuple(must))
+        plan = space.build_plan(places, counts, note="cut by hand", recompute=tuple(must))
     return apply_depth(space, plan, in_flight)
 
 

@@ -92,7 +92,9 @@ class PipelineSearch:
         if best is None:
             return None
         seconds, count, line, recompute = best
-        return replace(self.space.plan((), (count,), order=line.taken(count), recompute=(recompute,)), bound_s=seconds)
+        return replace(
+            self.space.build_plan((), (count,), order=line.taken(count), recompute=(recompute,)), bound_s=seconds
+        )
 
     def best_pipeline(self, all_workers: bool) -> Plan | None:
         """Returns the best pipeline of at least two stages; in large searches the best that bisection finds."""

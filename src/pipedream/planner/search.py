@@ -36,7 +36,7 @@ _LARGE = 1e8  # (layers times workers) squared
 _SPARE_STEPS = 4  # of the bisection for the least memory to keep free for messages
 
 
-def plan(
+def search_plan(
     profile: Profile,
     cluster: Cluster,
     *,
@@ -93,7 +93,7 @@ def plan(
 
 @dataclass(frozen=True, eq=False)
 class PlanSearch:
-    """The searches of one space for plans of several shapes, see `plan`."""
+    """The searches of one space for plans of several shapes, see `search_plan`."""
 
     space: SearchSpace
     recompute: str = "never"
@@ -115,7 +115,7 @@ class PlanSearch:
             slower: as in a `Finalist`.
 
         Raises:
-            PlanError: see `plan`.
+            PlanError: see `search_plan`.
         """
         if slower != 1:
             slowed = replace(self.space, cluster=self.space.cluster.with_slower_links(slower))
@@ -177,7 +177,7 @@ class Finalist(NamedTuple):
         return self.shape if self.slower == 1 else f"{self.shape}, as if links were {self.slower:g} times slower"
 
 
-def finalists(
+def list_finalists(
     shape: str | tuple[int, ...], profile: Profile, workers: int, all_workers: bool = False
 ) -> list[Finalist]:
     """Returns the searches for 'any' or 'pipeline' whose plans are worth a simulation; any other shape is the only one.

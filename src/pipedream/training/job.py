@@ -136,10 +136,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
 
     Raises PlanError, RecipeError or ArtifactError if these contradict each other.
     """
-    shape = None if options.shape == "pipeline" else options.shape
-    fixed: dict[str, Any] = {"shape": shape, "update_delay": options.update_delay, "chunks": options.chunks}
-    fixed |= {"cluster": options.cluster, "memory": options.memory_bytes, "mesh": options.mesh or None}
-    check_options({"plan": options.plan, **fixed})
+    check_options({"plan": options.plan} | options.plan_settings)
     resumed = resume_point(options.resume, options.out)
     if options.schedule and options.schedule != "auto":
         options = replace(options, schedule=canonical(options.schedule))
@@ -199,9 +196,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     runtime = _measure_runtime_costs(recipe, str(process.device))
     if job.resumed is not None:
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
-        anew = options.shape != "pipeline" or options.update_delay or options.cluster or options.memory_bytes
-        anew = anew or bool(options.mesh)
-        if plan is None and saved.ranks == job.workers and not anew:
+        if plan is None and saved.ranks == job.workers and not any(options.plan_settings.values()):
             plan = saved
     if plan is None:
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(_read_mesh(options))} - {""})

@@ -104,9 +104,9 @@ def choose_meshes(
     compared: list[planner.Comparison] = []
     refused: list[tuple[Mesh | None, PipelineError]] = []
     slower: list[Mesh] = []
-    for mesh in sorted(meshes, key=single.bound_s):
+    for mesh in sorted(meshes, key=single.compute_least_s):
         simulated = (row for row in compared if row.candidates[0].period_s is not None)
-        if single.bound_s(mesh) >= min((_rank_by_seconds(row)[0] for row in simulated), default=inf):
+        if single.compute_least_s(mesh) >= min((_rank_by_seconds(row)[0] for row in simulated), default=inf):
             slower.append(mesh)
             continue
         try:
@@ -158,7 +158,7 @@ class _SingleMesh:
             )
         return comparison
 
-    def bound_s(self, mesh: Mesh) -> float:
+    def compute_least_s(self, mesh: Mesh) -> float:
         """Returns seconds per minibatch that no plan on a mesh can beat: all passes, divided by the workers' speeds."""
         cluster = self.request.workers_and_links
         rank = _profile_rank(self.profile, mesh, cluster)
@@ -215,7 +215,7 @@ def _choose_fastest(
     first = best.candidates[0]
     candidates = (*(candidate for row in every for candidate in row.candidates), *others)
     rest = [candidate for candidate in candidates if candidate is not first]
-    rest.sort(key=lambda candidate: (inf if candidate.period_s is None else candidate.period_s, candidate.bound_s))
+    rest.sort(key=lambda candidate: (inf if candidate.period_s is None else candidate.period_s, candidate.least_s))
     merged = planner.Comparison(best.plan, (first, *dict.fromkeys(rest)))
     simulated = sum(candidate.period_s is not None for candidate in merged.candidates)
     how = f"{simulated} plans were simulated" if simulated else ""
@@ -272,8 +272,8 @@ def _compare_mixed(
         )
         candidate = planner.candidate_from_plan(candidate, plan, flushes)
         least_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
-        if simulates and candidate.bound_s >= least_s:
-            candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.bound_s)}")
+        if simulates and candidate.least_s >= least_s:
+            candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.least_s)}")
         elif simulates and not takes_long(plan):
             candidate = planner.with_score(candidate, score_plan(plan))
         rows.append(planner.Comparison(plan, (candidate,)))
@@ -304,7 +304,7 @@ class _MixedSearch:
         for slower in _SLOWER if _is_simulated(self.request) and isinstance(shape, str) else (1.0,):
             finalist = planner.Finalist(shape if isinstance(shape, str) else "-".join(map(str, shape)), slower)
             try:
-                plan = self._plan(finalist)
+                plan = self._plan_finalist(finalist)
             except PipelineError:
                 if slower == 1.0:
                     raise
@@ -312,7 +312,7 @@ class _MixedSearch:
                 plans.setdefault((plan.stages, plan.in_flight), (plan, str(finalist)))
         return list(plans.values())
 
-    def _plan(self, finalist: planner.Finalist) -> Plan:
+    def _plan_finalist(self, finalist: planner.Finalist) -> Plan:
         """Plans for the method, with its own number of microbatches if none is given, as `workflows.plan` does."""
         schedule, microbatches, in_flight = self.request.schedule, self.request.microbatches, self.request.in_flight
         search = self._search(microbatches or 1)

@@ -55,7 +55,9 @@ def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
         return add_mesh(comparison.plan, request.mesh)
 
 
-def choose(profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
+def plan_and_compare(
+    profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()
+) -> planner.Comparison:
     """Plans as `plan` does, and also returns what was compared.
 
     The schedule 'auto' finds the method, stages, microbatches and depth with the fewest simulated seconds per
@@ -184,7 +186,7 @@ def _compare(
 
 
 def _plan_auto(profile: Profile, request: PlanRequest, names: Sequence[str]) -> planner.Comparison:
-    return planner.choose(
+    return planner.choose_method(
         profile,
         request.workers_and_links,
         select_methods(names, allow_asynchronous=request.allow_asynchronous),
@@ -276,7 +278,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     order = layout.order(p, chunks or layout.chunks or 1)
     count = layout.stages(p, chunks)
     row = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-    straight = planner.plan(profile, row, versions=lambda in_flight, update_delay: 1, shape="straight")
+    straight = planner.search_plan(profile, row, versions=lambda in_flight, update_delay: 1, shape="straight")
     recompute = request.recompute == "always"
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in straight.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
@@ -330,7 +332,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
     line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.worker_order else cluster
     occupancy = occupancy_of(name)
     if request.cuts is None:
-        plan = planner.plan(
+        plan = planner.search_plan(
             profile,
             line,
             occupancy=occupancy,

@@ -38,7 +38,7 @@ class StageSearch:
         batch = self.profile.batch
         possible = [row for row in rows if batch == 1 or row[1].microbatches <= batch] or rows
         try:
-            comparison = planner.find_fastest(possible, score_plan, refused)
+            comparison = planner.compare_by_simulation(possible, score_plan, refused)
         except PlanError:  # none can be simulated
             return planner.Comparison(rows[0][1], (rows[0][0],))
         ties = self.profile.ties_in_words() if workers > 1 else ""
@@ -72,7 +72,7 @@ class StageSearch:
         request = self.request
         assert isinstance(request.shape, str), "an automatic shape is a word"
         workers = request.workers_and_links.workers
-        finalists = planner.finalists(request.shape, self.profile, workers, request.all_workers)
+        finalists = planner.list_finalists(request.shape, self.profile, workers, request.all_workers)
         plans: dict[tuple[Any, ...], tuple[str, Plan]] = {}
         refused: list[planner.Candidate] = []
         errors: list[PipelineError] = []

@@ -40,7 +40,7 @@ class Plan(Tabular, Artifact):
         note: the planner's promise.
         worker_order: the cluster's worker for each replica, stage by stage; () for their own order. A worker may have
             several stages (chunks).
-        bound_s: no plan of the note's space is faster, in seconds per unit; 0 if nothing is proved.
+        bound_s: proven lower bound of `slowest_stage_s`, for all plans of the note's space; 0 if nothing is proved.
         schedule: the method that it was planned for, or ''.
         microbatches: parts of a minibatch.
         tied_weights: weights that several stages hold.
@@ -349,6 +349,9 @@ def _format_plan(plan: Plan) -> str:
     if max(plan.replicas) > 1:
         sync_s = plan.costs.sync_s
         columns.insert(4, ("all-reduce", 10, lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-"))
+    if plan.microbatches > 1 and any(stage.fixed_s for stage in plan.stages):
+        columns.insert(3, ("fixed", 9, lambda s, stage: format_seconds(stage.fixed_s)))
+        words.append("fixed: of both passes, for each microbatch after the first, however small")
     if plan.ranks > plan.workers:
         meshes = [str(mesh) for mesh in plan.meshes]
         columns.insert(1, ("mesh", max(4, *map(len, meshes)), lambda s, stage: meshes[s]))

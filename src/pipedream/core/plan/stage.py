@@ -103,6 +103,11 @@ class Stage:
         )
 
     @property
+    def fixed_s(self) -> float:
+        """Seconds of a microbatch's passes, with the repeated forward, that no smaller one saves."""
+        return self.backward_fixed_s + self.forward_fixed_s * (1 + self.recompute)
+
+    @property
     def launch_s(self) -> float:
         return self.forward_launch_s + self.backward_launch_s
 

@@ -126,7 +126,7 @@ class DynamicProgram:
         period = min(self.periods.values())
         if np.isinf(period):
             return None
-        return self._plan(*self._walk(period), note)
+        return self._build_plan(*self._walk(period), note)
 
     @cached_property
     def periods(self) -> dict[State, float]:
@@ -364,7 +364,7 @@ class DynamicProgram:
             key -= int(sends[place])
             choices = self._list_followers(state)
 
-    def _plan(self, cuts: tuple[int, ...], counts: tuple[int, ...], note: str) -> Plan:
+    def _build_plan(self, cuts: tuple[int, ...], counts: tuple[int, ...], note: str) -> Plan:
         workers = sum(counts)
         recompute = []
         indices = {int(place): index for index, place in enumerate(self._places)}
@@ -377,7 +377,7 @@ class DynamicProgram:
             recompute.append(self.recompute == "always" or (self.recompute == "auto" and bool(must)))
             left -= count
         taken = self._line.taken(workers)
-        return self.space.plan(cuts, counts, note, order=taken, recompute=tuple(recompute))
+        return self.space.build_plan(cuts, counts, note, order=taken, recompute=tuple(recompute))
 
 
 def tie_break_key(plan: Plan) -> tuple[float, int, int, int, tuple[tuple[int, int], ...], tuple[bool, ...]]:

@@ -301,7 +301,7 @@ def classic(
         note += "; it leaves a branch and later returns to it, so these seconds are of no plan"
     if cluster.latency_s:
         note += "; latency does not count"
-    plan = _plan(graph, text, cluster, states, stages, versions, in_flight)
+    plan = _build_plan(graph, text, cluster, states, stages, versions, in_flight)
     total, weight_bytes = float(states.compute_s[-1]), float(states.parameter_bytes[-1])
     return Classic(replace(plan, note=note), seconds, total, _compute_data_parallel_s(total, weight_bytes, cluster))
 
@@ -341,7 +341,7 @@ def _describe_nests(stages: list[_ClassicStage]) -> str:
     )
 
 
-def _plan(
+def _build_plan(
     graph: GraphText | Profile,
     text: GraphText,
     cluster: Cluster,
@@ -368,7 +368,7 @@ def _plan(
     for cut, stage in zip(cuts, stages, strict=False):
         crossing[cut] = round(states.output_bytes[stage.last])
     space = replace(space, crossing=crossing)
-    return apply_depth(space, space.plan(cuts, tuple(stage.replicas for stage in stages)), in_flight)
+    return apply_depth(space, space.build_plan(cuts, tuple(stage.replicas for stage in stages)), in_flight)
 
 
 def _assign_owners(text: GraphText, done: list[int]) -> list[int]:

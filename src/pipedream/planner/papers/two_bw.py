@@ -25,7 +25,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
-from pipedream.planner.search import plan
+from pipedream.planner.search import search_plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
 
@@ -82,7 +82,7 @@ def two_bw(
         if stages > len(SearchSpace.of(profile, cluster).positions) - 1:
             continue
         try:
-            base = replace(plan(profile, cluster.without_memory_limits(), shape=(w,) * stages), cluster=cluster)
+            base = replace(search_plan(profile, cluster.without_memory_limits(), shape=(w,) * stages), cluster=cluster)
         except PlanError:  # no chain of the graph's cuts has this many stages
             continue
         splits = [workers << power for power in range((most // workers).bit_length())]

@@ -250,7 +250,7 @@ class SearchSpace(PlaceSums):
         copy_s = float(self._share(self.profile.copy_s, first, last)) if copies else 0.0
         return replace(stage, update_s=float(self._step_s(first, last)) + copy_s, copy_s=copy_s)
 
-    def plan(
+    def build_plan(
         self,
         cuts: tuple[int, ...],
         replicas: tuple[int, ...] | None = None,
