@@ -64,6 +64,8 @@ class ModelOptions:
         grad_scaler: a constant factor on the loss, or a torch.amp.GradScaler whose state is copied (needs a flush).
         sample: the model's input for one minibatch, to profile it and find its layers; by default a recipe's first
             training batch.
+        sums: how the replicas of a stage agree, in place of the plan's: 'full', 'bfloat16', 'float16', 'powersgd:RANK',
+            'every:H' or 'diloco:H' (docs/less_communication.md). A recipe's is left out where no stage has replicas.
         compensation: correction of late gradients in place of the method's own: one or several of
             `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. It
             applies to phases that do not flush and name none themselves.
@@ -95,6 +97,7 @@ class ModelOptions:
     on_nan: str = "error"
     grad_scaler: Any = None
     sample: Any = None
+    sums: str | None = None
     compensation: Any = option(
         None,
         "Compensation of late gradients: spike, nesterov, error_feedback, t1:500 (smaller rates for the first 500 "
@@ -263,6 +266,7 @@ class TrainingOptions(MethodOptions):
     plan: Plan | None = None
     shape: str | tuple[int, ...] = "pipeline"
     update_delay: int = option_of(PlanRequest, "update_delay")
+    sums: str | None = option_of(PlanRequest, "sums", default=None, unset="the recipe's, or the plan's")
     recompute: bool = option(
         False,
         "Make every stage keep only its input and repeat the forward before the backward, like 'pipedream plan "

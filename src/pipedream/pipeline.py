@@ -89,7 +89,8 @@ class Pipeline:
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
-        self.phases = add_compensation(Plan.check_is(plan), phases, options.compensation)
+        plan = replace(Plan.check_is(plan), sums=options.sums or plan.sums)
+        self.phases = add_compensation(plan, phases, options.compensation)
         self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)

@@ -9,6 +9,7 @@ from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.depth import read_depth
 from pipedream.core.plan.search_options import SearchOptions
+from pipedream.core.plan.sums import FULL, SUMS_METAVAR, SumMethod
 
 AUTO = "auto"
 """The mesh with which the planner chooses one for each stage; also the schedule with which it chooses the method."""
@@ -45,7 +46,7 @@ class PlanRequest:
             'auto' chooses one for each stage, or none, together with cuts and replicas (docs/meshes.md).
 
     Raises:
-        PlanError: the cost model or the strategy is not known, or the cluster is no Cluster.
+        PlanError: the cost model, the strategy or the sums are not known, or the cluster is no Cluster.
     """
 
     cluster: Cluster | None = None
@@ -89,6 +90,13 @@ class PlanRequest:
         "slowest stage (search), or by PipeDream-2BW's planner and cost model, where all stages have the same replica "
         "count (2bw).",
         metavar="simulate|search|2bw",
+        panel=Panel.METHOD,
+    )
+    sums: str = option(
+        FULL,
+        "How the replicas of a stage agree: full gradients, gradients in 16 bits, low-rank gradients (powersgd), or "
+        "weights averaged every H updates, as they are (every) or with an outer momentum (diloco).",
+        metavar=SUMS_METAVAR,
         panel=Panel.METHOD,
     )
     shape: str | tuple[int, ...] = "any"
@@ -138,6 +146,7 @@ class PlanRequest:
             raise PlanError(f"cost model {self.cost_model!r} is not known; write pipedream or classic")
         if self.strategy not in ("simulate", "search", "2bw"):
             raise PlanError(f"strategy {self.strategy!r} is not known; write simulate, search or 2bw")
+        object.__setattr__(self, "sums", str(SumMethod.read(self.sums)))
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise PlanError(
                 f"{self.cluster!r} was given as the cluster; give a Cluster, such as pipedream.Cluster.flat(4)"

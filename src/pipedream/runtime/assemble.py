@@ -303,6 +303,7 @@ def _make_stage_state(
             scheduler=settings.scheduler,
             replicas=plan.replicas[stage],
             replica_group=replica_group,
+            sum_method=plan.sum_method,
             ema=settings.ema,
             counted_elsewhere=[list(parameters).index(name) for name in counted_elsewhere],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,

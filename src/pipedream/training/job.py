@@ -20,6 +20,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.sums import FULL
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
@@ -194,6 +195,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
     runtime = _measure_runtime_costs(recipe, str(process.device))
+    saved = None
     if job.resumed is not None:
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
         if plan is None and saved.ranks == job.workers and not any(options.plan_settings.values()):
@@ -225,11 +227,14 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             chunks=options.chunks,
             allow_asynchronous=options.allow_asynchronous and job.schedule == AUTO,
             mesh=options.mesh,
+            sums=options.sums or (recipe.sums or FULL if saved is None else saved.sums),
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
         process.console.print(f"\n{profile}")
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
+    sums = _choose_sums(job, plan)
+    plan = plan if sums is None else replace(plan, sums=sums)
     if options.recompute:
         plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
     plan = replace(plan, runtime=runtime).with_layout(recipe.layout or Layout())
@@ -242,6 +247,12 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         compensation = recipe.compensation
     check_phases_fit(plan, add_compensation(plan, phases, compensation), profile)
     return PlannedJob(job, plan, profile, phases, compensation)
+
+
+def _choose_sums(job: Job, plan: Plan) -> str | None:
+    """Returns how the replicas agree, if not as the plan says; a recipe's counts only where there are replicas."""
+    recipe_counts = job.resumed is None and plan.sum_method.is_exact and max(plan.replicas) > 1
+    return job.options.sums or (job.recipe.sums if recipe_counts else None)
 
 
 def _choose_cluster(job: Job, process: Process) -> Cluster:

@@ -49,10 +49,10 @@ def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
     """Plans as `plan` does."""
     request = _complete(request, profile)
     if request.mesh == AUTO:
-        return _search_meshes(profile, request).plan
+        return _add_sums(_search_meshes(profile, request).plan, request)
     with suggest_mesh_on_shortage(profile, request):
         comparison = _compare(*_plan_on_mesh(profile, request))
-        return add_mesh(comparison.plan, request.mesh)
+        return _add_sums(add_mesh(comparison.plan, request.mesh), request)
 
 
 def plan_and_compare(
@@ -83,6 +83,7 @@ def plan_and_compare(
             profile, request = _plan_on_mesh(profile, request)
             comparison = _compare(profile, request, names)
         chosen = add_mesh(comparison.plan, mesh)
+    chosen = _add_sums(chosen, request)
     first, *rest = comparison.candidates
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
@@ -108,6 +109,10 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
         versions=versions_of(request.schedule),
         in_flight=request.in_flight,
     )
+
+
+def _add_sums(plan: Plan, request: PlanRequest) -> Plan:
+    return plan if max(plan.replicas) == 1 else replace(plan, sums=request.sums)
 
 
 def _complete(request: PlanRequest, profile: Profile | GraphText) -> PlanRequest:

@@ -22,6 +22,7 @@ from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
 from pipedream.core.plan.site import Site
 from pipedream.core.plan.stage import Stage, TiedWeights
+from pipedream.core.plan.sums import FULL, SumMethod
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
 
 
@@ -46,9 +47,11 @@ class Plan(Tabular, Artifact):
         tied_weights: weights that several stages hold.
         graph: the graph of a model that runs by its own forward, to find its layers again; None for a chain of modules.
         runtime: seconds that the runtime adds to the stages' seconds.
+        sums: how the replicas of a stage agree, see `SumMethod`.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
+        PlanError: sums that are not known, or without replicas.
     """
 
     FORMAT = 1
@@ -70,8 +73,10 @@ class Plan(Tabular, Artifact):
     tied_weights: tuple[TiedWeights, ...] = field(default=(), metadata={"json": "tied"})
     graph: LayerGraph | None = None
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
+    sums: str = FULL
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sums", str(SumMethod.read(self.sums).check_replicas(self.replicas)))
         if not self.stages:
             raise ValueError("a plan needs at least one stage, found none")
         if self.stages[0].first != 0:
@@ -147,6 +152,10 @@ class Plan(Tabular, Artifact):
     def meshes(self) -> tuple[Mesh, ...]:
         """Meshes of all stages, in model order."""
         return tuple(Mesh(stage.mesh) for stage in self.stages)
+
+    @property
+    def sum_method(self) -> SumMethod:
+        return SumMethod.read(self.sums)
 
     @property
     def ranks(self) -> int:

@@ -133,7 +133,12 @@ class Comparison:
             buffers = [name for name in local.names.by_stage[stage] if name in here]
         sharding = local.shardings.get(stage)
         if alone or (run.split == 1 and not replica and sharding is None):
-            names = list(stage_state.versions.handles)
+            # Gradients that approximate sums would differ.
+            comparable = not alone or placement.replicas[stage] == 1 or local.program.plan.sum_method.is_exact
+            names = list(stage_state.versions.handles) if comparable else []
+            if not comparable and local.rank == replica == 0:
+                sums = local.program.plan.sums
+                _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, sums)
             stage_state.check = StageCheck(run, stage, buffers, names, alone=alone, sharding=sharding)
 
 
@@ -189,8 +194,8 @@ class StageCheck(StageObserver):
         self._ready.clear()
 
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
-        for name, handle in zip(self._names, handles.values(), strict=True) if self._alone else ():
-            gradient = handle.grad
+        for name in self._names if self._alone else ():
+            gradient = handles[name].grad
             if gradient is not None and self._sharding is not None:
                 gradient = self._sharding.gather([name], gradient)
             self._run.comparer.compare_gradients(self._stage, {name: gradient})

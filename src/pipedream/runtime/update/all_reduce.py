@@ -55,18 +55,24 @@ class _Bucket:
 
 
 class GradientAllReduce:
-    """The all-reduce of one stage's gradients over its replicas."""
+    """The all-reduce of one stage's gradients over its replicas.
+
+    Args:
+        sent_dtype: in which gradients of more bits are sent, and summed; by default their own.
+    """
 
     def __init__(
         self,
         handles: Sequence[torch.Tensor],
         group: Group,
         *,
+        sent_dtype: torch.dtype | None = None,
         first_bytes: int = FIRST_BUCKET_BYTES,
         bucket_bytes: int | None = None,
     ) -> None:
         self._handles = list(handles)
         self._group = group
+        self._sent_dtype = sent_dtype
         self._layout = buckets_of(self._handles, first_bytes, bucket_bytes)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
         self._begin()
@@ -108,8 +114,13 @@ class GradientAllReduce:
             ]
             due.parts = {i: None if part is None else _REDUCED for i, part in due.parts.items()}
             flat = [part.detach().reshape(-1) for part in parts]
-            due.flat = torch.cat(flat) if len(flat) > 1 else flat[0]
+            due.flat = self._encode(torch.cat(flat) if len(flat) > 1 else flat[0])
             self._running.append(self._group.all_reduce(due.flat))
+
+    def _encode(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns what is sent of gradients."""
+        low = self._sent_dtype
+        return flat.to(low) if low is not None and flat.is_floating_point() and flat.itemsize > low.itemsize else flat
 
     def close(self, sums: Sequence[torch.Tensor | None], loss_weight: float, count: int, stop_request: float) -> None:
         """Contributes what is left of this replica's part in the coming update.
@@ -142,7 +153,8 @@ class GradientAllReduce:
         sums: list[torch.Tensor | None] = [None] * len(self._handles)
         for bucket in self._buckets:
             assert bucket.flat is not None
-            pieces = torch.split(bucket.flat, [self._handles[i].numel() for i in bucket.members])
+            flat = bucket.flat.to(self._handles[bucket.members[0]].dtype)
+            pieces = torch.split(flat, [self._handles[i].numel() for i in bucket.members])
             for i, piece in zip(bucket.members, pieces, strict=True):
                 sums[i] = piece.view_as(self._handles[i]) if there[i] else None
         self._begin()

@@ -16,6 +16,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.sums import SumMethod
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import GradientAllReduce
@@ -108,6 +109,7 @@ class Optimizer:
         scheduler: factory from the optimizer; None for a constant rate.
         replicas: r_s.
         replica_group: None for a single replica.
+        sum_method: how the replicas agree.
         ema: decay of the average of the weights; None keeps none.
         counted_elsewhere: indices of handles that another stage counts in the norm.
         loss_scale: None if the loss is not scaled.
@@ -131,6 +133,7 @@ class Optimizer:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         replicas: int = 1,
         replica_group: Group | None = None,
+        sum_method: SumMethod | None = None,
         ema: float | None = None,
         counted_elsewhere: Collection[int] = (),
         loss_scale: LossScale | None = None,
@@ -162,7 +165,8 @@ class Optimizer:
         self._rate_factor: Callable[[int], float] = lambda rounds: 1.0
         self.replicas = replicas
         self.replica_group = replica_group
-        self.all_reduce = None if replica_group is None else GradientAllReduce(self._handles, replica_group)
+        self.sum_method = sum_method or SumMethod()
+        self.all_reduce = self._make_all_reduce()
         self._mean_of_rounds = False
         self._decay = ema
         self.finite = True
@@ -175,6 +179,14 @@ class Optimizer:
         self.scheduled = 0
         self.updates = 0
         self.rounds_before = 0
+
+    def _make_all_reduce(self) -> GradientAllReduce | None:
+        if self.replica_group is None:
+            return None
+        if self.sum_method.averages_weights or self.sum_method.is_low_rank:
+            raise ScheduleError(f"sums={str(self.sum_method)!r} cannot be run yet; use full, bfloat16 or float16")
+        sent_dtype = getattr(torch, self.sum_method.sent_dtype) if self.sum_method.sent_dtype else None
+        return GradientAllReduce(self._handles, self.replica_group, sent_dtype=sent_dtype)
 
     def switch_to(
         self,

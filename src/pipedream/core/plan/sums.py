@@ -1,0 +1,112 @@
+"""The SumMethod: how the replicas of a stage agree, in what, and how often (docs/less_communication.md).
+
+| text | what is exchanged | what approximates |
+| --- | --- | --- |
+| `full` | gradients, at each update | nothing |
+| `bfloat16`, `float16` | gradients in 16 bits | rounding |
+| `powersgd:RANK` | two thin factors of each matrix's gradient (Vogels et al. 2019) | the rank, with error feedback |
+| `every:H` | weights, after H updates of each replica by itself (local SGD) | the replicas differ between averages |
+| `diloco:H` | the same, followed by an outer step of Nesterov momentum (Douillard et al. 2023) | the same |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Self
+
+from pipedream.core.errors import PlanError
+
+FULL = "full"
+_SIXTEEN_BITS = ("bfloat16", "float16")
+_METHODS = (FULL, *_SIXTEEN_BITS, "powersgd:RANK", "every:H", "diloco:H[,lr=0.7][,momentum=0.9]")
+_NUMBERS = {"powersgd": "rank", "every": "period", "diloco": "period"}
+_SETTINGS = {"lr": "rate", "momentum": "momentum"}
+SUMS_METAVAR = "|".join(_METHODS)
+
+
+@dataclass(frozen=True)
+class SumMethod:
+    """How the replicas of a stage agree.
+
+    Attributes:
+        rank: of PowerSGD's factors.
+        period: updates from one average of the weights to the next.
+        rate, momentum: of DiLoCo's outer steps.
+    """
+
+    name: str = FULL
+    rank: int = 0
+    period: int = 1
+    rate: float = 0.7
+    momentum: float = 0.9
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Reads a text such as ``powersgd:4``. Raises a `PlanError` if it is not one of `_METHODS`."""
+        head, *settings = text.split(",")
+        name, has_number, number = head.partition(":")
+        if name not in _NUMBERS and (name not in (FULL, *_SIXTEEN_BITS) or has_number or settings):
+            raise PlanError(f"sums={text!r} is not known; write one of {', '.join(_METHODS)}")
+        if name not in _NUMBERS:
+            return cls(name)
+        if not (number.isdecimal() and int(number)):
+            what = "rank" if name == "powersgd" else "number of updates between averages"
+            raise PlanError(f"sums={text!r} has no {what}; write {name}: and a whole number from 1 on")
+        chosen: dict[str, float] = {}
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            most = {"lr": inf, "momentum": 1.0}.get(key)
+            try:
+                fits = (
+                    name == "diloco" and most is not None and 0 <= float(value) < most and (float(value) or key != "lr")
+                )
+            except ValueError:
+                fits = False
+            if not fits:
+                raise PlanError(
+                    f"sums={text!r} has the setting {setting!r}; only diloco has settings, lr=NUMBER above 0 and "
+                    "momentum=NUMBER from 0 to below 1"
+                )
+            chosen[_SETTINGS[key]] = float(value)
+        return cls(name, **{_NUMBERS[name]: int(number)}, **chosen)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        if self.name not in _NUMBERS:
+            return self.name
+        usual = {field.name: field.default for field in fields(self)}
+        settings = [
+            f",{key}={getattr(self, attribute):g}"
+            for key, attribute in _SETTINGS.items()
+            if getattr(self, attribute) != usual[attribute]
+        ]
+        return f"{self.name}:{getattr(self, _NUMBERS[self.name])}{''.join(settings)}"
+
+    def check_replicas(self, replicas: Sequence[int]) -> Self:
+        """Returns itself. Raises a `PlanError` if no stage has replicas, which could agree."""
+        if not self.is_exact and max(replicas) == 1:
+            raise PlanError(
+                f"sums={str(self)!r} was asked for, but no stage of the plan {'-'.join(map(str, replicas))} has "
+                "replicas; leave it out, or plan with replicas (data parallelism, or a shape such as 2-1)"
+            )
+        return self
+
+    @property
+    def is_exact(self) -> bool:
+        """The result is that of one process, to rounding in the gradients' own precision."""
+        return self.name == FULL
+
+    @property
+    def averages_weights(self) -> bool:
+        """Each replica updates by its own gradients, and the weights are averaged once in a period."""
+        return self.name in ("every", "diloco")
+
+    @property
+    def is_low_rank(self) -> bool:
+        return self.name == "powersgd"
+
+    @property
+    def sent_dtype(self) -> str:
+        """The dtype in which gradients are sent; '' for their own."""
+        return self.name if self.name in _SIXTEEN_BITS else ""

@@ -1,0 +1,190 @@
+"""How replicas agree: each way trains as its published rule, written as a serial loop (`summed`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import processes
+import pytest
+import summed
+import torch
+import zoo
+from cases import OPTIMIZERS, Fresh, assert_near, odd
+
+import pipedream as pd
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.sums import SumMethod
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.schedules import LAYOUTS, build
+
+SEED = 3
+AGREEMENTS = {
+    "bfloat16": summed.Agreement(torch.bfloat16),
+    "float16": summed.Agreement(torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of two epochs of five minibatches, the last of each a short one, with an evaluation in between."""
+
+    sums: str
+    schedule: str
+    replicas: tuple[int, ...]
+    animal: str = "mlp"
+    microbatches: int | None = None
+    optimizer: str = "sgd"
+    dtype: torch.dtype = torch.float64
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.sums, self.schedule, "-".join(map(str, self.replicas)), self.animal, self.optimizer]
+        return " ".join([*words, *(f"{name}={value}" for name, value in self.options)])
+
+    def built(self) -> Schedule:
+        return build(self.schedule, self.plan(), self.microbatches)
+
+    def plan(self) -> pd.Plan:
+        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), len(self.replicas), self.replicas)
+        layout = LAYOUTS.get(self.schedule)
+        if layout is not None:
+            plan = replace(plan, worker_order=layout.order(len(self.replicas), layout.replicas))
+        return plan
+
+    def trained(self) -> dict[str, Any]:
+        """Trains, in this process or as one rank; returns losses and weights."""
+        animal = zoo.make(self.animal, self.dtype)
+        evaluations, states, averages, losses = {}, {}, {}, []
+        with pd.Pipeline(
+            animal.model,
+            self.plan(),
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            loss=animal.loss,
+            optimizer=OPTIMIZERS[self.optimizer],
+            seed=SEED,
+            sums=self.sums,
+            **dict(self.options),
+        ) as pipeline:
+            for done in pipeline.train(Fresh(animal.batches), epochs=2):
+                losses.append(done.loss)
+                if done.number == 3:
+                    loss = pipeline.evaluate(Fresh(odd(animal.batches)))["loss"]
+                    number = pipeline.drain()
+                    evaluations[number], states[number] = loss, pipeline.state_dict()
+            end = pipeline.drain()
+            states[end] = pipeline.state_dict()
+            averages[end] = pipeline.state_dict(ema=True) if "ema" in dict(self.options) else {}
+            return {"losses": losses, "evaluations": evaluations, "states": states, "averages": averages}
+
+    def expected(self, drains: list[int]) -> summed.Answer:
+        animal, options = zoo.make(self.animal, self.dtype), dict(self.options)
+        return summed.train(
+            animal.model,
+            self.built(),
+            animal.batches * 2,
+            animal.total,
+            OPTIMIZERS[self.optimizer],
+            AGREEMENTS[self.sums],
+            seed=SEED,
+            drains=drains,
+            clip=options.get("clip_grad_norm"),
+            ema=options.get("ema"),
+        )
+
+    def check(self, outcome: dict[str, Any], bound: float = 1e-10) -> None:
+        animal, states = zoo.make(self.animal, self.dtype), outcome["states"]
+        answer = self.expected(list(states))
+        assert len(outcome["losses"]) == len(answer.losses)
+        assert all(abs(a - b) <= bound * abs(b) for a, b in zip(outcome["losses"], answer.losses, strict=True))
+        for number, state in states.items():
+            named = dict(animal.model.named_parameters())
+            assert_near({name: state[name] for name in named}, answer.at[number], bound)
+        for number, state in outcome["averages"].items():
+            assert_near(
+                {name: state[name] for name in answer.ema[number] if state}, answer.ema[number] if state else {}, bound
+            )
+        for number, loss in outcome["evaluations"].items():
+            animal.model.load_state_dict({**animal.model.state_dict(), **answer.at[number]})
+            expected = mean_loss(animal)
+            assert abs(loss - expected) <= bound * abs(expected)
+
+
+def mean_loss(animal: zoo.Animal) -> float:
+    """Returns the loss of the model over the batches of an evaluation."""
+    animal.model.eval()
+    with torch.no_grad():
+        rows = [animal.total(animal.model(x), y) for x, y in odd(animal.batches)]
+    return float(sum(loss for loss, _ in rows)) / sum(weight for _, weight in rows)
+
+
+RUNS = [
+    Run("bfloat16", "1f1b", (2, 1), microbatches=4),
+    Run("float16", "pipedream", (2,)),
+    Run("bfloat16", "pipedream", (2, 1)),
+    Run("bfloat16", "pipedream_2bw", (2, 2), optimizer="adamw"),
+    Run("float16", "chimera", (2, 2), microbatches=2),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_replicas_agree_as_the_serial_loop_says(run: Run) -> None:
+    run.check(run.trained())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("run", [run for run in RUNS if run.replicas == (2,)], ids=str)
+def test_two_processes_agree_as_one_does(run: Run) -> None:
+    alone = run.trained()
+    first, second = processes.results(Run.trained, 2, run)
+    assert first["losses"] == second["losses"] == alone["losses"]
+    for number, state in alone["states"].items():
+        assert all(torch.equal(first["states"][number][name], tensor) for name, tensor in state.items())
+        assert not second["states"][number]
+
+
+def test_texts() -> None:
+    for text in ("full", "bfloat16", "float16", "powersgd:4", "every:8", "diloco:30", "diloco:30,lr=0.5,momentum=0"):
+        assert str(SumMethod.read(text)) == text
+    assert str(SumMethod.read("diloco:030,lr=0.70")) == "diloco:30"
+    assert SumMethod.read("diloco:30,momentum=0.5") == SumMethod("diloco", period=30, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fp8", "sums='fp8' is not known; write one of full, bfloat16"),
+        ("", "is not known"),
+        ("bfloat16:3", "is not known"),
+        ("full,lr=1", "is not known"),
+        ("powersgd", "has no rank; write powersgd: and a whole number from 1 on"),
+        ("powersgd:0", "has no rank"),
+        ("every:0", "has no number of updates between averages; write every:"),
+        ("every:-1", "has no number"),
+        ("diloco:x", "has no number"),
+        ("every:8,lr=0.3", "the setting 'lr=0.3'; only diloco has settings"),
+        ("diloco:8,lr=0", "the setting 'lr=0'"),
+        ("diloco:8,momentum=1", "the setting 'momentum=1'"),
+        ("diloco:8,rate=1", "the setting 'rate=1'"),
+        ("diloco:8,lr=nan", "the setting 'lr=nan'"),
+    ],
+)
+def test_what_is_not_known_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        SumMethod.read(text)
+
+
+def test_a_plan_without_replicas_has_no_sums() -> None:
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(animal, 2)
+    assert replace(plan, sums="full") == plan
+    with pytest.raises(PlanError, match="sums='bfloat16' was asked for, but no stage of the plan 1-1 has replicas"):
+        pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], sums="bfloat16")
+
+
+def test_plans_written_before_have_full_sums() -> None:
+    plan = zoo.plan_of(zoo.make("mlp"), 1, (2,))
+    text = plan.to_json()
+    assert pd.Plan.from_json(text.replace(',\n "sums": "full"', "")) == plan
+    assert pd.Plan.from_json(replace(plan, sums="diloco:5").to_json()).sum_method.period == 5
