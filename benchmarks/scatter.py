@@ -8,8 +8,7 @@ from html import escape
 from math import log10
 
 from pipedream.core.units import format_number
-from pipedream.report.axis import length, log_ticks
-from pipedream.report.style import COLOURS, LINES, line_style
+from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks
 from pipedream.report.svg import frame, text
 
 _SIDE, _LEFT, _TOP, _FOOT, _RIGHT = 400, 74, 44, 46, 20

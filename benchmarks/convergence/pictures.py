@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipedream.core.units import format_number
-from pipedream.report.axis import length, ticks
-from pipedream.report.style import COLOURS, LINES, line_style
+from pipedream.report.style import COLOURS, LINES, length, line_style, ticks
 from pipedream.report.svg import frame, text
 
 WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 250, 150, 56, 76, 44, 150

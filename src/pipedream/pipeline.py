@@ -35,7 +35,7 @@ from pipedream.core.schedule.phase import Phase, phase_at, phases_text
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
-from pipedream.probe.machine import available_bytes
+from pipedream.probe import available_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.depth import read_depth
-from pipedream.core.plan.search_options import SearchOptions
 from pipedream.core.plan.sums import FULL, SUMS_METAVAR, SumMethod
 
 AUTO = "auto"
@@ -157,11 +156,6 @@ class PlanRequest:
         """The cluster, which is there once planning has begun."""
         assert self.cluster is not None, "planning fills it in"
         return self.cluster
-
-    @property
-    def search(self) -> SearchOptions:
-        """What a search of stages needs of it."""
-        return SearchOptions(**{field.name: getattr(self, field.name) for field in fields(SearchOptions)})
 
     @property
     def shape_text(self) -> str:

@@ -232,7 +232,7 @@ def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
 def test_only_the_first_import_of_torch_is_left_out_of_collections() -> None:
     program = """
 import gc, sys
-from pipedream.cli.shared.workers import importing_torch
+from pipedream.cli.workers import importing_torch
 with importing_torch():
     assert not gc.isenabled()
 frozen = gc.get_freeze_count()

@@ -11,7 +11,7 @@ import typer
 from typer.main import get_command
 
 from pipedream import cli
-from pipedream.cli.shared.flags import as_command
+from pipedream.cli.flags import as_command
 from pipedream.core.flags import argument, flag_of, option, option_of
 from pipedream.options import TrainingOptions
 

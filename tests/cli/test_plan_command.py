@@ -237,8 +237,6 @@ def test_refusals_of_the_classic_model(
     ("options", "message"),
     [
         (["--plot", "a.svg"], "No such option: --plot"),
-        (["--sweep"], "--sweep is a command of its own now; write pipedream sweep PROFILE"),
-        (["--check", "plan.json"], "--check is a command of its own now; write pipedream check PLAN"),
         (["--explain"], "--explain was given with --schedule pipedream"),
         (["--allow-asynchronous"], "--allow-asynchronous was given with --schedule pipedream"),
         (["--strategy", "2bw", "--schedule", "1f1b"], "--strategy 2bw was given with --schedule 1f1b"),

@@ -18,10 +18,9 @@ from pipedream.core.plan import depth
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op, data_requirements
-from pipedream.core.schedule.prediction import WeightPrediction
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
+from pipedream.core.schedule.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync, WeightPrediction
 from pipedream.schedules import build
 from pipedream.schedules.kit.idioms import SPLIT, latest_weights, steady_1f1b
 

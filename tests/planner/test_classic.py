@@ -19,9 +19,9 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.graph_txt import GraphNode, GraphText
 from pipedream.core.model.profile import LayerProfile
 from pipedream.plan_request import PlanRequest
-from pipedream.planner.papers import classic_states
-from pipedream.planner.papers.classic import solve
-from pipedream.planner.papers.classic_states import CutStates
+from pipedream.planner import classic_states
+from pipedream.planner.classic import solve
+from pipedream.planner.classic_states import CutStates
 from pipedream.workflows import plan as planning
 
 Cut = frozenset[int]
@@ -133,7 +133,7 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
     states = CutStates.of(graph)
     whole = solve(states, tuple(network))
     with pytest.MonkeyPatch.context() as patch:
-        module = sys.modules["pipedream.planner.papers.classic"]  # the package has a function of that name
+        module = sys.modules["pipedream.planner.classic"]  # the package has a function of that name
         patch.setattr(module, "_BLOCK", block)
         patch.setattr(module, "_LEAST_BLOCK", 1)
         patch.setattr(module, "_AT_ONCE", 2)

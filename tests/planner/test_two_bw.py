@@ -15,7 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import two_bw
-from pipedream.planner.papers.two_bw import two_bw_s
+from pipedream.planner.two_bw import two_bw_s
 from pipedream.workflows.methods import occupancy_of, score
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)

@@ -22,8 +22,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import pipedream
-from pipedream.cli.shared.flags import OptionParser, as_command
-from pipedream.cli.shared.workers import is_worker
+from pipedream.cli.flags import OptionParser, as_command
+from pipedream.cli.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
 from pipedream.runtime.failure.processes import stay_with_launcher
 

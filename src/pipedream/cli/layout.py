@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipedream.cli.options import JSON, SEED, print_json, read_memory
-from pipedream.cli.shared.steps import ELEMENT_BYTES, STEP, load_step
+from pipedream.cli.partition import ELEMENT_BYTES, STEP, load_step
 from pipedream.core import units
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option

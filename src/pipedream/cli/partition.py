@@ -2,10 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from pipedream.cli.options import JSON, SEED, print_json
-from pipedream.cli.shared.steps import ELEMENT_BYTES, STEP, load_step
-from pipedream.core.flags import option
-from pipedream.layouts import check_request, compare_partitions, format_partitions
+from pipedream.core.flags import argument, option
+from pipedream.layouts import DescribedStep, Operators, check_request, compare_partitions, format_partitions
+
+STEP = argument("RECIPE|OPERATORS", "Python file that defines recipe(), or the JSON of pipedream.Operators.")
+ELEMENT_BYTES = option(None, "Bytes of an element of all tensors.", metavar="N", least=1, unset="a recipe's own, or 4")
+
+
+def load_step(path: str, element_bytes: int | None, seed: int) -> DescribedStep:
+    """Describes a recipe's step, or reads operators."""
+    if path.endswith(".py"):
+        described = _describe_recipe(path, seed)
+        if element_bytes is None:
+            return described
+    else:
+        described = DescribedStep(Operators.load(path), {})
+    return replace(described, element_bytes=dict.fromkeys(described.operators.tensors, element_bytes or 4))
+
+
+def _describe_recipe(path: str, seed: int) -> DescribedStep:
+    """Describes the step of a recipe's first training batch, with loss and optimizer.
+
+    The batch goes to the model's device, which may be 'meta'.
+    """
+    from pipedream.layouts import describe_step
+    from pipedream.recipe import blaming, load_recipe
+    from pipedream.runtime.comm.values import to_device
+    from pipedream.runtime.data.splitter import BatchAdapter
+    from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
+    from pipedream.training.job import model_input
+
+    recipe = load_recipe(path, seed=seed)
+    device = next((parameter.device for parameter in recipe.model.parameters()), None)
+
+    def move(value: Any) -> Any:
+        return value if device is None else to_device(value, device)
+
+    batch = move(recipe.first_batch())
+    loss = Loss(recipe.loss, recipe.weight)
+    adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
+    _, targets = adapt(batch)
+
+    def score(output: Any) -> Any:
+        return find_loss(output) if recipe.loss is None else loss.value(output, targets)
+
+    with blaming("while its step was described on its first batch"):
+        sample = move(model_input(recipe, batch))
+        batch_dim = recipe.batch_dim if isinstance(recipe.batch_dim, int) else 0
+        return describe_step(recipe.model, sample, loss=score, optimizer=recipe.optimizer, batch_dim=batch_dim)
 
 
 def partition(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipedream.cli.options import JSON, OUTPUT, print_json
-from pipedream.cli.shared.workers import is_rank_0, is_worker, start_workers
+from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.artifact import encode
 from pipedream.core.flags import option
 from pipedream.core.progress import progress

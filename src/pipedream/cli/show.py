@@ -22,7 +22,7 @@ from pipedream.cli.options import (
     print_json,
     with_depth,
 )
-from pipedream.cli.shared.printing import print_grid, print_length
+from pipedream.cli.printing import print_grid, print_length
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option

@@ -23,7 +23,7 @@ from pipedream.cli.options import (
     read_cluster,
     with_depth,
 )
-from pipedream.cli.shared.printing import print_chunks, print_grid, print_length
+from pipedream.cli.printing import print_chunks, print_grid, print_length
 from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option

@@ -18,7 +18,7 @@ from pipedream.cli.options import (
     read_cluster,
     read_memory,
 )
-from pipedream.cli.shared.workers import importing_torch, is_rank_0, is_worker, start_workers
+from pipedream.cli.workers import importing_torch, is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster

@@ -13,7 +13,6 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.search_options import SearchOptions
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
@@ -23,6 +22,18 @@ from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _MOST_MICROBATCHES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What a search may choose: fields of `PlanRequest`."""
+
+    shape: str | tuple[int, ...]
+    microbatches: int | None
+    in_flight: str | tuple[int, ...]
+    update_delay: int
+    all_workers: bool
+    recompute: str
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,7 @@ from html import escape
 
 from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_number, format_seconds
-from pipedream.report.axis import length, ticks, time_unit
-from pipedream.report.style import COLOURS
+from pipedream.report.style import COLOURS, length, ticks, time_unit
 from pipedream.report.svg import frame, line, polyline, text
 
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40

@@ -9,9 +9,8 @@ from itertools import groupby
 
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_number, format_seconds
-from pipedream.report.axis import length, ticks, time_unit
 from pipedream.report.lanes import assign_rows
-from pipedream.report.style import COLOURS, colour_class, svg_style
+from pipedream.report.style import COLOURS, colour_class, length, svg_style, ticks, time_unit
 
 LEFT, RIGHT = 78, 16
 """Pixels to the left and to the right of the lanes."""

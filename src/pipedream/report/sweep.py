@@ -12,9 +12,8 @@ from html import escape
 
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, MethodComparison, Point, Sweep
 from pipedream.core.units import format_bytes, format_number, format_rate
-from pipedream.report.axis import length, log_ticks, ticks
 from pipedream.report.html_tables import NOTHING, document, percent, scroll, table
-from pipedream.report.style import COLOURS, LINES, line_style
+from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks, ticks
 from pipedream.report.svg import frame, line, polyline, text
 
 _LEFT, _GAP, _WIDTH, _HEIGHT, _TOP, _FOOT = 74, 44, 290, 150, 70, 44

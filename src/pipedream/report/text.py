@@ -23,8 +23,7 @@ from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.core.units import format_bytes, format_number
-from pipedream.report.axis import time_unit
-from pipedream.report.style import TERMINAL, colour_class
+from pipedream.report.style import TERMINAL, colour_class, time_unit
 
 _TICK_SLOTS = 4
 _NOTHING = 1e-9

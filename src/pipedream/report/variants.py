@@ -8,9 +8,8 @@ from html import escape
 
 from pipedream.core.units import format_number
 from pipedream.core.variants import DDP, ONE_WORKER, OverLink, RecipeComparison, Variant, format_link, format_ratio
-from pipedream.report.axis import length, log_ticks
 from pipedream.report.html_tables import document, scroll, table
-from pipedream.report.style import COLOURS, LINES, line_style
+from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks
 from pipedream.report.svg import frame, line, polyline, text
 
 _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224, 18

@@ -13,8 +13,8 @@ import torch
 from pipedream.core.errors import WorkerError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.weights import VELOCITY
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 
 from pipedream import planner, schedules
@@ -197,7 +197,7 @@ def _plan_auto(profile: Profile, request: PlanRequest, names: Sequence[str]) -> 
         select_methods(names, allow_asynchronous=request.allow_asynchronous),
         score,
         occupancy_of,
-        request.search,
+        planner.SearchOptions(**{field.name: getattr(request, field.name) for field in fields(planner.SearchOptions)}),
     )
 
 

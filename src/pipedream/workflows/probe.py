@@ -21,7 +21,18 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.units import format_rate, format_seconds
-from pipedream.probe import links, machine
+from pipedream.probe import (
+    available_bytes,
+    both_ways,
+    echo,
+    fan,
+    machine_name,
+    memory_name,
+    one_way,
+    probe_gpus,
+    sum_over,
+    work_s,
+)
 from pipedream.profiler.device import name_device
 from pipedream.runtime.calibration import calibrate
 from pipedream.runtime.comm import process_group
@@ -61,15 +72,15 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
         )
     set_threads(processes)
     everyone = process_group.world_group()
-    mine = json.dumps([machine.machine_name(), machine.memory_name(place)])
+    mine = json.dumps([machine_name(), memory_name(place)])
     names = [
         json.loads(text) for text in process_group.gather_texts(mine, everyone)
     ]  # a barrier: all then compute at the same time
     seen = Seen(
         names[rank][0],
         name_device(place),
-        machine.work_s(place, most_s / 30),
-        machine.available_bytes(place, Counter(memory for _, memory in names)[names[rank][1]]),
+        work_s(place, most_s / 30),
+        available_bytes(place, Counter(memory for _, memory in names)[names[rank][1]]),
     )
     needed, further = choose_steps(machines_of([name for name, _ in names]))
     # A link takes about 60 messages of this length.
@@ -111,9 +122,7 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
     place = process_group.process_device(device)
     rank, processes = process_group.join_group(place)
     count = processes if processes > 1 else workers
-    texts = process_group.gather_texts(
-        json.dumps([machine.machine_name(), name_card(place)]), process_group.world_group()
-    )
+    texts = process_group.gather_texts(json.dumps([machine_name(), name_card(place)]), process_group.world_group())
     names, cards = zip(*map(json.loads, texts), strict=True)
     machines = len(set(names))
     if machines > 1 and (place.type == "cpu" or has_nccl(place, cards)):
@@ -125,7 +134,7 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
         return measure_runtime("cpu").on_links(Cluster.local(count)), ""
     # As rank 0 sees it: all must make the same plan.
     text = process_group.make_on_rank_0(
-        lambda: machine.probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
+        lambda: probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
     )
     return Cluster.from_json(text, "rank 0's cluster"), ""
 
@@ -138,7 +147,7 @@ def warn_of_loopback(plan: Plan, rank: int) -> None:
     bandwidth, latency_s = LOOPBACK
     if plan.cluster.levels != (Level(plan.cluster.workers, bandwidth, latency_s),):
         return
-    names = process_group.gather_texts(machine.machine_name(), process_group.world_group())
+    names = process_group.gather_texts(machine_name(), process_group.world_group())
     machines = len(set(names))
     if machines > 1 and rank == 0:
         warnings.warn(
@@ -193,18 +202,18 @@ def _measure_in_group(step: Step, group: Any, rank: int, device: Any, target_s: 
     what, level, ranks = step
     if what == "link":
         first, other = ranks
-        latency_s = links.echo(rank, (first, other), group, device)
-        there = links.one_way(rank, first, other, group, device, target_s)
-        back = links.one_way(rank, other, first, group, device, target_s)
-        both = links.both_ways(rank, (first, other), group, min(there[1], back[1]), device)
+        latency_s = echo(rank, (first, other), group, device)
+        there = one_way(rank, first, other, group, device, target_s)
+        back = one_way(rank, other, first, group, device, target_s)
+        both = both_ways(rank, (first, other), group, min(there[1], back[1]), device)
         if rank == other:
             return Link(level, first, other, latency_s, there[0], both)
         return Link(level, other, first, latency_s, back[0], both)
     if what == "sum":
-        latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
+        latency_s, rate = sum_over(group, len(ranks), device, target_s)
         result: Fan | Sum = Sum(level, ranks, latency_s, rate)
     else:
-        rate = links.fan(rank, ranks, group, device, target_s, sends=what == "out")
+        rate = fan(rank, ranks, group, device, target_s, sends=what == "out")
         result = Fan(level, what == "out", tuple(ranks), rate)
     return result if rank == ranks[0] else None
 

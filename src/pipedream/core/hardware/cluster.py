@@ -141,7 +141,7 @@ class Cluster(Artifact):
 
     @classmethod
     def local(cls, workers: int | None = None, memory_bytes: int | None = None) -> Cluster:
-        """Returns this machine, with workers on its CPU; `pipedream.probe.machine.probe_gpus` returns its GPUs.
+        """Returns this machine, with workers on its CPU; `pipedream.probe.probe_gpus` returns its GPUs.
 
         Loopback is assumed to have what `LOOPBACK` says.
 

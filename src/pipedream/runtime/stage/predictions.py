@@ -1,4 +1,4 @@
-"""Weight predictions of one stage, as tensors (see `core.schedule.prediction`).
+"""Weight predictions of one stage, as tensors (see `core.schedule.weights`).
 
 At a stage with one set of weights, a prediction is written into its storage for one pass, and the weights are restored
 to the bit afterwards. If the backward must read what its forward read, or several forwards the same, the prediction is
@@ -16,8 +16,7 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction
-from pipedream.core.schedule.weights import WeightRule
+from pipedream.core.schedule.weights import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction, WeightRule
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
 

@@ -12,10 +12,21 @@ from pipedream.core.plan.placement import Placement, StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
-from pipedream.core.schedule.weights import BACKWARD_RULES, DoubleBuffer, Flush, Latest, Stash, VerticalSync, WeightRule
+from pipedream.core.schedule.weights import (
+    AVERAGE,
+    BACKWARD_RULES,
+    DIFFERENCE,
+    VELOCITY,
+    DoubleBuffer,
+    Flush,
+    Latest,
+    Stash,
+    VerticalSync,
+    WeightPrediction,
+    WeightRule,
+)
 from pipedream.schedules.kit.idioms import (
     SPLIT,
     B,

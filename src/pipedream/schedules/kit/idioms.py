@@ -22,10 +22,9 @@ from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.placement import Placement, StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.prediction import WeightPrediction
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
-from pipedream.core.schedule.weights import Flush, Latest, WeightRule
+from pipedream.core.schedule.weights import Flush, Latest, WeightPrediction, WeightRule
 
 F, B, U = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
 I, W = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741  # the field's letters

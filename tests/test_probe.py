@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pipedream.core.errors import PlanError
-from pipedream.probe import machine
-from pipedream.probe.machine import probe_gpus
+from pipedream.probe import available_bytes, probe_gpus
 
 H200, A100, OTHER = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A2000"
 GB = 10**9
@@ -105,4 +104,4 @@ def test_probe_leaves_room_for_communicators(monkeypatch: pytest.MonkeyPatch) ->
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (100 * GB, 150 * GB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: GB // 4)
-    assert machine.available_bytes(device, 1) == 100 * GB + 3 * GB // 4 - 500_000_000, "with what is cached"
+    assert available_bytes(device, 1) == 100 * GB + 3 * GB // 4 - 500_000_000, "with what is cached"

@@ -40,7 +40,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_seconds
 from pipedream.planner.arrays import FloatArray, IntArray, Seconds
-from pipedream.planner.papers.classic_states import CutStates
+from pipedream.planner.classic_states import CutStates
 from pipedream.planner.tables.method_occupancy import VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_t
 import typer
 from typer.core import TyperCommand
 
-from pipedream.core.errors import PlanError
 from pipedream.core.flags import Flag, Panel, flag_of
 
 
@@ -100,16 +99,9 @@ class OptionParser(TyperCommand):
         "--workers": r"[\d+]+(,[\d+]+)*",
         "--bandwidth": rf"{_RATE}(,{_RATE})*",
     }
-    _MOVED: ClassVar[dict[tuple[str | None, str], str]] = {
-        ("plan", "--check"): "pipedream check PLAN --profile PROFILE",
-        ("plan", "--sweep"): "pipedream sweep PROFILE --workers 2,4,8 --bandwidth 1e8,1e9",
-    }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Writes the option's name before each of its values."""
-        for word in args:
-            if moved := self._MOVED.get((self.name, word.partition("=")[0])):
-                raise PlanError(f"{word} is a command of its own now; write {moved}")
         lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
         lists &= set(self._LISTS)
         words: list[str] = []

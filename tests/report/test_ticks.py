@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.units import format_number
-from pipedream.report.axis import ticks
+from pipedream.report.style import ticks
 
 
 @given(low=st.floats(-1e6, 1e6), length=st.floats(1e-3, 1e9), most=st.integers(2, 20))

@@ -1,1 +1,0 @@
-"""Measurements of the links and the workers of a cluster."""
