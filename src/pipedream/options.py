@@ -24,6 +24,7 @@ from pipedream.core.errors import PipelineError
 from pipedream.core.flags import Panel, flag_of, option, option_of
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase
@@ -76,6 +77,9 @@ class ModelOptions:
             (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
         layout: how tensors are sharded over the ranks of a worker that has several (`pipedream.Layout`).
+        messages: how tensors with a gradient, and their gradients, are encoded between workers: 'full', 'bfloat16',
+            'float16', 'int8', 'int4', or two of these, for activations and for gradients (docs/less_communication.md).
+            By default as the plan says.
         parallelize: ``parallelize(name, layer, device_mesh)`` is called for each layer of a worker that is a mesh. It
             may call torch's `parallelize_module`, whose placements come before those of the layout.
     """
@@ -118,6 +122,7 @@ class ModelOptions:
         panel=Panel.METHOD,
     )
     layout: Layout | None = None
+    messages: str | Sequence[str] | Messages | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
 
     def policy(self, *, scaling: str = "") -> Policy:
@@ -244,6 +249,7 @@ class TrainingOptions(MethodOptions):
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         in_flight: counts may be a tuple.
         layout: in place of the recipe's rules, whose names stay.
+        messages: in place of the recipe's.
         compile: False leaves it to the recipe.
         epochs, minibatches: since the start of training.
         evaluate_every: each evaluation drains the pipeline.
@@ -296,6 +302,7 @@ class TrainingOptions(MethodOptions):
         unset="the recipe's",
         panel=Panel.MESH,
     )
+    messages: str | None = option_of(PlanRequest, "messages", unset="the recipe's or the plan's, or full")
     allow_asynchronous: bool = option_of(PlanRequest, "allow_asynchronous")
     compile: bool = option_of(ModelOptions, "compile")
     epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)

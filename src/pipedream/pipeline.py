@@ -28,6 +28,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
@@ -94,7 +95,8 @@ class Pipeline:
         self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
-        self.plan = replace(plan, tied_weights=shared).with_layout(options.layout or Layout())
+        messages = plan.messages if options.messages is None else Messages.read(options.messages)
+        self.plan = replace(plan, tied_weights=shared, messages=messages).with_layout(options.layout or Layout())
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
         self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
@@ -398,7 +400,7 @@ def _build_session(
         programs=[phase.program for phase in phases],
         evaluation=build_evaluation(phases[0].schedule),
         stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
-        settings=_make_settings(options, loss, layout, policy, scaling),
+        settings=_make_settings(options, loss, layout, policy, scaling, plan.messages),
         device=process_device(options.device),
         shared=plan.tied_weights,
         settings_to_agree=lambda: _list_settings_to_agree(model, options),
@@ -410,7 +412,9 @@ def _build_session(
         blueprint,
         stuck_after_s=options.stuck_after_s,
         weights=options.weights,
-        plain=PlainModel(model, captured) if options.check and not _applies_styles(options, plan) else None,
+        plain=None
+        if not options.check or _applies_styles(options, plan)
+        else PlainModel(model, captured, [stage.first for stage in plan.stages[1:]]),
         free_bytes=lambda: available_bytes(blueprint.device, 1),
     )
 
@@ -426,7 +430,12 @@ def _check_gradients_split(model: Any) -> None:
 
 
 def _make_settings(
-    options: PipelineOptions, loss: Loss, layout: Layout, policy: Policy, scaling: LossScaleOptions | None
+    options: PipelineOptions,
+    loss: Loss,
+    layout: Layout,
+    policy: Policy,
+    scaling: LossScaleOptions | None,
+    messages: Messages,
 ) -> Settings:
     return Settings(
         loss=loss,
@@ -442,6 +451,7 @@ def _make_settings(
         batch_dim=options.batch_dim,
         layout=layout,
         parallelize=options.parallelize,
+        messages=messages,
     )
 
 

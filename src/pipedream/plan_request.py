@@ -8,6 +8,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.depth import read_depth
+from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.sums import FULL, SUMS_METAVAR, SumMethod
 
 AUTO = "auto"
@@ -124,6 +125,14 @@ class PlanRequest:
         metavar="never|auto|always",
         panel=Panel.SHAPE,
     )
+    messages: str | None = option(
+        None,
+        "Encoding of what crosses between workers: full, bfloat16, float16, int8 or int4, or two of them, for "
+        "activations and for their gradients.",
+        metavar="ENCODING[,ENCODING]",
+        unset="full",
+        panel=Panel.METHOD,
+    )
     cost_model: str = option(
         "pipedream",
         "Cost model; classic is that of the original PipeDream's planner.",
@@ -141,6 +150,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
+        Messages.read(self.messages)
         if self.cost_model not in ("pipedream", "classic"):
             raise PlanError(f"cost model {self.cost_model!r} is not known; write pipedream or classic")
         if self.strategy not in ("simulate", "search", "2bw"):

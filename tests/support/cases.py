@@ -10,6 +10,7 @@ from math import lcm
 from typing import Any
 
 import delayed
+import encoded
 import processes
 import reference
 import torch
@@ -46,6 +47,7 @@ class Case:
         compensation: delay compensation, as a Pipeline takes it.
         options: further arguments of the method.
         check: compares the first minibatch with the model.
+        messages: their encoding; every cut lies between two workers.
     """
 
     animal: str
@@ -71,6 +73,7 @@ class Case:
     compensation: Any = None
     options: tuple[tuple[str, Any], ...] = ()
     check: bool = False
+    messages: Any = None
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -81,6 +84,7 @@ class Case:
         extras += ["recompute"] if self.recompute else []
         extras += [] if self.compensation is None else [str(self.compensation)]
         extras += [str(value) for _, value in self.options]
+        extras += [] if self.messages is None else [str(self.messages)]
         words = [self.animal, self.schedule, plan + depth, str(self.dtype).removeprefix("torch."), self.optimizer]
         return " ".join([*words, *extras])
 
@@ -169,6 +173,7 @@ def run(case: Case) -> Outcome:
         autocast=case.autocast,
         seed=case.seed,
         check=case.check,
+        messages=case.messages,
     ) as pipeline:
         # Copies: a network that works in place may write into what it is given.
         for done in pipeline.train(_fresh(animal.batches), epochs=case.epochs):
@@ -210,7 +215,7 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         optimizer: factory of the optimizer that the rule uses; by default the case's.
     """
     animal, plan = zoo.make(case.animal, case.dtype), case.plan()
-    model, total = animal.reference or animal.model, animal.total
+    model, total = _reference_model(case, plan, outcome), animal.total
     batches = animal.batches * case.epochs
     names = list(chain.from_iterable(stage.names for stage in plan.stages))
     common: dict[str, Any] = {
@@ -237,6 +242,14 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         stages=owned, version=_rule(case.schedule, plan), replicas=plan.replicas if outcome.split == 1 else None,
         statistics=statistics, **common,
     )  # fmt: skip
+
+
+def _reference_model(case: Case, plan: Plan, outcome: Outcome) -> torch.nn.Module:
+    animal = zoo.make(case.animal, case.dtype)
+    model = animal.reference or animal.model
+    ends = [stage.names[-1] for stage in plan.stages[:-1]]
+    of_mean = outcome.split == 1 and not properties_of(case.schedule).flushes
+    return model if case.messages is None else encoded.sent_after(model, ends, case.messages, of_mean)
 
 
 def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
@@ -271,7 +284,7 @@ def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
         delays = iter(2 * (case.stages - 1 - s) for s in range(case.stages))  # one optimizer a stage, in their order
         make_optimizer = lambda **numbers: delayed.SpikeSgd(delay=next(delays), **numbers)  # noqa: E731
     return delayed.train(
-        animal.reference or animal.model,
+        _reference_model(case, plan, outcome),
         [stage.names for stage in plan.stages],
         animal.batches * case.epochs,
         animal.total,

@@ -222,9 +222,36 @@ def auxiliary(dtype: torch.dtype) -> Animal:
     return Animal(model(False), _dealt(x, y, 12), loss, _classes_and_losses, cuts, model(True))
 
 
+class _Masked(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(inputs, outputs), nn.Dropout(0.2)
+
+    def forward(self, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, mask, count = value if isinstance(value, tuple) else (value, value.new_ones(len(value), 160), None)
+        x = self.drop(torch.tanh(self.linear(x))) * mask[:, : self.linear.out_features]
+        return x.t().contiguous().t(), mask, torch.arange(200) if count is None else count
+
+
+class _First(nn.Module):
+    def forward(self, value: tuple[Tensor, ...]) -> Tensor:
+        return value[0] * (1 + 0 * value[2].sum())
+
+
+def wide(dtype: torch.dtype) -> Animal:
+    """A multilayer perceptron with values of more than a kilobyte at each cut, beside a mask and whole numbers.
+
+    Blocks of 64 values do not fill its values, which lie in memory by columns; the last minibatch has small ones.
+    """
+    sizes = ((6, 81), (81, 97), (97, 70))
+    model = nn.Sequential(*(_Masked(*size) for size in sizes), _First(), nn.Linear(70, 3)).to(dtype)
+    data = torch.randn(50, 6, dtype=dtype), torch.randint(3, (50,))
+    return Animal(model, _dealt(*data, 12), F.cross_entropy, _classes, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)})
+
+
 NAMES = ("mlp", "cnn", "lstm", "transformer")
 _SPECIES = {"mlp": mlp, "cnn": cnn, "lstm": lstm, "transformer": transformer, "matrices": matrices}
-_SPECIES |= {"auxiliary": auxiliary}
+_SPECIES |= {"auxiliary": auxiliary, "wide": wide}
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> Animal:

@@ -6,9 +6,10 @@ Generators are seeded before the same calls as in a pipeline, so that dropout ma
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ from pipedream.core.errors import CaptureError
 class PlainModel:
     """A model, and the layers that a pipeline runs of it.
 
+    Args:
+        cuts: the first layers of all stages but the first.
+
     Attributes:
         draws: whether a forward has drawn random numbers of torch.
         draws_unseeded: and has so in a call that drew none when the graph was made, before which no stage seeds.
@@ -33,19 +37,21 @@ class PlainModel:
 
     fingerprint = staticmethod(fingerprint)
 
-    def __init__(self, model: nn.Module, captured: Captured) -> None:
+    def __init__(self, model: nn.Module, captured: Captured, cuts: Sequence[int] = ()) -> None:
         self.model = model
+        self._ends = [0, *cuts, len(captured.graph.layers)]
         self.draws = self.draws_unseeded = False
         self._captured = captured
         self._in_seeded = False
         self._devices: list[int] = []
         self._hooks: list[Any] = []
 
-    def forward(self, inputs: Any, reseed: Callable[[str], None]) -> Any:
+    def forward(self, inputs: Any, reseed: Callable[[str], None], send: Callable[[int, Any], Any] | None = None) -> Any:
         """Runs the model on inputs, which it may write into; call it in `restoring_state`.
 
         Args:
             reseed: called with the name of a layer before each call in which it may draw.
+            send: called with a stage and what it sends, and returns what arrives; the stages then run in turn.
 
         Raises:
             CaptureError: the forward calls other layers than those of the pipeline, or draws between them.
@@ -53,7 +59,7 @@ class PlainModel:
         self._seeded = self._read_generators()
         graph = self._captured.graph
         if self._captured.model is None:
-            return self._run_chain(inputs, reseed)
+            return self._run_chain(inputs, reseed, send)
 
         def seeded(name: str) -> None:
             self._note_draws()
@@ -66,12 +72,15 @@ class PlainModel:
             self._in_seeded = path in graph.seeded
 
         tables = SliceTables(self.model, graph)
-        whole = ModelSlice(self.model, graph, 0, len(graph.layers), tables)
-        whole.reseed = seeded
+        ends = self._ends if send is not None else [0, len(graph.layers)]
+        slices = [ModelSlice(self.model, graph, first, last, tables) for first, last in pairwise(ends)]
         leaves = dict.fromkeys(call.path for call in tables.leaves)
         hooks = [tables.modules[path].register_forward_pre_hook(partial(enter, path), prepend=True) for path in leaves]
         try:
-            output = whole(inputs)
+            output = inputs
+            for stage, part in enumerate(slices):
+                part.reseed = seeded
+                output = part(output if send is None or not stage else send(stage - 1, output))
             self._note_draws()
         finally:
             for hook in hooks:
@@ -92,7 +101,9 @@ class PlainModel:
         before, self._seeded = self._seeded, self._read_generators()
         return not all(map(torch.equal, before, self._seeded))
 
-    def _run_chain(self, inputs: Any, reseed: Callable[[str], None]) -> Any:
+    def _run_chain(
+        self, inputs: Any, reseed: Callable[[str], None], send: Callable[[int, Any], Any] | None = None
+    ) -> Any:
         expected = [layer.name for layer in self._captured.graph.layers]
         ran: list[str] = []
         names: dict[int, list[str]] = {}
@@ -112,10 +123,13 @@ class PlainModel:
                 self._seeded = self._read_generators()
             open_layers.append(layer)
 
-        def leave(layer: nn.Module, *_: Any) -> None:
+        def leave(layer: nn.Module, _: Any, output: Any) -> Any:
             open_layers.pop()
             if not open_layers:
                 self.draws |= self._has_drawn()
+                if send is not None and len(ran) in self._ends[1:-1]:
+                    return send(self._ends.index(len(ran)) - 1, output)
+            return output
 
         for hook in self._hooks:
             hook.remove()

@@ -23,6 +23,8 @@ from typing import Any, ClassVar, Self
 from pipedream.core.errors import ArtifactError, PlanError
 
 MOST_TEXT_BYTES = 256_000_000
+NOT_STORED = {"json": ""}
+"""Metadata of a field that files do not have."""
 
 
 class Artifact:
@@ -169,7 +171,7 @@ def encode(value: Any) -> Any:
     if hasattr(type(value), "encoded"):
         return value.encoded()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {_json_name(f): encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {_json_name(f): encode(getattr(value, f.name)) for f in _stored_fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
@@ -241,7 +243,7 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     """Returns a dataclass from JSON, field by field; see `decode`."""
     _expect(isinstance(value, dict), place, "an object", value)
     hints = typing.get_type_hints(kind)
-    fields = {_json_name(f): f for f in dataclasses.fields(kind) if f.init}
+    fields = {_json_name(f): f for f in _stored_fields(kind)}
     renamed: dict[str, str] = getattr(kind, "RENAMED", {})
     value = {renamed.get(name, name): item for name, item in value.items()}
     unknown = sorted(set(value) - set(fields))
@@ -257,6 +259,10 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
         return kind(**arguments)
     except (ValueError, TypeError, PlanError) as error:  # PlanError: of a mesh or a layout
         raise ArtifactError(f"{place}: {error}") from None
+
+
+def _stored_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.init and field.metadata.get("json") != ""]
 
 
 def _json_name(field: dataclasses.Field[Any]) -> str:

@@ -43,7 +43,8 @@ def two_bw_s(plan: Plan, microbatches: int) -> float:
         for s in range(len(plan.stages) - 1)
     ]
     sends = [
-        transfer_s(stage.output_bytes / microbatches, *link) for stage, link in zip(plan.stages, links, strict=False)
+        transfer_s(stage.output_bytes * plan.cluster.message_share / microbatches, *link)
+        for stage, link in zip(plan.stages, links, strict=False)
     ]
     for stage, site, sum_s, before_s, after_s in zip(
         plan.stages, plan.sites, plan.costs.sync_s, [0.0, *sends], [*sends, 0.0], strict=True

@@ -222,19 +222,20 @@ class WorkerLine:
         reach = np.zeros(first.shape, dtype=int)
         for number, level in enumerate(self.cluster.levels):
             runs, rate = self._runs[number], level.link_bytes_per_s
+            message_rate = rate / self.cluster.message_share
             here, there = runs.of[first], runs.of[last]
             leaves = here != there
             reach = np.where(leaves, number, reach)
             ring = np.where(leaves, summed / rate, 0.0)
             if not number:
-                share = 1 / replicas / rate
+                share = 1 / replicas / message_rate
                 before, after, weights = [share], [share], [ring]
                 continue
             front, back = runs.of[first - 1], runs.of[np.minimum(last + 1, len(self.order) - 1)]
             comes, goes = (first == 0) | (front != here), (last == len(self.order) - 1) | (back != there)
-            start = np.minimum(runs.ends[here] - first, replicas) / replicas / rate
-            end = np.where(leaves, (last + 1 - runs.starts[there]) / replicas / rate, 0.0)
-            between = np.where(leaves, runs.largest(here + 1, there), 0) / replicas / rate
+            start = np.minimum(runs.ends[here] - first, replicas) / replicas / message_rate
+            end = np.where(leaves, (last + 1 - runs.starts[there]) / replicas / message_rate, 0.0)
+            between = np.where(leaves, runs.largest(here + 1, there), 0) / replicas / message_rate
             before += [start * comes, end, between]
             after += [start * (goes | leaves), end * goes, between]
             weights += [ring, ring, np.where(between > 0, ring, 0.0)]

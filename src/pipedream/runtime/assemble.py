@@ -14,12 +14,14 @@ from torch import nn
 from pipedream.core.plan.boundary import Boundary
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import DistributedGroup, Group, LocalChannel, LocalGroup, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections, connect_groups
+from pipedream.runtime.comm.encoding import with_decoding, with_encoding
 from pipedream.runtime.comm.transport import Transport
 from pipedream.runtime.data.splitter import BatchDim
 from pipedream.runtime.failure.activity import Activity
@@ -51,6 +53,7 @@ class Settings:
         batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
         layout: of tensors on the mesh of each worker.
         parallelize: cuts layers in place of the layout, see `sharding.parallelized`.
+        messages: how tensors between workers are encoded.
     """
 
     loss: Loss
@@ -66,6 +69,7 @@ class Settings:
     batch_dim: BatchDim = 0
     layout: Layout = field(default_factory=Layout)
     parallelize: Callable[[str, nn.Module, Any], Any] | None = None
+    messages: Messages = field(default_factory=Messages)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
     everyone = LocalGroup(placement.workers)
     replica_groups = [LocalGroup(count) for count in placement.replicas]
     holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in shared]
+    channels, messages = list(enumerate(program.channels)), blueprint.settings.messages
     workers = []
     for rank in range(placement.workers):
         stage_states = {}
@@ -156,9 +161,9 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
                 replica_groups[stage].member(replica) if placement.replicas[stage] > 1 else None,
                 copies=copy_tied(replica_parameters, stage, shared) if not replica else None,
             )
-        channels = WorkerChannels(
-            {n: queues[n] for n, c in enumerate(program.channels) if c.sender == rank},
-            {n: queues[n] for n, c in enumerate(program.channels) if c.receiver == rank},
+        ends = WorkerChannels(
+            {n: with_encoding(queues[n], messages, c.carries) for n, c in channels if c.sender == rank},
+            {n: with_decoding(queues[n], messages, c.carries) for n, c in channels if c.receiver == rank},
             {other: channel for (owner, other), channel in results.items() if owner == rank},
             {owner: channel for (owner, other), channel in results.items() if other == rank},
         )
@@ -166,7 +171,7 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
         tied = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
         workers.append(
             _make_worker(
-                blueprint, rank, stage_states, remote_forwards, channels, everyone.member(rank), tied, rank, Activity()
+                blueprint, rank, stage_states, remote_forwards, ends, everyone.member(rank), tied, rank, Activity()
             )
         )
     return workers
@@ -187,7 +192,7 @@ def make_distributed_worker(
         shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
     """
     placement, shared = blueprint.placement, blueprint.shared
-    transport = Transport(connections, blueprint.programs, blueprint.device)
+    transport = Transport(connections, blueprint.programs, blueprint.device, blueprint.settings.messages)
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
         group = connections.stages[stage]

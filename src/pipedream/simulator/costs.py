@@ -112,7 +112,7 @@ class Costs:
 
     def end_s(self, channel: Channel) -> float:
         """Returns the seconds that a message keeps its sender, and its receiver, from computing."""
-        return 0.0 if self.runtime.overlap_device else float(self.runtime.end_s(self.channel_bytes(channel)))
+        return 0.0 if self.runtime.overlap_device else float(self.runtime.end_s(self._count_bytes_in_memory(channel)))
 
     @property
     def load_s(self) -> float:
@@ -171,6 +171,11 @@ class Costs:
         return self.sum_bytes[stage] if self.sum_bytes else 0.0
 
     def channel_bytes(self, channel: Channel) -> float:
+        """Returns the bytes on the wire."""
+        shares = dict(zip((Carries.ACTIVATION, Carries.GRADIENT), self.cluster.message_shares, strict=True))
+        return self._count_bytes_in_memory(channel) * shares.get(channel.carries, 1.0)
+
+    def _count_bytes_in_memory(self, channel: Channel) -> float:
         if channel.carries == Carries.INPUT:
             return self.input_bytes
         if channel.carries == Carries.WEIGHTS:
@@ -221,7 +226,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
     if split < 1:
         raise ValueError(f"a minibatch is split into at least 1 microbatch, found {split}")
     parts = split if plan.unit == "minibatch" else 1
-    stages, cluster = plan.stages, plan.cluster
+    stages, cluster = plan.stages, plan.costs.cluster
     splits = [stage.split_s(parts) for stage in stages]
     links = [(site.sum_bytes_per_s, site.sum_latency_s) for site in plan.sites]
     return Costs(
@@ -248,7 +253,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
             )
             for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
         ),
-        runtime=plan.runtime,
+        runtime=plan.costs.runtime,
         launch_s=tuple(
             (stage.forward_launch_s, stage.backward_launch_s + stage.forward_launch_s * stage.recompute)
             for stage in stages

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from pipedream.core.artifact import Artifact
+from pipedream.core.artifact import NOT_STORED, Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
@@ -99,6 +99,7 @@ class Cluster(Artifact):
         device: in words.
         kinds: the workers in order, if they differ, with their own memory and device; () if all are alike.
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.all_reduce_s`).
+        message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
 
     Raises:
         ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
@@ -109,6 +110,7 @@ class Cluster(Artifact):
     device: str = "cpu"
     kinds: tuple[Workers, ...] = ()
     sums: str = "ring"
+    message_shares: tuple[float, float] = field(default=(1.0, 1.0), metadata=NOT_STORED)
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -194,6 +196,11 @@ class Cluster(Artifact):
         """Returns bandwidth (bytes/s) and latency (s) of messages that cross this level."""
         crossed = self.levels[: level + 1]
         return min(inner.link_bytes_per_s for inner in crossed), max(inner.latency_s for inner in crossed)
+
+    @property
+    def message_share(self) -> float:
+        """Bytes on the wire for each byte of an activation and its gradient together."""
+        return sum(self.message_shares) / 2
 
     def sum_link(self, level: int) -> tuple[float, float]:
         """Returns bandwidth (bytes/s) and latency (s) of sums that cross this level."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipedream.core.artifact import NOT_STORED
 from pipedream.core.units import format_seconds
 
 _Numbers = float | NDArray[Any]
@@ -22,6 +23,9 @@ class RuntimeCosts:
         message_s, message_s_per_byte: seconds of each message, at its sender and again at its receiver.
         update_s: seconds of each update.
         load_s: seconds of reading a minibatch, at the input stage.
+        encodings_s_per_byte: for each encoding the seconds of encoding or decoding, per byte in memory.
+        encoding_s_per_byte: what the encoding in use adds to `message_s_per_byte`, for a byte in memory; less than 0
+            where the fewer bytes save more (`Messages.add_costs`).
         overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds are added to the layers'.
     """
 
@@ -31,6 +35,8 @@ class RuntimeCosts:
     update_s: float = 0.0
     load_s: float = 0.0
     overlap_device: bool = False
+    encodings_s_per_byte: dict[str, float] = field(default_factory=dict, hash=False)
+    encoding_s_per_byte: float = field(default=0.0, metadata=NOT_STORED)
 
     def __post_init__(self) -> None:
         for name in ("op_s", "message_s", "message_s_per_byte", "update_s", "load_s"):
@@ -60,7 +66,7 @@ class RuntimeCosts:
 
     def end_s(self, size_bytes: _Numbers) -> _Numbers:
         """Returns the seconds of a message at one of its ends."""
-        return self.message_s + self.message_s_per_byte * size_bytes
+        return self.message_s + (self.message_s_per_byte + self.encoding_s_per_byte) * size_bytes
 
     def stage_s(
         self,

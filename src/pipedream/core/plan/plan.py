@@ -18,6 +18,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh, meshes_of
+from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
 from pipedream.core.plan.site import Site
@@ -48,6 +49,7 @@ class Plan(Tabular, Artifact):
         graph: the graph of a model that runs by its own forward, to find its layers again; None for a chain of modules.
         runtime: seconds that the runtime adds to the stages' seconds.
         sums: how the replicas of a stage agree, see `SumMethod`.
+        messages: how what crosses between workers is encoded.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
@@ -74,6 +76,7 @@ class Plan(Tabular, Artifact):
     graph: LayerGraph | None = None
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
     sums: str = FULL
+    messages: Messages = field(default_factory=Messages)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sums", str(SumMethod.read(self.sums).check_replicas(self.replicas)))
@@ -222,7 +225,8 @@ class Plan(Tabular, Artifact):
     def costs(self) -> PlanCosts:
         """Predicted seconds of messages, sums and stages."""
         taken = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
-        return PlanCosts(self.stages, taken, self.cluster, self.tied_weights, self.runtime)
+        cluster, runtime = self.messages.on(self.cluster), self.messages.add_costs(self.runtime)
+        return PlanCosts(self.stages, taken, cluster, self.tied_weights, runtime)
 
     @property
     def slowest_stage_s(self) -> float:

@@ -47,7 +47,12 @@ class PlanCosts:
     def transfers_s(self) -> tuple[float, ...]:
         """One-way seconds across each boundary, over the outermost level that a message crosses."""
         return tuple(
-            float(transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *there))))
+            float(
+                transfer_s(
+                    stage.output_bytes * self.cluster.message_share,
+                    *self.cluster.link(self.cluster.reach(*here, *there)),
+                )
+            )
             for stage, here, there in zip(self.stages, self.taken, self.taken[1:], strict=False)
         )
 
@@ -66,7 +71,10 @@ class PlanCosts:
             queue_s += -(-counts[s + 2] // counts[s + 1]) * transfers_s[s + 1] if s < last else 0.0
             queue_s += max(
                 (
-                    (most[s] + most[s + 1] - 2) * self.stages[s].output_bytes / level.link_bytes_per_s
+                    (most[s] + most[s + 1] - 2)
+                    * self.stages[s].output_bytes
+                    * cluster.message_share
+                    / level.link_bytes_per_s
                     for most, level in zip(inside, cluster.levels[1:], strict=True)
                 ),
                 default=0.0,

@@ -73,7 +73,9 @@ class Site:
             rate = level.link_bytes_per_s
             for component, members in inside.items():
                 share = members / count
-                first, second = (share / rate if side not in (None, component) else 0.0 for side in sides)
+                first, second = (
+                    share * cluster.message_share / rate if side not in (None, component) else 0.0 for side in sides
+                )
                 ports[PortLoad(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
         rate, latency_s = cluster.sum_link(cluster.reach(*workers))
@@ -143,7 +145,8 @@ def ports_s(
     ports: defaultdict[tuple[int, int], float] = defaultdict(float)
     edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)
     for workers, received_bytes, sent_bytes, size in zip(taken, edges, edges[1:], parameter_bytes, strict=False):
-        carried = received_bytes + sent_bytes + float(all_reduce_bytes(size, len(workers), how=cluster.sums))
+        carried = (received_bytes + sent_bytes) * cluster.message_share
+        carried += float(all_reduce_bytes(size, len(workers), how=cluster.sums))
         for worker in workers:
             ports[0, worker] += carried / len(workers) / cluster.levels[0].link_bytes_per_s
     for number, level in enumerate(cluster.levels[1:], 1):
@@ -156,7 +159,7 @@ def ports_s(
                 for sender, sent in senders.items():
                     for receiver, received in receivers.items():
                         if sender != receiver:
-                            seconds = sent * received / every * size / rate
+                            seconds = sent * received / every * size * cluster.message_share / rate
                             ports[number, sender] += seconds
                             ports[number, receiver] += seconds
         for components, size in zip(inside, parameter_bytes, strict=True):

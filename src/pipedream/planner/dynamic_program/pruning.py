@@ -94,7 +94,7 @@ def _find_least_replicas(space: SearchSpace, period_s: float, counts: Iterable[i
     before = np.ceil(done_s / period_s * (1 - _SLACK))
     after = np.ceil((done_s[-1] - done_s) / period_s * (1 - _SLACK))
     rate = space.cluster.bandwidth_bytes_per_s
-    sends = space.crossing[places].astype(float)
+    sends = space.crossing[places].astype(float) * space.cluster.message_share
     sends[[0, -1]] = 0.0
     # Two lower bounds of the replicas: from the compute, and from the messages.
     done, sends = done_s / period_s, sends / (rate * period_s)

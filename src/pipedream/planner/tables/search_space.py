@@ -162,6 +162,7 @@ class SearchSpace(PlaceSums):
         """Returns the site of a stage that has neighbours, if all links were like the slowest."""
         cluster = self.cluster
         flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
+        flat = replace(flat, message_shares=cluster.message_shares)
         return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
 
     def need_bytes(

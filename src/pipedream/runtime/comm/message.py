@@ -79,7 +79,7 @@ class Message:
     def with_tensors(
         self,
         structure: str,
-        tensors: tuple[torch.Tensor, ...],
+        tensors: tuple[torch.Tensor | None, ...],
         wants: tuple[bool, ...] | None = None,
         version: int = 0,
     ) -> Message:
@@ -164,7 +164,7 @@ class MessageFormat:
             if tensor is None:
                 specs.append(None)
                 continue
-            strides = _compute_dense_strides(tuple(tensor.shape), dimension_order(tensor))
+            strides = dense_strides(tuple(tensor.shape), dimension_order(tensor))
             if tensor.dtype not in _DTYPE_CODE:
                 raise TypeError(f"a tensor of {tensor.dtype} cannot be sent between stages; convert it to a plain type")
             begin = None if tensor.device.type == separate else align(end)
@@ -365,7 +365,7 @@ def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is torch.strided and tensor.is_contiguous():
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     shape = tuple(tensor.shape)
-    strides = _compute_dense_strides(shape, dimension_order(tensor))
+    strides = dense_strides(shape, dimension_order(tensor))
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
@@ -385,7 +385,8 @@ def align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _compute_dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides of a dense tensor, given its dimensions from the largest stride to the smallest."""
     strides, step = [0] * len(shape), 1
     for dimension in reversed(order):
         strides[dimension] = step

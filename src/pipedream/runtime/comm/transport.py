@@ -9,16 +9,17 @@
 | of results or data | `gloo` |
 
 Within one process `assemble.make_local_workers` opens a `channel.LocalChannel`; between stages of one rank the
-`Mailbox` keeps a copy. A transport does not know what a message carries: an encoding belongs in `Mailbox.put` and where
-the message is read.
+`Mailbox` keeps a copy. A transport does not know what a message carries; `encoding` wraps the ends of channels whose
+messages are encoded.
 
 Life of a message from stage to stage, such as a gradient:
 
 1. The worker puts an op's result into the `Mailbox`, and sends it by its channel's `Sender` where the program says so.
-2. `SentFormats` (`message`) finds the number of the message's format; a new format is described in the message.
-3. The transport writes header and tensors (shared memory: into a slot; gloo: into one or two messages; NCCL: the
+2. An `EncodingSender` puts codes in the place of its tensors, if the user wants messages encoded.
+3. `SentFormats` (`message`) finds the number of the message's format; a new format is described in the message.
+4. The transport writes header and tensors (shared memory: into a slot; gloo: into one or two messages; NCCL: the
    tensors by themselves) and does not wait.
-4. The other end's `Receiver` returns a `Pending`, whose result is the message; the mailbox keeps it until its op runs.
+5. The other end's `Receiver` returns a `Pending`, whose result is the message; the mailbox keeps it until its op runs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.program import Channel, Program
 from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections
+from pipedream.runtime.comm.encoding import with_decoding, with_encoding
 from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
 from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
 from pipedream.runtime.comm.nccl_link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
@@ -51,9 +54,12 @@ class Transport:
         device: where the stages are.
     """
 
-    def __init__(self, connections: Connections, programs: Sequence[Program], device: torch.device) -> None:
+    def __init__(
+        self, connections: Connections, programs: Sequence[Program], device: torch.device, messages: Messages
+    ) -> None:
         self._connections = connections
         self._programs = programs
+        self._messages = messages
         self._device = device
         self._channels = programs[0].channels
         self._placement = programs[0].placement
@@ -88,9 +94,14 @@ class Transport:
             # oldest, and with it all that were sent before.
             depth, unread = sum(self._channels[n].depth for n in numbers), sum(max_unread[n] for n in numbers)
             self._open_link(pair, numbers, depth, unread, senders, receivers)
+        messages, channels = self._messages, self._channels
+        for n, ends in senders.items():
+            senders[n] = {peer: with_encoding(end, messages, channels[n].carries) for peer, end in ends.items()}
+        for n, sources in receivers.items():
+            receivers[n] = {peer: with_decoding(end, messages, channels[n].carries) for peer, end in sources.items()}
         return (
-            {n: self._join_senders(self._channels[n].receiver, ends) for n, ends in senders.items()},
-            {n: self._join_receivers(self._channels[n].sender, ends) for n, ends in receivers.items()},
+            {n: self._join_senders(channels[n].receiver, ends) for n, ends in senders.items()},
+            {n: self._join_receivers(channels[n].sender, sources) for n, sources in receivers.items()},
         )
 
     def open_result_channels(self) -> tuple[dict[int, Sender], dict[int, Receiver]]:

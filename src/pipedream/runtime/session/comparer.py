@@ -34,6 +34,7 @@ class Reference:
         scale: greatest mean of the sizes of a gradient.
         incomparable: why the numbers of the pipeline may be others; empty if they may not.
         parts: why the loss of the minibatch may be another than that of its parts; empty if it may not.
+        encoding: what encoded messages have changed; empty if they are not encoded.
     """
 
     loss: float = 0.0
@@ -43,6 +44,7 @@ class Reference:
     scale: float = 0.0
     incomparable: str = ""
     parts: str = ""
+    encoding: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -66,7 +68,7 @@ class Comparer:
     def __init__(
         self, rank: int, fingerprint: Callable[[torch.Tensor], Fingerprint], receive: Callable[[], str]
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._fingerprint = fingerprint
         self._receive = receive
         self._reference: Reference | None = None
@@ -118,6 +120,19 @@ class Comparer:
                     f"{_explain_gradient(expected, actual)}"
                 )
 
+    def compare_stages(self, stages: Reference) -> None:
+        """Compares what the stages give in turn, without a pipeline."""
+        reference = self.reference
+        for name, expected in reference.gradients.items():
+            actual = stages.gradients[name]
+            if not is_close(expected, actual, reference.tolerance, reference.scale * _FLOOR):
+                raise self.make_error(
+                    f"the stages, run in turn, give another gradient of {name!r} than the model itself "
+                    f"({format_fingerprint(actual)} by the stages, {format_fingerprint(expected)} in the model); "
+                    f"{_explain_gradient(expected, actual)}"
+                )
+        self.compare_loss(stages.loss)
+
     def compare_buffers(self, stage: int, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Compares a stage's buffers after the minibatch's last forward."""
         reference = self.reference
@@ -139,9 +154,11 @@ class Comparer:
     def compare_loss(self, loss: float) -> None:
         """Compares the loss of the minibatch; says what could not be compared."""
         reference = self.reference
-        if self._rank == 0 and reference.incomparable:
+        if self.rank == 0 and reference.encoding:
+            _log.warning("%s", reference.encoding)
+        if self.rank == 0 and reference.incomparable:
             _log.warning("the first minibatch was not compared with the model's own: %s", reference.incomparable)
-        if self._rank == 0 and reference.parts:
+        if self.rank == 0 and reference.parts:
             _log.warning("the loss of the first minibatch was not compared with its microbatches': %s", reference.parts)
         if reference.incomparable or not isfinite(reference.loss) or not isfinite(loss):
             return
@@ -153,7 +170,7 @@ class Comparer:
 
     def make_error(self, cause: str) -> WorkerError:
         return WorkerError(
-            self._rank,
+            self.rank,
             "the comparison of the first minibatch with the model",
             cause,
             "to train regardless, turn the comparison off: check=False (on the command line --no-check)",

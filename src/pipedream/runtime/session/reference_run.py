@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, sqrt
@@ -15,7 +15,10 @@ from torch import nn
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.fingerprint import Fingerprint
+from pipedream.core.plan.messages import Messages
+from pipedream.core.plan.placement import Placement
 from pipedream.core.user_code import with_place
+from pipedream.runtime.comm.encoding import apply_messages
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
 from pipedream.runtime.results.losses import Loss
@@ -33,7 +36,9 @@ class UserModel(Protocol):
     draws: bool
     draws_unseeded: bool
 
-    def forward(self, inputs: Any, reseed: Callable[[str], None]) -> Any: ...
+    def forward(
+        self, inputs: Any, reseed: Callable[[str], None], send: Callable[[int, Any], Any] | None = None
+    ) -> Any: ...
 
     def restoring_state(
         self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = (), *, copies_on_cpu: bool = False
@@ -51,12 +56,14 @@ class _Run:
     Attributes:
         loss: of the minibatch.
         weight: of its parts, summed.
+        divisor: of the gradients.
         losses: of the parts; sums if the loss says that it is a sum.
         outputs: of the parts.
     """
 
     loss: float
     weight: float
+    divisor: float
     losses: tuple[float, ...]
     outputs: tuple[Any, ...]
 
@@ -67,6 +74,9 @@ class ReferenceRun:
     Args:
         split: microbatches of a minibatch.
         base: minibatches before.
+        messages: their encoding, which the reference has at the cuts.
+        unit: by which gradients are multiplied when they are sent; None if they are those of a mean. Encodings may
+            round others differently.
         values: parameters and buffers that are on the meta device here, where `read` is called.
         publish: hands a text to all ranks; None in one process.
         receive: returns that text elsewhere.
@@ -84,6 +94,9 @@ class ReferenceRun:
         device: torch.device,
         autocast: torch.dtype | None,
         compiles: bool,
+        messages: Messages | None = None,
+        placement: Placement | None = None,
+        unit: float | None = 1.0,
         values: Mapping[str, torch.Tensor] = MappingProxyType({}),
         publish: Callable[[str], None] | None = None,
         receive: Callable[[], str] = str,
@@ -92,6 +105,9 @@ class ReferenceRun:
         self._loss = loss
         self.split = split
         self._base = base
+        self._messages = messages or Messages()
+        self._placement = placement
+        self._unit = unit
         self._generators = LayerGenerators(seed, device)
         self._device = device
         self._autocast = autocast
@@ -136,7 +152,7 @@ class ReferenceRun:
         plain = self._plain
         placed = {id(value): value.to(self._device) for value in self._values.values()}
         values = {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
-        with plain.restoring_state(values, [self._loss.function, *self._modules_of_loss]), torch.enable_grad():
+        with self._training(values):
             drawn = plain.python_draws()
             run = self._forward(parts, backward=True)
             reference = Reference(run.loss, tolerance=self._choose_tolerance(inputs))
@@ -151,7 +167,10 @@ class ReferenceRun:
             elif drawn():
                 reference.incomparable = "the forward draws from the generators of Python or NumPy"
             self._check_training(run)
-            self._note(reference, run.weight)
+            self._note(reference, run.divisor)
+            norm = self._measure_gradient(run.divisor)
+        if self._messages:
+            reference = self._encode(reference, norm, parts, values)
         if len(parts) > 1:
             try:
                 reference.parts = self._compare_parts(inputs, targets, parts, values, draws)
@@ -160,6 +179,50 @@ class ReferenceRun:
             except Exception as error:  # in evaluation mode, for instance
                 reference.parts = f"the whole minibatch raised {with_place(error)}"
         return reference
+
+    def _training(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        """A context in which the model, its weights given by `values`, may be trained; afterwards all is as before."""
+        context = ExitStack()
+        context.enter_context(self._plain.restoring_state(values, [self._loss.function, *self._modules_of_loss]))
+        context.enter_context(torch.enable_grad())
+        return context
+
+    def _encode(
+        self,
+        plain: Reference,
+        norm: float,
+        parts: Sequence[tuple[Message, Message]],
+        values: Mapping[str, torch.Tensor],
+    ) -> Reference:
+        """Returns what the model gives with encoded messages at the cuts, and notes what the encoding changed.
+
+        The stages run in turn, first with messages as they are: that must give what the model gives.
+
+        Raises:
+            WorkerError: it does not, or the messages hold nothing that could be encoded.
+        """
+        references = []
+        for messages in (Messages(), self._messages):
+            with self._training(values):
+                run = self._forward(parts, backward=True, messages=messages)
+                references.append(replace(plain, loss=run.loss, gradients={}, buffers={}))
+                self._note(references[-1], run.divisor)
+                encoded_norm = self._measure_gradient(run.divisor)
+        stages, encoded = references
+        if not plain.incomparable:
+            comparer = Comparer(self.comparer.rank, self._plain.fingerprint, str)
+            comparer.reference = plain
+            comparer.compare_stages(stages)
+        encoded.encoding = (
+            f"messages={self._messages} changed the loss of the first minibatch from {plain.loss:.6g} to "
+            f"{encoded.loss:.6g}, and the norm of its gradient from {norm:.6g} to {encoded_norm:.6g}"
+        )
+        return encoded
+
+    def _measure_gradient(self, divisor: float) -> float:
+        """Returns the norm of the minibatch's gradient."""
+        gradients = [p.grad.to_dense() for p in self.model.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients)) / (divisor or 1.0)
 
     def _check_training(self, run: _Run) -> None:
         """Raises a WorkerError if the loss trains nothing, or what no stage trains."""
@@ -178,11 +241,11 @@ class ReferenceRun:
                         "model hold and use it, or freeze it: requires_grad_(False)"
                     )
 
-    def _note(self, reference: Reference, weight: float) -> None:
+    def _note(self, reference: Reference, divisor: float) -> None:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 gradient = parameter.grad
-                numbers = None if gradient is None else self.comparer.fingerprint(gradient, weight)
+                numbers = None if gradient is None else self.comparer.fingerprint(gradient, divisor)
                 reference.gradients[name] = numbers
                 if numbers is not None and gradient is not None and gradient.numel():
                     reference.scale = max(reference.scale, numbers[2] / gradient.numel())
@@ -190,16 +253,20 @@ class ReferenceRun:
             if not buffer.is_meta:
                 reference.buffers[name] = self.comparer.fingerprint(buffer)
 
-    def _forward(self, parts: Sequence[tuple[Message, Message]], *, backward: bool) -> _Run:
+    def _forward(
+        self, parts: Sequence[tuple[Message, Message]], *, backward: bool, messages: Messages | None = None
+    ) -> _Run:
+        """Runs the model on each part; with `messages` its stages in turn."""
         loss = self._loss.anew()
-        total = weights = 0.0
+        total = weights = divisor = 0.0
         losses, outputs = [], []
         for message, aim in parts:
             value = to_device(map_tensors(_unpack_value(message), _clone), self._device)
             targets = map_tensors(_unpack_value(aim), _clone)
             with self._enter_autocast():
                 with loss.watching(value, message.samples):
-                    output = self._plain.forward(value, self._reseed(message.microbatch))
+                    send = None if messages is None else partial(self._send, messages, message.microbatch)
+                    output = self._plain.forward(value, self._reseed(message.microbatch), send)
                 placed = to_device(targets, self._device)
                 part_loss, weight, is_sum = loss(
                     output, placed, message.samples, message.share, message.minibatch, received=targets
@@ -211,12 +278,30 @@ class ReferenceRun:
                 total += float(part_loss.detach()) * factor
                 if backward and part_loss.requires_grad:
                     with auxiliary_loss_scale(weight):
-                        part_loss.backward(torch.full_like(part_loss, factor))  # type: ignore[no-untyped-call]
+                        unit = 1.0 if messages is None else 1 / weight if self._unit is None else self._unit
+                        part_loss.backward(torch.full_like(part_loss, factor * unit))  # type: ignore[no-untyped-call]
+                        divisor += weight * unit
             losses.append(float(part_loss.detach()))
             if not backward:
                 outputs.append(output)
             del output, part_loss
-        return _Run(total / weights if weights else float("nan"), weights, tuple(losses), tuple(outputs))
+        mean = total / weights if weights else float("nan")
+        return _Run(mean, weights, divisor, tuple(losses), tuple(outputs))
+
+    def _send(self, messages: Messages, microbatch: int, stage: int, value: Any) -> Any:
+        """Returns what arrives at the next stage."""
+        assert self._placement is not None
+        sender, receiver = (self._placement.rank_of(s, microbatch) for s in (stage, stage + 1))
+        if sender == receiver:
+            return value
+        tensors = tensors_in(value)
+        if messages and not any(map(torch.is_floating_point, tensors)):
+            held = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensor"
+            raise self.comparer.make_error(
+                f"messages={messages} was asked for, but what stage {stage} sends on has no floating-point numbers, "
+                f"only {held}; choose other cuts, or leave messages out"
+            )
+        return map_tensors(value, partial(apply_messages, messages=messages))
 
     def _reseed(self, microbatch: int) -> Callable[[str], None]:
         return lambda layer: self._generators.seed(self._base * self.split + microbatch, layer)

@@ -167,7 +167,7 @@ def _join_others(local: LocalWorkers, graph: LayerGraph, processes: int, weights
         for stage, stage_state in local.stage_states
     }
     check_same_settings(optimizers, local.group)
-    transport = Transport(connections, blueprint.programs, blueprint.device)
+    transport = Transport(connections, blueprint.programs, blueprint.device, blueprint.settings.messages)
     channels = DataChannels(local.worker_rank, connections.leaders, *transport.open_data_channels())
     if local.worker_rank in blueprint.placement.readers:
         mesh_senders, mesh_receiver = transport.open_mesh_data_channels()

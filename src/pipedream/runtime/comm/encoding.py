@@ -1,0 +1,240 @@
+"""Encodings of the tensors in messages: half precision, 8 bits in blocks, 4 bits after a rotation.
+
+    bfloat16, float16  each value, rounded to the nearest
+    int8               blocks of 64 values share a scale: their greatest size / 127 (as SWARM, arXiv 2301.11913)
+    int4               blocks rotated by an orthonormal Hadamard matrix, which spreads outliers over a block; then the
+                       same with / 7 (as TAH-Quant, arXiv 2506.01352)
+
+Blocks are taken row by row. One with a value that is not finite decodes to no finite value, so that an
+overflow is still noticed. Rounding is deterministic.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache, lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipedream.core.plan.messages import BLOCK, LEAST_BYTES, Messages
+from pipedream.core.plan.placement import Carries
+from pipedream.runtime.comm.channel import Pending, Receiver, Sender
+from pipedream.runtime.comm.message import Message, dense_strides, dimension_order
+
+_MARK = "~"  # begins neither a structure of `values` nor one with crossings
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_GREATEST = {"int8": 127, "int4": 7}
+_COLUMNS = {"int8": BLOCK, "int4": BLOCK // 2}  # bytes of a block's integers
+_SCALE_BYTES = 4
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # or a block of zeros would divide them by 0
+_ROWS = 1 << 11
+"""Blocks that are encoded at once, so that their temporaries stay in a CPU's cache."""
+
+
+class Original(NamedTuple):
+    """What a code does not say of its tensor; `shape` and the strides of a dense tensor only where it is in blocks."""
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+
+def is_encoded(tensor: torch.Tensor, encoding: str) -> bool:
+    """Returns whether an encoding makes a tensor smaller."""
+    bits = {"full": 64, "int8": 8, "int4": 8}.get(encoding, 16)
+    return tensor.is_floating_point() and tensor.nbytes >= LEAST_BYTES and 8 * tensor.element_size() > bits
+
+
+def encode(tensor: torch.Tensor, encoding: str) -> tuple[torch.Tensor, Original]:
+    """Returns the code of a floating-point tensor: 16-bit numbers, or scales and integers as uint8."""
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    if encoding in _HALVES:
+        return tensor.detach().to(_HALVES[encoding]), Original(dtype)
+    original = Original(dtype, shape, dense_strides(shape, dimension_order(tensor)))
+    values = tensor.detach().contiguous().view(-1)
+    blocks = nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    scales = torch.empty(len(blocks), 1, dtype=torch.float32, device=tensor.device)
+    integers = torch.empty(len(blocks), _COLUMNS[encoding], dtype=torch.int8, device=tensor.device)
+    step = _ROWS if tensor.is_cpu else max(len(blocks), 1)
+    for begin in range(0, len(blocks), step):
+        rows = slice(begin, begin + step)
+        _encode_blocks(blocks[rows], scales[rows], integers[rows], encoding)
+    return torch.cat([scales.view(torch.uint8).view(-1), integers.view(torch.uint8).view(-1)]), original
+
+
+def _encode_blocks(blocks: torch.Tensor, scales: torch.Tensor, integers: torch.Tensor, encoding: str) -> None:
+    """Writes the scale of each row, and its integers."""
+    blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
+    if encoding == "int4":
+        blocks = blocks @ _make_hadamard(blocks.dtype, blocks.device)
+    scales.copy_(blocks.abs().amax(1, keepdim=True) / _GREATEST[encoding]).clamp_(_LEAST_SCALE)
+    rounded = (blocks / scales).round_()
+    if encoding == "int8":
+        integers.copy_(rounded)
+    else:
+        first, second = rounded.to(torch.int8).chunk(2, 1)
+        torch.bitwise_or(first & 0xF, second << 4, out=integers)
+
+
+def decode(code: torch.Tensor, original: Original) -> torch.Tensor:
+    """Returns a dense tensor of the original's type and shape."""
+    dtype = getattr(torch, original.dtype)
+    if code.dtype != torch.uint8:
+        return code.to(dtype)
+    count = prod(original.shape)
+    blocks = _decode_blocks(code, -(-count // BLOCK), torch.promote_types(dtype, torch.float32))
+    # As a dropout mask is drawn in the order of memory, this is kept. No view, which autograd would follow to its base.
+    whole = torch.empty_strided(original.shape, original.strides, dtype=dtype, device=code.device)
+    return whole.copy_(blocks.view(-1)[:count].view(original.shape))
+
+
+def _decode_blocks(code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    scales, integers = code[: count * _SCALE_BYTES], code[count * _SCALE_BYTES :]
+    is_int4 = integers.numel() < count * BLOCK
+    rows = integers.view(torch.int8).view(count, BLOCK // (1 + is_int4))
+    if is_int4:
+        rows = torch.cat([rows << 4 >> 4, rows >> 4], 1)
+    blocks = rows.to(dtype).mul_(scales.view(torch.float32).view(count, 1))
+    return torch.matmul(blocks, _make_hadamard(dtype, code.device)) if is_int4 else blocks
+
+
+@cache
+def _make_hadamard(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns Sylvester's matrix over the root of its size, its own inverse."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix.div(BLOCK**0.5).to(device, dtype)
+
+
+# -- messages ---------------------------------------------------------------------------------------
+
+
+def encode_message(message: Message, encoding: str, *, only_wanted: bool) -> Message:
+    """Returns a message with codes in place of tensors that the encoding makes smaller.
+
+    Args:
+        only_wanted: tensors whose gradient is not sent back travel as they are.
+    """
+    tensors = list(message.tensors)
+    originals: list[Original | None] = [None] * len(tensors)
+    for i, tensor in enumerate(tensors):
+        if tensor is not None and (not only_wanted or message.wants[i]) and is_encoded(tensor, encoding):
+            tensors[i], originals[i] = encode(tensor, encoding)
+    if not any(originals):
+        return message
+    return message.with_tensors(
+        _mark(message.structure, tuple(originals)), tuple(tensors), message.wants, message.version
+    )
+
+
+def decode_message(message: Message) -> Message:
+    """Inverse of `encode_message`, up to rounding."""
+    originals, structure = _read_mark(message.structure)
+    if not originals:
+        return message
+    tensors = [
+        tensor if tensor is None or original is None else decode(tensor, original)
+        for tensor, original in zip(message.tensors, originals, strict=True)
+    ]
+    return message.with_tensors(structure, tuple(tensors), message.wants, message.version)
+
+
+@lru_cache(maxsize=1024)
+def _mark(structure: str, originals: tuple[Original | None, ...]) -> str:
+    return f"{_MARK}{json.dumps(originals)}{_MARK}{structure}"
+
+
+@lru_cache(maxsize=1024)
+def _read_mark(structure: str) -> tuple[tuple[Original | None, ...], str]:
+    if not structure.startswith(_MARK):
+        return (), structure
+    _, text, rest = structure.split(_MARK, 2)
+    rows = json.loads(text)
+    return tuple(None if row is None else Original(row[0], tuple(row[1]), tuple(row[2])) for row in rows), rest
+
+
+class EncodingSender(Sender):
+    """A sending end that encodes."""
+
+    def __init__(self, sender: Sender, encoding: str, *, only_wanted: bool) -> None:
+        self._sender = sender
+        self._encode = partial(encode_message, encoding=encoding, only_wanted=only_wanted)
+
+    def send(self, message: Message) -> None:
+        self._sender.send(self._encode(message))
+
+    def begin_drain(self) -> None:
+        self._sender.begin_drain()
+
+    def drain(self) -> None:
+        self._sender.drain()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sender.sent_bytes
+
+
+class DecodingReceiver(Receiver):
+    """A receiving end that decodes."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def receive(self) -> Pending[Message]:
+        return _Decoded(self._receiver.receive())
+
+    def drain(self) -> None:
+        self._receiver.drain()
+
+
+class _Decoded(Pending[Message]):
+    def __init__(self, pending: Pending[Message]) -> None:
+        self._pending = pending
+
+    def ready(self) -> bool:
+        return self._pending.ready()
+
+    def result(self) -> Message:
+        return decode_message(self._pending.result())
+
+
+def with_encoding(sender: Sender, messages: Messages, carries: Carries) -> Sender:
+    """Returns a channel's sending end, which encodes what it sends if the user wants it."""
+    encoding = messages.encoding(carries)
+    if encoding == "full":
+        return sender
+    return EncodingSender(sender, encoding, only_wanted=carries == Carries.ACTIVATION)
+
+
+def with_decoding(receiver: Receiver, messages: Messages, carries: Carries) -> Receiver:
+    """Returns the receiving end of such a channel."""
+    return receiver if messages.encoding(carries) == "full" else DecodingReceiver(receiver)
+
+
+# -- in one process ---------------------------------------------------------------------------------
+
+
+class _Coded(torch.autograd.Function):
+    """What arrives at the next stage instead of a value, and at this one instead of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, messages: Messages) -> torch.Tensor:
+        ctx.encoding = messages.gradients
+        return _apply_encoding(tensor, messages.activations)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _apply_encoding(gradients[0], ctx.encoding), None
+
+
+def apply_messages(tensor: torch.Tensor, messages: Messages) -> torch.Tensor:
+    """Returns a tensor as it arrives at another worker; so does its gradient at this one."""
+    return _Coded.apply(tensor, messages) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+
+
+def _apply_encoding(tensor: torch.Tensor, encoding: str) -> torch.Tensor:
+    return decode(*encode(tensor, encoding)) if is_encoded(tensor, encoding) else tensor.clone()

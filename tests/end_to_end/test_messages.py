@@ -1,0 +1,93 @@
+"""A pipeline with encoded messages trains as one process does in which values are rounded so at the cuts."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from cases import Case, check, check_processes, run
+from marks import thinned
+
+import pipedream as pd
+from pipedream.core.errors import WorkerError
+from pipedream.runtime.comm import encoding
+from pipedream.runtime.comm.message import Message
+
+CASES = [
+    Case("wide", "1f1b", 3, microbatches=2, messages="int8", clip_grad_norm=0.1, ema=0.9),
+    Case("wide", "gpipe", 4, microbatches=2, messages="bfloat16", optimizer="adamw", recompute=True),
+    Case("wide", "zb_h1", 4, microbatches=2, messages="int4"),
+    Case("wide", "chimera", 4, microbatches=4, messages=("int8", "bfloat16")),
+    Case("wide", "pipedream", 4, messages="int8"),
+    Case("wide", "pipedream", 2, replicas=(2, 1), messages="int4"),
+    Case("wide", "pipedream_2bw", 3, microbatches=2, messages=("full", "int8")),
+    Case("wide", "pipedream_vertical_sync", 3, messages=("float16", "full")),
+    Case("wide", "spectrain", 3, messages="int8"),
+    Case("wide", "pipemare", 3, microbatches=2, messages="bfloat16"),
+    Case("wide", "1f1b", 3, microbatches=2, messages="int8", dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", thinned(CASES), ids=str)
+def test_encoded_messages_round_the_values_at_the_cuts(case: Case) -> None:
+    check(case, run(case), 1e-9 if case.dtype == torch.float64 else 1e-4)
+
+
+COMPARED = [
+    Case("wide", "1f1b", 3, microbatches=2, messages="int4", check=True),
+    Case("wide", "pipedream", 3, messages="bfloat16", check=True),
+    Case("wide", "chimera", 4, microbatches=4, messages="int8", check=True),
+]
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=str)
+def test_the_first_minibatch_is_compared_with_the_encoded_model(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    run(case)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(
+        rf"messages={case.messages} changed the loss of the first minibatch from \S+ to \S+, and the norm of its "
+        r"gradient from \S+ to \S+",
+        line,
+    )
+
+
+def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_message = encoding.encode_message
+
+    def encode_too_much(message: Message, encoding: str, *, only_wanted: bool) -> Message:
+        return encode_message(message, "int4", only_wanted=only_wanted)
+
+    monkeypatch.setattr(encoding, "encode_message", encode_too_much)
+    with pytest.raises(WorkerError, match="first minibatch"):
+        run(Case("wide", "1f1b", 3, microbatches=2, messages="int8", check=True))
+
+
+@pytest.mark.slow
+def test_processes_encode_to_the_same_bits() -> None:
+    check_processes(
+        4,
+        [
+            Case("wide", "chimera", 4, microbatches=4, messages="int4", check=True),
+            Case("wide", "pipedream", 3, replicas=(2, 1, 1), messages=("int8", "float16")),
+        ],
+    )
+
+
+class _Index(torch.nn.Module):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids % 5
+
+
+def test_a_cut_without_floating_point_numbers_is_refused() -> None:
+    model = torch.nn.Sequential(_Index(), torch.nn.Embedding(5, 3), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    profile = pd.profile(model, torch.randint(9, (8, 4)), runs=1)
+    plan = pd.plan(profile, cluster=pd.Cluster.flat(2), cuts=(1,))
+    batches = [(torch.randint(9, (8, 4)), torch.randint(2, (8,)))]
+    optimizer, loss = partial(torch.optim.SGD, lr=0.1), torch.nn.functional.cross_entropy
+    with (
+        pytest.raises(WorkerError, match=r"messages=int8 .*stage 0 sends .*only int64\[\d, 4\]; choose other cuts"),
+        pd.Pipeline(model, plan, loss=loss, optimizer=optimizer, schedule="1f1b", messages="int8") as pipeline,
+    ):
+        list(pipeline.train(batches))
