@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import os
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import commands
 import numpy as np
+import processes
 import pytest
 import torch
 from torch import Tensor, nn
@@ -187,22 +188,18 @@ def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, kind: Any, cha
         make_trainer(kind, tmp_path, **changes)
 
 
-PROGRAM = """
-import sys, torch
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_hf import entries, hf, make_trainer
-
-folder = Path("run")
-first, second = make_trainer(hf.Trainer, folder), make_trainer(hf.Trainer, folder)
-first.train()
-second.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-for trainer in (first, second):
-    trainer.evaluate()
-    name = f"{trainer is second}-{trainer.args.process_index}.pt"
-    torch.save((trainer.state.log_history, trainer.model.state_dict()), name)
-torch.distributed.destroy_process_group()
-"""
+def train_as_a_rank(folder: Path) -> list[tuple[Any, Any]]:
+    """Trains, and again from a checkpoint; returns the log and the weights of both as this rank has them."""
+    rank = str(torch.distributed.get_rank())
+    # As torchrun sets them, for accelerate.
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    warnings.simplefilter("ignore")
+    first, second = make_trainer(hf.Trainer, folder), make_trainer(hf.Trainer, folder)
+    first.train()
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    for trainer in (first, second):
+        trainer.evaluate()
+    return [(trainer.state.log_history, trainer.model.state_dict()) for trainer in (first, second)]
 
 
 @pytest.mark.slow
@@ -211,25 +208,12 @@ def test_two_processes_train_as_the_plain_trainer(tmp_path: Path) -> None:
     """Every rank ends with the same weights, figures and evaluations, also after a resume."""
     plain = make_trainer(PLAIN, tmp_path / "plain")
     plain.train()
-    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    ended = commands.run(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "program.py",
-        str(Path(__file__).parent),
-        folder=tmp_path,
-        environment={"PYTHONPATH": ":".join(sys.path)},
-        timeout_s=300.0,
-    )
-    assert ended.status == 0, ended.err
-    for name in ("False-0", "False-1", "True-0", "True-1"):
-        history, weights = torch.load(tmp_path / f"{name}.pt")
-        for key in ("loss", "eval_loss", "eval_accuracy"):
-            expected, actual = (
-                [entry[key] for entry in log if key in entry] for log in (plain.state.log_history, history)
-            )
-            np.testing.assert_allclose(actual[: len(expected)], expected, rtol=1e-4, err_msg=f"{name} {key}")
-        for key, value in weights.items():
-            torch.testing.assert_close(value, plain.model.state_dict()[key], rtol=1e-3, atol=3e-4)
+    for ended in processes.results(train_as_a_rank, 2, tmp_path / "run", timeout_s=120.0):
+        for history, weights in ended:
+            for key in ("loss", "eval_loss", "eval_accuracy"):
+                expected, actual = (
+                    [entry[key] for entry in log if key in entry] for log in (plain.state.log_history, history)
+                )
+                np.testing.assert_allclose(actual[: len(expected)], expected, rtol=1e-4, err_msg=key)
+            for key, value in weights.items():
+                torch.testing.assert_close(value, plain.model.state_dict()[key], rtol=1e-3, atol=3e-4)
