@@ -123,6 +123,16 @@ def run_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
     return ask
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets `train` run all workers in this process; returns the numbers of processes that it would have started."""
+    from pipedream.cli import train
+
+    counts: list[int] = []
+    monkeypatch.setattr(train, "start_workers", lambda count, **_: counts.append(count))
+    return counts
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Notes the processor time before a test and its fixtures."""

@@ -150,7 +150,7 @@ def environment(folder: Path) -> Path:
 
     A folder that a .pth file names has its own .pth files ignored, and so an editable installation in it.
     """
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = [path for path in (*sys.path, *site.getsitepackages()) if path.endswith("site-packages")]
     inside = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     Path(inside, "packages.pth").write_text("\n".join(dict.fromkeys(packages)) + "\n")

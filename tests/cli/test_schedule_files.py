@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import commands
 import pytest
 from zoo import alike_layers
 
@@ -119,18 +118,13 @@ def recipe():
 """
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_train(looped: Path, tmp_path: Path) -> None:
+def test_train(looped: Path, tmp_path: Path, run_command: RunCommand, started: list[int]) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text(RECIPE)
-    ended = commands.run(
-        *("-m", "pipedream", "train", "mine.py", "--schedule", looped.name, "--epochs", "1", "--out", "run"),
-        folder=tmp_path,
-    )
-    assert ended.status == 0, ended.err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    options = ("--schedule", looped, "--epochs", 1, "--out", tmp_path / "run", "--json")
+    status, out, error = run_command("train", recipe, *options)
+    assert (status, started) == (0, [2]), error
+    summary = json.loads(out)
     chosen = summary["configuration"]
-    assert (chosen["workers"], chosen["processes"], chosen["microbatches"]) == (2, 2, 4)
-    assert chosen["schedule"] == looped.name
+    assert (chosen["workers"], chosen["microbatches"], chosen["schedule"]) == (2, 4, str(looped))
     assert [row["rank"] for row in summary["stages"]] == [0, 1, 0, 1]

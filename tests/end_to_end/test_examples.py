@@ -343,8 +343,11 @@ def test_four_ways_to_start_give_the_same_losses(
 @pytest.mark.parametrize(  # that both ways give the same losses is tested above
     ("example", "how"),
     [
-        pytest.param(path, how, id=f"{path.stem}-{how}", marks=() if path.stem == "digits" else pytest.mark.long)
-        for path, how in zip(sorted({*EXAMPLES} - {*PARTITIONED}), cycle(("python", "torchrun")), strict=False)
+        (DIGITS, "python"),
+        *(
+            pytest.param(path, how, id=f"{path.stem}-{how}", marks=pytest.mark.long)
+            for path, how in zip(sorted({*EXAMPLES} - {*PARTITIONED}), cycle(("python", "torchrun")), strict=False)
+        ),
     ],
 )
 def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path) -> None:
@@ -444,13 +447,3 @@ def test_json_of_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
         capfd, "train", DIGITS, "--workers", "1", "--minibatches", "5", "--evaluate-every", "0", "--out", out
     )
     assert set(answer) == SUMMARY_KEYS
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_json_of_train_in_processes(trained: Path, tmp_path: Path) -> None:
-    plan = str(trained / "plan.json")
-    command = ("-m", "pipedream", "train", DIGITS, "--plan", plan, "--minibatches", "5", "--out", "run", "--json")
-    ended = commands.run(*command, folder=tmp_path)
-    assert (ended.status, commands.without_progress(ended.err)) == (0, "")
-    assert set(json.loads(ended.out)) == SUMMARY_KEYS

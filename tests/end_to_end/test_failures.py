@@ -188,8 +188,11 @@ def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, rank
 @pytest.mark.parametrize(
     "number",
     [
-        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGKILL, signal.SIGSTOP)),
-        *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        *(
+            pytest.param(number, marks=pytest.mark.long)
+            for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ),
     ],
 )
 def test_launcher_ends_where_there_is_no_pipeline(tmp_path: Path, number: signal.Signals) -> None:
@@ -207,7 +210,7 @@ def test_launcher_ends_where_there_is_no_pipeline(tmp_path: Path, number: signal
     assert all("the launcher " in line for line in lines)  # or the store that it serves, whichever was noticed first
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_worker_hears_an_interrupt_alone(tmp_path: Path) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
@@ -322,7 +325,7 @@ def step(named):
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        pytest.param("import", 0, marks=pytest.mark.slow),
+        pytest.param("import", 0, marks=pytest.mark.long),
         pytest.param("recipe", 1, marks=pytest.mark.long),
         pytest.param("optimizer", 1, marks=pytest.mark.slow),
     ],

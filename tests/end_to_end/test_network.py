@@ -28,32 +28,12 @@ pytestmark = [pytest.mark.network, pytest.mark.processes]
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
 
-def test_two_machines_measure_plan_and_give_the_losses_of_one_process(machines: Network, tmp_path: Path) -> None:
-    machines.limit(80e6 / 8)
-    program = ("-m", "pipedream", "train", DIGITS, "--straight", "--epochs", "1", "--out", "run")
-    first, second = on_both(machines, "c10d", program, tmp_path)
-    assert re.search(r"^2 machines, measured in \d+\.\d s: Cluster of .*; levels: 2 x ", first.out, re.M), first.out
-    assert second.out == ""
-    plan = Plan.load(tmp_path / "machine0" / "run" / "plan.json")
-    assert plan.cluster.bandwidth_bytes_per_s == pytest.approx(80e6 / 8, rel=0.15)
-    assert plan.cluster.is_limited
-    torch.set_num_threads(1)  # as many as each of the workers has
-    pipedream.run(lambda seed: load_recipe(DIGITS, seed=seed), plan=plan, epochs=1, out=tmp_path / "here", quiet=True)
-    losses = [
-        json.loads((folder / "losses.json").read_text()) for folder in (tmp_path / "machine0/run", tmp_path / "here")
-    ]
-    assert len(losses[0]) == 45
-    assert losses[0] == losses[1]
-    summary = json.loads((tmp_path / "machine0" / "run" / "summary.json").read_text(encoding="utf-8"))
-    assert summary["configuration"]["processes"] == 2
-    elsewhere = tmp_path / "machine1" / "run"
-    kept = [] if not elsewhere.exists() else [path.name for path in elsewhere.iterdir()]
-    assert kept in ([], ["checkpoints"]), "rank 0 writes the rest of the run folder"
-
-
-SCRIPT = """
+SCRIPT = f"""
 import sys, pipedream, torch
 from functools import partial
+from pipedream.recipe import load_recipe
+pipedream.run(lambda seed: load_recipe({DIGITS!r}, seed=seed), shape="straight", minibatches=45, out="run")
+print("trained", file=sys.stderr)
 batch = torch.randn(8, 64)
 options = dict(loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1))
 for clusters in ([], [pipedream.Cluster.local(2)]):
@@ -67,20 +47,42 @@ for clusters in ([], [pipedream.Cluster.local(2)]):
 """
 
 
-def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: Network, tmp_path: Path) -> None:
-    machines.limit(80e6 / 8)
+def test_two_machines_are_measured_and_give_the_losses_of_one_process(machines: Network, tmp_path: Path) -> None:
+    """In a run, and in a script, where a plan for a single machine warns."""
+    rate = 80e6 / 8
+    machines.limit(rate)
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     first, second = on_both(machines, "static", (str(tmp_path / "script.py"),), tmp_path)
-    (line, figures, _), (figures_1, _) = (ended.out.splitlines() for ended in (first, second))
+    assert re.search(r"^2 machines, measured in \d+\.\d s: Cluster of .*; levels: 2 x ", first.out, re.M), first.out
+    plan = Plan.load(tmp_path / "machine0" / "run" / "plan.json")
+    assert plan.cluster.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.15)
+    assert plan.cluster.is_limited
+    torch.set_num_threads(1)  # as many as each of the workers has
+    pipedream.run(
+        lambda seed: load_recipe(DIGITS, seed=seed), plan=plan, minibatches=45, out=tmp_path / "here", quiet=True
+    )
+    losses = [
+        json.loads((folder / "losses.json").read_text()) for folder in (tmp_path / "machine0/run", tmp_path / "here")
+    ]
+    assert len(losses[0]) == 45
+    assert losses[0] == losses[1]
+    summary = json.loads((tmp_path / "machine0" / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["configuration"]["processes"] == 2
+    elsewhere = tmp_path / "machine1" / "run"
+    kept = [] if not elsewhere.exists() else [path.name for path in elsewhere.iterdir()]
+    assert kept in ([], ["checkpoints"]), "rank 0 writes the rest of the run folder"
+
+    *_, line, figures, _ = first.out.splitlines()
+    figures_1, _ = second.out.splitlines()  # of the run, nothing
     assert line.startswith("2 machines, measured in ")
     assert (figures.split()[:2], figures_1.split()[:2]) == (["0", "3"], ["1", "3"])
-    assert float(figures.split()[2]) == pytest.approx(80e6 / 8, rel=0.15)
+    assert float(figures.split()[2]) == pytest.approx(rate, rel=0.15)
     assert figures.split()[2] == figures_1.split()[2]
-    measured, assumed, _ = first.err.split("trained\n")
+    _, measured, assumed, _ = first.err.split("trained\n")
     assert "UserWarning" not in measured
     assert "UserWarning: the plan assumes one machine (2.00 GB/s, 50.0 us between workers), but" in assumed, assumed
     assert "the workers are on 2; leave out the cluster, and pipedream.plan(profile) measures" in assumed
-    assert "script.py:10: " in assumed, "the line of the user"
+    assert "script.py:13: " in assumed, "the line of the user"
     assert "UserWarning" not in second.err
 
 

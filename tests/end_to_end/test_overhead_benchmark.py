@@ -14,10 +14,8 @@ ROWS = {"waiting": (5, "ours"), "compute": (7, "of torch's"), "process": (3, "in
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "section", [pytest.param(name, marks=[pytest.mark.long] * (name != "memory")) for name in ROWS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("section", ROWS)
 def test_section_prints_its_table(section: str, tmp_path: Path) -> None:
     ended = Started((str(PROGRAM), "--quick", "--only", section), folder=tmp_path).end(300.0)
     assert ended.status == 0, ended.err

@@ -21,9 +21,11 @@ import commands
 import pytest
 import torch
 from commands import Ended, Started
+from torch.distributed.run import config_from_args, parse_args
 from two_machines import machines, within
 
 import pipedream
+from pipedream import cli
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
@@ -211,34 +213,32 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
     )
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_job_of_kubernetes(tmp_path: Path) -> None:
-    """The command of each pod, with the variables that the training operator gives it, on one machine."""
+def test_job_of_kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun reads of the command of each pod, with the variables that the training operator gives it."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    folder = folder_of(tmp_path)
-    (text,) = blocks("yaml", folder)
+    (text,) = blocks("yaml", tmp_path)
     job = yaml.safe_load(text)
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert [(kind, replica["replicas"]) for kind, replica in replicas.items()] == [("Master", 1), ("Worker", 1)]
-    started = []
     for rank, replica in enumerate(replicas.values()):
         (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "pytorch", "the operator looks for this name"
         mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounted == {replica["template"]["spec"]["volumes"][0]["name"]: str(folder / "shared")}
-        each = job["spec"]["nprocPerNode"]
-        variables = {"WORLD_SIZE": str(len(replicas) * int(each)), "RANK": str(rank), "PET_NODE_RANK": str(rank)}
-        variables |= {"PET_NPROC_PER_NODE": each, "PET_NNODES": str(len(replicas))}
-        for prefix in ("", "PET_"):
-            variables |= {f"{prefix}MASTER_ADDR": "127.0.0.1", f"{prefix}MASTER_PORT": "23456"}
-        line = " ".join(container["command"])
-        started.append(typed(line, folder / f"machine{rank}", GLOO_SOCKET_IFNAME="lo", **variables))
-    ends = [process.end() for process in started]
-    assert [ended.status for ended in ends] == [0, 0], ends[0].err
-    summary = json.loads((folder / "shared" / "run" / "summary.json").read_text())
-    assert (summary["minibatches"], summary["configuration"]["processes"]) == (90, 2)
+        assert mounted == {replica["template"]["spec"]["volumes"][0]["name"]: str(tmp_path / "shared")}
+        variables = {"NPROC_PER_NODE": job["spec"]["nprocPerNode"], "NNODES": str(len(replicas))}
+        variables |= {"NODE_RANK": str(rank), "MASTER_ADDR": "10.84.0.1", "MASTER_PORT": "23456"}
+        for name, value in variables.items():
+            monkeypatch.setenv(f"PET_{name}", value)
+        program, *words = container["command"]
+        assert program == "torchrun"
+        config, _, line = config_from_args(parse_args(words))
+        assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 1)
+        assert (config.rdzv_endpoint, config.rdzv_configs["rank"]) == ("10.84.0.1:23456", rank)
+        module, package, name, *options = line[line.index("-m") :]
+        assert (module, package, name) == ("-m", "pipedream", "train")
+        parameters = cli.load(name).make_context(name, options).params
+        assert parameters["out"] == parameters["resume"] == str(tmp_path / "shared" / "run")
 
 
 # -- Slurm ------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from cases import Case, check, run
-from commands import run as command
 from failing_recipe import written
 
 from pipedream import schedules
@@ -127,11 +126,10 @@ def test_names(run_command: RunCommand) -> None:
     assert (status, json.loads(out)["bubble"] > 0) == (0, True)
 
 
-@pytest.mark.processes
-@pytest.mark.long  # another file, of PyTorch's notation, is trained by the command in test_schedule_files.py
-def test_train(tmp_path: Path) -> None:
-    options = ("--schedule", str(EXAMPLE), "--minibatches", "6", "--epochs", "1")
-    ended = command(*written(tmp_path), *options, folder=tmp_path)
-    assert ended.status == 0, ended.err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["configuration"]["schedule"] == str(EXAMPLE)
+def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand, started: list[int]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")  # the recipe's
+    arguments = written(tmp_path)[2:]
+    status, out, error = run_command(*arguments, "--schedule", EXAMPLE, "--minibatches", 6, "--epochs", 1, "--json")
+    assert (status, started) == (0, [2]), error
+    assert json.loads(out)["configuration"]["schedule"] == str(EXAMPLE)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from commands import run as command
 from failing_recipe import written
 from zoo import alike_layers
 
@@ -311,14 +310,14 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
         assert again.program == pipeline.program
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_train(tmp_path: Path) -> None:
+def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand, started: list[int]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")  # the recipe's
     name = "paci[backward_rule=recompute]"
-    head = (*written(tmp_path)[:4], "--workers", "2", "--out", "run")
-    ended = command(*head, "--schedule", name, "--minibatches", "6", "--epochs", "1", folder=tmp_path)
-    assert ended.status == 0, ended.err
-    assert f"Proof of {name}, plan 1-1" in ended.out
+    arguments = (*written(tmp_path)[2:4], "--workers", 2, "--out", "run")
+    status, out, error = run_command(*arguments, "--schedule", name, "--minibatches", 6, "--epochs", 1)
+    assert (status, started) == (0, [2]), error
+    assert f"Proof of {name}, plan 1-1" in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["configuration"]["schedule"] == name
     assert summary["configuration"]["recompute"] == [True, True]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import commands
+import processes
 import pytest
 import torch
 from torch import nn
@@ -146,22 +148,22 @@ def test_commands_that_meshes_do_not_fit(
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["recipe.py"]
 
 
+def _train(recipe: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    make_recipe = lambda seed: load_recipe(str(recipe), seed=seed)  # noqa: E731
+    return pipedream.run(make_recipe, schedule="1f1b", out=folder, quiet=True, **options)
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_planned_meshes_train_as_a_single_process(tmp_path: Path) -> None:
     """Two workers on four ranks."""
     (tmp_path / "recipe.py").write_text(RECIPE)
-    options = ["--workers", "4", "--config", "1-1", "--mesh", "auto", "--schedule", "1f1b", "--out", "run"]
-    ended = commands.run("-m", "pipedream", "train", "recipe.py", *options, folder=tmp_path)
-    assert ended.status == 0, ended.err
-    assert "mixed, because the pipeline 1x2-1x2 on the mesh model:2 is the fastest" in ended.out
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    options = {"workers": 4, "shape": "1-1", "mesh": "auto"}
+    summary = processes.results(_train, 4, tmp_path / "recipe.py", tmp_path / "run", options)[0]
+    assert summary["plan"]["note"].startswith("mixed, because the pipeline 1x2-1x2 on the mesh model:2 is the fastest")
     assert summary["ranks"] == 4
     assert [stage["mesh"] for stage in summary["stages"]] == ["model:2", "model:2"]
-    pipedream.run(
-        lambda seed: load_recipe(str(tmp_path / "recipe.py"), seed=seed),
-        workers=1, schedule="1f1b", out=tmp_path / "alone", quiet=True,
-    )  # fmt: skip
+    _train(tmp_path / "recipe.py", tmp_path / "alone", {"workers": 1})
     planned, plain = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "alone"))
     for name, weights in plain.items():
         torch.testing.assert_close(planned[name], weights, rtol=1e-4, atol=1e-6)

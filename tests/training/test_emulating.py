@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import commands
+import processes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,19 +106,17 @@ def test_the_plans_own_method_is_emulated(tmp_path: Path) -> None:
     assert (configuration["schedule"], configuration["microbatches"]) == ("gpipe", 2)
 
 
+def _emulate(plan: Plan, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    return emulate(plan, minibatches=8, dilation=2.0, byte_scale=0.5, out=folder, quiet=True, **options)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "unit", [pytest.param("minibatch", marks=pytest.mark.slow), pytest.param("microbatch", marks=pytest.mark.long)]
-)
-def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["minibatch", "microbatch"])
+def test_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
     plan = replace(plan_of((2, 1)), unit=unit)
-    plan.save(tmp_path / "plan.json")
-    schedule = ("--schedule", "pipedream") if unit == "minibatch" else ("--schedule", "1f1b", "--microbatches", "4")
-    arguments = ("emulate", "plan.json", *schedule, "--minibatches", "8", "--dilation", "2", "--byte-scale", "0.5")
-    ended = commands.run("-m", "pipedream", *arguments, "--out", "run", "--json", folder=tmp_path)
-    assert ended.status == 0, ended.err
-    assert not ended.orphans
-    summary = json.loads(ended.out)
+    options = {"schedule": "pipedream"} if unit == "minibatch" else {"schedule": "1f1b", "microbatches": 4}
+    summary = processes.results(_emulate, 3, plan, tmp_path / "run", options)[0]
     rate = summary["throughput"]
     check_measured_rate(summary, tmp_path / "run")
     assert rate["measured_per_s"] / rate["predicted_per_s"] < 1.05
@@ -132,6 +131,16 @@ def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None
     count = 8 if unit == "minibatch" else 32
     assert sent == count * 500_000
     assert predicted.workers == 3
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_command_starts_its_workers(tmp_path: Path) -> None:
+    plan_of((2, 1)).save(tmp_path / "plan.json")
+    arguments = ("emulate", "plan.json", "--minibatches", "8", "--dilation", "2", "--out", "run", "--json")
+    ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
+    assert (ended.status, ended.orphans) == (0, []), ended.err
+    assert json.loads(ended.out)["configuration"]["processes"] == 3
 
 
 def test_other_number_of_workers_is_refused(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
