@@ -31,7 +31,7 @@ _modules_frozen = 0
 # each time. HYPOTHESIS_PROFILE=thorough draws 400 where a test does not name a number.
 settings.register_profile(
     "house",
-    max_examples=25 if "CI" in os.environ else 15,
+    max_examples=18 if "CI" in os.environ else 12,
     deadline=None,
     derandomize="CI" in os.environ,
     print_blob=True,

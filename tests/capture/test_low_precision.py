@@ -80,7 +80,7 @@ def _list_cases(default: set[tuple[str, str]] = DEFAULT) -> list[Any]:
                 marks.append(pytest.mark.skip(reason="transformers is not installed"))
             if (name, kind) not in PLAIN_FAILS:
                 parameters.append(pytest.param(name, kind, marks=marks, id=f"{name}-{kind}"))
-    return spread(parameters, every=8)
+    return spread(parameters, every=12)
 
 
 class _Dtypes(TorchFunctionMode):

@@ -32,8 +32,8 @@ NEED_NUMBERS = {
 }
 """They branch on computed numbers, mostly on which expert a word goes to."""
 
-SLOW = ["unet", "tied_gpt", "lora", "shared_bias", "borrowed_weights", "hf_llama", "hf_mamba"]
-LONG = ["hf_gpt2", "hf_t5"]
+SLOW = ["tied_gpt", "shared_bias", "hf_mamba"]
+LONG = ["unet", "lora", "borrowed_weights", "hf_llama", "hf_gpt2", "hf_t5"]
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ SUMMARY_KEYS = {
 }
 
 
-def small(example: Path, seed: int = 0) -> Recipe:
+def small(example: Path) -> Recipe:
     """Returns an example's recipe; of its test data a little, so that an evaluation is quick."""
-    recipe = load_recipe(str(example), seed=seed)
+    recipe = load_recipe(str(example))
     return replace(recipe, test=list(recipe.test or ())[:2])
 
 
@@ -93,14 +93,15 @@ def test_is_short_and_plain(example: Path) -> None:
     [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in EXAMPLES],
 )
 def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = pipedream.run(lambda seed: small(example, seed), minibatches=12, out=tmp_path / "run")
+    recipe = small(example)
+    summary = pipedream.run(lambda seed: recipe, minibatches=12, out=tmp_path / "run")
     losses = [loss for _, loss in losses_of(tmp_path / "run")]
     assert len(losses) == 12
-    in_flight = 0 if load_recipe(str(example)).phases else 1  # what was in flight is finished
+    in_flight = 0 if recipe.phases else 1  # what was in flight is finished
     assert summary["minibatches"] == summary["drains"][-1] == 12 + in_flight
     assert losses[-1] < losses[0]
     weights = torch.load(tmp_path / "run" / "weights.pt", weights_only=True)
-    for name, value in plainly(small(example), weights).items():
+    for name, value in plainly(recipe, weights).items():
         assert math.isclose(value, summary["metrics"][name], rel_tol=1e-5), name
     printed = capsys.readouterr().out
     assert "Plan 1-1" in printed

@@ -49,7 +49,8 @@ ALIKE = {
 }
 # fmt: on
 """Models built as others are."""
-LONG = {*sum(ALIKE.values(), ()), "hf_mobilenet_v2", "hf_segformer"}
+LONG = {*sum(ALIKE.values(), ()), "hf_mobilenet_v2", "hf_segformer", "hf_dinov2"}
+LONG |= {"hf_mamba2", "hf_bloom", "hf_clip_text", "hf_clip_vision"}
 """Continuous integration leaves these out."""
 UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask_token",)}
 """Parameters that a model has for other tasks, by the end of their names."""

@@ -172,12 +172,12 @@ def test_eight_simulated_ranks_equal_one_process() -> None:
 
 
 def _list_cases() -> list[Any]:
-    """Each model with two of the ways on 4 ranks is slow, the rest long."""
+    """Each model with one of the ways on 4 ranks is slow, the rest long."""
     return [
         pytest.param(
             *(name, how, count),
             id=f"{name}-{how}-{count}",
-            marks=pytest.mark.slow if count == 4 and way in (0, 1 + number % 3) else pytest.mark.long,
+            marks=pytest.mark.slow if count == 4 and way == number % 4 else pytest.mark.long,
         )
         for number, name in enumerate(CASES)
         for way, how in enumerate(WAYS)

@@ -83,7 +83,7 @@ def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[
 
 
 @pytest.mark.slow
-@settings(max_examples=4)
+@settings(max_examples=2)
 @example(SETTLES_LATE, 3, 20.0, None, True)
 @given(profiles(), st.integers(1, 3), st.sampled_from([2.0, 20.0, 1e9]), st.sampled_from([None, 300]), st.booleans())
 def test_no_way_is_faster(

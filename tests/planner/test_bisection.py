@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from every_plan import fits
+from marks import seeds
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
@@ -63,7 +64,7 @@ def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any
     return min(exact.periods.values()), Bisection(space, line, recompute, whole).best(), space
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+@pytest.mark.parametrize("seed", seeds(1, 4, 10))
 def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
     draw = random.Random(seed)
     planned = refused = limited = 0
@@ -82,7 +83,7 @@ def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
     assert min(refused, limited) > 0
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+@pytest.mark.parametrize("seed", seeds(1, 4, 10))
 def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
     """On levels, uneven machines and unlike workers: never above the best, and the plan never below."""
     draw = random.Random(seed)
@@ -111,7 +112,7 @@ def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
     assert min(gaps) < 2 * TOLERANCE  # it finds good plans, not bounds alone
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("seed", seeds(1, 3, 4))
 def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
     draw = random.Random(seed)
     cluster = Cluster((Level(4, 1e10, 1e-4), Level(3, 1e9, 1e-3), Level(2, 2e8)), sums=draw.choice(["ring", "tree"]))

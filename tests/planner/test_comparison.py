@@ -137,7 +137,7 @@ def test_never_slower_in_200_cases(profile: Profile, cluster: Cluster, schedule:
 
 
 @pytest.mark.slow
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(profiles(), clusters())
 def test_auto_is_never_slower(profile: Profile, cluster: Cluster) -> None:
     check_never_slower(profile, cluster, "auto")

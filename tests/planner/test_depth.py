@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import seeds
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
@@ -109,7 +110,7 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, .
         assert deep.in_flight != full.in_flight
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("seed", seeds(1, 3, 4))
 def test_auto_is_never_slower_than_noam(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(5):

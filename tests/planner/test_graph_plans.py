@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 from exactly import best_plans
+from marks import seeds
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
@@ -120,7 +121,7 @@ def check_stages(plan: Plan, profile: Profile) -> None:
         assert tuple(names[stage.first : stage.last]) == stage.names
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", seeds(1, 3, 8))
 def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
     """The value, and the bytes and holders of the plan, by definition."""
     draw = random.Random(seed)
@@ -153,7 +154,7 @@ def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
     assert separated > 5
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+@pytest.mark.parametrize("seed", seeds(1, 4, 10))
 def test_equals_every_chain_of_downsets(seed: int) -> None:
     """1,000 graphs, 100 of them in the default run: the value, its bound, and that it is the plan's own."""
     draw = random.Random(seed)
@@ -169,7 +170,7 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
     assert wide > 5
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("seed", seeds(1, 3, 5))
 def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each graph only one order is searched: never better than the best, which is never below the bound."""
     monkeypatch.setattr(cuts, "MOST_DOWNSETS", 3)

@@ -9,6 +9,7 @@ from itertools import combinations, product
 
 import pytest
 from drawn import meshed_cluster, meshed_profile
+from marks import seeds
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, profile_of_rank
@@ -56,7 +57,7 @@ def exhaustive_s(space: MeshSpace, *, single: bool, all_ranks: bool, recompute: 
     return least_s
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", seeds(4, 23, 60))
 def test_equals_exhaustive_search(seed: int) -> None:
     """Flat and on two levels, with and without a limit on memory; and the bounds are bounds."""
     draw = random.Random(seed)
@@ -86,7 +87,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
         assert plan.ranks == cluster.workers or not all_ranks
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
+@pytest.mark.parametrize("seed", seeds(6, 24, 60))
 def test_no_single_mesh_is_faster(seed: int) -> None:
     draw = random.Random(seed)
     profile = meshed_profile(draw, 6)
@@ -109,7 +110,7 @@ def test_no_single_mesh_is_faster(seed: int) -> None:
     assert fastest.first_stage_over_memory is None
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", seeds(4, 23, 60))
 def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the exact program: the best plan is between the bound and what is found, which fits whenever one does."""
     monkeypatch.setattr(mesh_search, "_MOST_WORK", 0.0)

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from marks import seeds
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
@@ -38,7 +39,7 @@ def random_profile(draw: random.Random) -> Profile:
     return replace(chain, graph=LayerGraph(chain.graph.layers, tuple(sorted(edges))))
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))])
+@pytest.mark.parametrize("seed", seeds(3, 5, 10))
 def test_the_best_plan_stays(seed: int) -> None:
     """Of 200 graphs and chains, the plan and not only its period, at any family of plans and any memory."""
     draw = random.Random(seed)

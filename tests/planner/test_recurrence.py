@@ -11,6 +11,7 @@ import pytest
 from every_plan import every_plan, exhaustive, peak_bytes
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from marks import seeds
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
@@ -131,7 +132,7 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
     return states_of_counts(counts), ((sum(counts), counts[0]),), True, lambda plan: plan.replicas == counts
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.parametrize("seed", seeds(1, 7, 20))
 def test_equals_exhaustive_search(seed: int) -> None:
     """In value and in plan, ties included, over 1,200 chains, 60 of them in the default run."""
     draw = random.Random(seed)
@@ -159,7 +160,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
     assert several > 1
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("seed", seeds(1, 3, 5))
 def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exactly import best_plans
+from marks import seeds
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
@@ -93,7 +94,7 @@ def through_the_tree(cluster: Cluster) -> list[tuple[int, ...]]:
     return sites
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", seeds(1, 3, 8))
 def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     """In value and in plan, ties broken: on trees of up to three levels."""
     check_against_every_plan(random.Random(seed), 12)
@@ -153,7 +154,7 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
     assert crowded < chains // 4
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("seed", seeds(1, 3, 4))
 def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
     """The classes of orders that are tried hold the best of all orders through the tree."""
     draw = random.Random(seed)
@@ -246,7 +247,7 @@ def test_recomputation_where_memory_is_short() -> None:
     assert best.slowest_stage_s == 8.0  # 2 + 4, and the forward's 2 again
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("seed", seeds(1, 3, 5))
 def test_recomputing_never_helps_what_fits(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(8):

@@ -33,3 +33,9 @@ def spread(cases: Iterable[Any], every: int = 2) -> list[Any]:
             slow += 1
         parameters.append(parameter)
     return parameters
+
+
+def seeds(default: int, slow: int, total: int) -> list[Any]:
+    """Returns numbers from 0 on: the first `default` unmarked, those up to `slow` slow, the others long."""
+    marks = [()] * default + [pytest.mark.slow] * (slow - default) + [pytest.mark.long] * (total - slow)
+    return [pytest.param(number, marks=mark) for number, mark in enumerate(marks)]
