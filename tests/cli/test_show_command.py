@@ -13,7 +13,7 @@ import pytest
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.schedules import METHODS, build, run_of, uniform
-from pipedream.workflows.claims import check_claims
+from pipedream.workflows.check import check_claims
 
 RunCommand = Callable[..., tuple[int, str, str]]
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery.md"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipedream import Cluster, Layout, Mesh, Operators, Plan, partition
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
-from pipedream.core.plan.boundary import Boundary, Crossing, boundary_bytes, read_crossings, with_crossings
+from pipedream.core.plan.layout import Boundary, Crossing, boundary_bytes, read_crossings, with_crossings
 from pipedream.core.plan.mesh import Box, box_of, meshes_of, pieces, ranks_of
 from pipedream.layouts import Exchanges, complete_partition
 

@@ -16,8 +16,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
-from pipedream.planner.tables.method_occupancy import OccupancyRule, stash
+from pipedream.core.schedule.occupancy import OccupancyRule, StageOccupancy, occupancy, stash
 from pipedream.verifier import verify
 from pipedream.workflows.methods import occupancy_of
 

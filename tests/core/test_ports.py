@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.plan.cost import all_reduce_s
-from pipedream.core.plan.site import Site, ports_s
+from pipedream.core.plan.cost import Site, all_reduce_s, ports_s
 
 SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 

@@ -15,11 +15,11 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.schedule.occupancy import stash
 from pipedream.planner import SearchSpace, pipeline_search, search_plan
 from pipedream.planner.bisection import TOLERANCE, Bisection
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, DynamicProgram, replicated_states
 from pipedream.planner.feasibility import RelaxedLine, StageNeeds, period_s
-from pipedream.planner.tables.method_occupancy import stash
 from pipedream.planner.workers import WorkerLine
 
 

@@ -15,8 +15,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
+from pipedream.core.plan.cost import Site
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.site import Site
 from pipedream.planner import SearchSpace, cuts, search_plan
 
 

@@ -20,6 +20,7 @@ from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.planner import SearchSpace, search_plan
 from pipedream.planner.dynamic_program.recurrence import (
     DynamicProgram,
@@ -28,7 +29,6 @@ from pipedream.planner.dynamic_program.recurrence import (
     states_of_counts,
     straight_states,
 )
-from pipedream.planner.tables.method_occupancy import VersionsRule, stash
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,

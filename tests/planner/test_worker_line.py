@@ -15,9 +15,9 @@ from marks import seeds
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.site import Site
+from pipedream.core.plan.cost import Site
+from pipedream.core.schedule.occupancy import stash
 from pipedream.planner import SearchSpace, search_plan
-from pipedream.planner.tables.method_occupancy import stash
 from pipedream.planner.workers import LineOrders, WorkerLine
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [

@@ -31,7 +31,7 @@ from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
 from pipedream.schedules.asynchronous.paci import paci
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.pipemare import pipemare
-from pipedream.schedules.options import options_of
+from pipedream.schedules.registry import options_of
 from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.workflows.methods import resolve_method
 

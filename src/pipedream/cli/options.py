@@ -19,7 +19,7 @@ from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME, PlanRequest
-from pipedream.report.files import check_picture
+from pipedream.report.svg import check_picture
 from pipedream.workflows.exclusions import as_flag, check_options
 
 JSON = option(False, "Print one JSON object on standard output, and nothing else.", "--json")

@@ -29,12 +29,11 @@ from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import WORK, Timeline
-from pipedream.report.files import save_picture
-from pipedream.report.svg import timeline_svg
+from pipedream.report.svg import save_picture, timeline_svg
 from pipedream.report.text import grid
 from pipedream.schedules import Run
 from pipedream.verifier import verify
-from pipedream.workflows.claims import check_claims
+from pipedream.workflows.check import check_claims
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate
 

@@ -30,8 +30,7 @@ from pipedream.core.flags import Panel, argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.core.sweep import MethodComparison
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME
-from pipedream.report.files import save_picture
-from pipedream.report.svg import timeline_svg
+from pipedream.report.svg import save_picture, timeline_svg
 from pipedream.report.sweep import methods_svg
 from pipedream.report.trace import save_trace
 from pipedream.workflows.methods import resolve_method

@@ -24,7 +24,7 @@ from pipedream.core.flags import option
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.schedule.phase import listed
 from pipedream.plan_request import PlanRequest
-from pipedream.report.files import PICTURES, check_picture, save_picture
+from pipedream.report.svg import PICTURES, check_picture, save_picture
 from pipedream.report.sweep import sweep_page, sweep_svg
 from pipedream.workflows import sweep as sweeping
 

@@ -1,5 +1,6 @@
 """Planning: which layers form a stage, on how many workers, and with which method to train."""
 
+from pipedream.core.schedule.occupancy import MethodOccupancy
 from pipedream.planner.auto import SearchOptions, choose_method
 from pipedream.planner.classic import Classic, classic
 from pipedream.planner.comparison import (
@@ -14,7 +15,6 @@ from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.manual import check_cuts, manual_plan, place_of
 from pipedream.planner.mesh_search import MeshSearch
 from pipedream.planner.search import SHAPES, Finalist, PlanSearch, list_finalists, parse_counts, search_plan
-from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.two_bw import two_bw
 

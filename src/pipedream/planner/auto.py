@@ -14,11 +14,10 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
-from pipedream.core.schedule.occupancy import MethodProperties
+from pipedream.core.schedule.occupancy import MethodOccupancy, MethodProperties
 from pipedream.core.units import format_seconds
 from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, compare_by_simulation
 from pipedream.planner.search import Finalist, PlanSearch, list_finalists, search_plan
-from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _MOST_MICROBATCHES = 64

@@ -38,10 +38,10 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph_txt import GraphText, in_order
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.core.units import format_seconds
 from pipedream.planner.arrays import FloatArray, IntArray, Seconds
 from pipedream.planner.classic_states import CutStates
-from pipedream.planner.tables.method_occupancy import VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _BLOCK = 96

@@ -10,8 +10,8 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.dynamic_program.recurrence import check_recompute
-from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _FEW = 12  # so many layers are listed in an error

@@ -17,10 +17,10 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.core.units import format_bytes, format_excess, format_seconds
 from pipedream.planner.dynamic_program.recurrence import check_recompute, refuse
 from pipedream.planner.pipeline_search import PipelineSearch
-from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _Space = TypeVar("_Space", bound=SearchSpace)

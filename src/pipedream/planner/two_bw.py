@@ -24,9 +24,9 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.occupancy import MethodOccupancy
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner.search import search_plan
-from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
 
 

@@ -17,8 +17,7 @@ from math import factorial, prod
 import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import all_reduce_bytes
-from pipedream.core.plan.site import PortLoad, Site, busiest_ports
+from pipedream.core.plan.cost import PortLoad, Site, all_reduce_bytes, busiest_ports
 from pipedream.planner.arrays import FloatArray, IntArray, RunExtremes
 
 
@@ -143,7 +142,7 @@ def _arrange(counts: list[int]) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class SiteArrays:
-    """Many sites: the fields of `core.plan.site.Site` as arrays.
+    """Many sites: the fields of `core.plan.cost.Site` as arrays.
 
     The ports have one row at level 0, where all are equal, and three at each other level: of the component where the
     site begins, of the one where it ends, and of the largest between them.

@@ -1,9 +1,8 @@
 """Reports: text for the terminal, SVG pictures, trace files and the page of a run."""
 
 from pipedream.report.charts import curve_svg
-from pipedream.report.files import save_picture
 from pipedream.report.html import page, save_page
-from pipedream.report.svg import timeline_svg
+from pipedream.report.svg import save_picture, timeline_svg
 from pipedream.report.text import grid, grid_rich
 from pipedream.report.trace import save_trace, trace
 

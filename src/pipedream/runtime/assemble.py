@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.core.plan.boundary import Boundary
-from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.layout import Boundary, Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement

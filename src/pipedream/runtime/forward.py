@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipedream.core.plan.boundary import read_crossings, with_crossings
+from pipedream.core.plan.layout import read_crossings, with_crossings
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting

@@ -6,7 +6,7 @@ a weight is whole on every rank, its gradient may be a partial sum. It stays one
 that microbatches cost no collective.
 
 Life of an activation: it enters as this rank's part (`enter`), and leaves as one (`leave`), sharded as the boundary
-says (`core.plan.boundary`). At the last stage the outputs are whole.
+says (`core.plan.layout`). At the last stage the outputs are whole.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
-from pipedream.core.plan.boundary import Crossing
-from pipedream.core.plan.layout import BATCH, Layout
+from pipedream.core.plan.layout import BATCH, Crossing, Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.functions import redistribute_in_steps

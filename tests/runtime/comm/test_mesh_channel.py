@@ -10,7 +10,7 @@ from drawn import MESHES, placements
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.plan.boundary import Crossing, with_crossings
+from pipedream.core.plan.layout import Crossing, with_crossings
 from pipedream.core.plan.mesh import Mesh, box_of, pieces
 from pipedream.runtime.comm.channel import LocalChannel, drain
 from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender

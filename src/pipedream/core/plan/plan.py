@@ -16,12 +16,12 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
+from pipedream.core.plan.cost import Site
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
-from pipedream.core.plan.site import Site
 from pipedream.core.plan.stage import Stage, TiedWeights
 from pipedream.core.plan.sums import FULL, SumMethod
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten

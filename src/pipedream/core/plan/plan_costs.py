@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.cost import all_reduce_s, transfer_s
-from pipedream.core.plan.site import Site, ports_s
+from pipedream.core.plan.cost import Site, all_reduce_s, ports_s, transfer_s
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 
 NO_GAP = 2e-6
@@ -135,7 +134,7 @@ class PlanCosts:
 
     @property
     def periods_s(self) -> tuple[float, ...]:
-        """Predicted seconds per unit of each stage in a full pipeline (`core.plan.site`)."""
+        """Predicted seconds per unit of each stage in a full pipeline (`core.plan.cost`)."""
         edges = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0)
         return tuple(
             float(

@@ -28,9 +28,9 @@ from typing import NoReturn
 import numpy as np
 
 from pipedream.core.errors import PlanError, ShortageError
+from pipedream.core.plan.cost import PortLoad, Site
 from pipedream.core.plan.memory import StageSizes
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.site import PortLoad, Site
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray

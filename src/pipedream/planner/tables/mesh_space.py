@@ -16,10 +16,10 @@ import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan import depth as depths
-from pipedream.core.plan.boundary import boundary_bytes
+from pipedream.core.plan.cost import Site
+from pipedream.core.plan.layout import boundary_bytes
 from pipedream.core.plan.mesh import Mesh, profile_of_rank, reach_of
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.site import Site
 from pipedream.planner.arrays import IntArray
 from pipedream.planner.tables.search_space import SearchSpace
 

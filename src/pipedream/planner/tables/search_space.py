@@ -14,15 +14,14 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
+from pipedream.core.plan.cost import Site
 from pipedream.core.plan.memory import Peers, StageMemory, StageSizes, part_bytes, peers_of, stage_bytes, stage_memory
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.site import Site
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
-from pipedream.core.schedule.occupancy import StageOccupancy
+from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, Place, Seconds
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
-from pipedream.planner.tables.method_occupancy import MethodOccupancy, OccupancyRule, VersionsRule, stash
 from pipedream.planner.tables.place_sums import PlaceSums
 
 

@@ -19,7 +19,7 @@ from torch.random import fork_rng
 from pipedream.core.artifact import decode, encode
 from pipedream.core.checkpoint import ParameterGroup, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
-from pipedream.runtime.data.tensor_json import from_json, to_json
+from pipedream.runtime.data.rng import from_json, to_json
 from pipedream.runtime.update.optimizer import Optimizer
 
 _OF_GROUPS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pipedream.core.plan.boundary import Crossing, read_crossings
+from pipedream.core.plan.layout import Crossing, read_crossings
 from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, pieces
 from pipedream.runtime.comm.channel import Receiver, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import Message

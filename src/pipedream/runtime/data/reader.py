@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.values import tensors_in
-from pipedream.runtime.data.rng import DataOrder
-from pipedream.runtime.data.tensor_json import from_json, to_json
+from pipedream.runtime.data.rng import DataOrder, from_json, to_json
 
 _KEPT_STATES = 3
 _SAMPLERS = ("sampler", "batch_sampler", "base_sampler")

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.errors import CaptureError
-from pipedream.core.plan.boundary import Boundary, read_crossings, with_crossings
+from pipedream.core.plan.layout import Boundary, read_crossings, with_crossings
 from pipedream.core.user_code import note_module
 from pipedream.layouts import partition_layer
 from pipedream.runtime.comm.message import Message
