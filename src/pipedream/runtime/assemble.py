@@ -310,6 +310,7 @@ def _make_stage_state(
             sum_method=plan.sum_method,
             ema=settings.ema,
             counted_elsewhere=[list(parameters).index(name) for name in counted_elsewhere],
+            tied=[name for weights in blueprint.shared if stage in weights.stages for name in weights.names],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
             sharding=sharding,
         ),

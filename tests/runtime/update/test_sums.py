@@ -22,6 +22,8 @@ SEED = 3
 AGREEMENTS = {
     "bfloat16": summed.Agreement(torch.bfloat16),
     "float16": summed.Agreement(torch.float16),
+    "powersgd:1": summed.Agreement("powersgd", 1),
+    "powersgd:2": summed.Agreement("powersgd", 2),
 }
 
 
@@ -125,6 +127,15 @@ RUNS = [
     Run("bfloat16", "pipedream", (2, 1)),
     Run("bfloat16", "pipedream_2bw", (2, 2), optimizer="adamw"),
     Run("float16", "chimera", (2, 2), microbatches=2),
+    Run("powersgd:2", "pipedream", (2,), animal="matrices"),
+    Run("powersgd:2", "gpipe", (3, 1), animal="matrices", microbatches=4, optimizer="adamw"),
+    Run("powersgd:2", "pipedream", (2, 1), animal="matrices"),
+    Run("powersgd:2", "pipedream_2bw", (2, 2), animal="matrices"),
+    Run("powersgd:2", "chimera", (2, 2), animal="matrices", microbatches=2),
+    # Tokens count, and microbatches have unequal numbers of them.
+    Run("powersgd:1", "1f1b", (2, 1), animal="lstm", microbatches=4, options=(("grad_scaler", 1024.0),)),
+    Run("powersgd:2", "zb_h1", (2, 1), animal="matrices", microbatches=4, options=(("ema", 0.9),)),
+    Run("powersgd:2", "pipedream", (2,), animal="matrices", options=(("clip_grad_norm", 0.1),)),
 ]
 
 
@@ -181,6 +192,20 @@ def test_a_plan_without_replicas_has_no_sums() -> None:
     assert replace(plan, sums="full") == plan
     with pytest.raises(PlanError, match="sums='bfloat16' was asked for, but no stage of the plan 1-1 has replicas"):
         pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], sums="bfloat16")
+
+
+def test_powersgd_needs_matrices() -> None:
+    animal = zoo.make("matrices")
+    plan = zoo.plan_of(animal, 2, (1, 2))
+    options: dict[str, Any] = {"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"]}
+    with pytest.raises(
+        PlanError, match=r"no weight of the stages .* \(the largest, of shape \(16, 16\), for rank 3 or"
+    ):
+        pd.Pipeline(animal.model, plan, sums="powersgd:9", **options)
+    vectors = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 3, bias=False)).double()
+    plan = zoo.plan_of(replace(animal, model=vectors, cuts={2: (1,)}), 2, (2, 1))
+    with pytest.raises(PlanError, match=r"\(none\); otherwise use sums='bfloat16'"):
+        pd.Pipeline(vectors, plan, sums="powersgd:1", **options)
 
 
 def test_plans_written_before_have_full_sums() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import inf
+from math import inf, prod
 from typing import Self
 
 from pipedream.core.errors import PlanError
@@ -106,7 +106,20 @@ class SumMethod:
     def is_low_rank(self) -> bool:
         return self.name == "powersgd"
 
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Returns whether PowerSGD sends factors of a gradient: half of its numbers or fewer, as in torch's hook.
+
+        A tensor is a matrix of its first dimension and all others.
+        """
+        return self.is_low_rank and self.rank <= greatest_rank(shape)
+
     @property
     def sent_dtype(self) -> str:
         """The dtype in which gradients are sent; '' for their own."""
         return self.name if self.name in _SIXTEEN_BITS else ""
+
+
+def greatest_rank(shape: Sequence[int]) -> int:
+    """Returns the greatest rank at which PowerSGD sends factors of a gradient; 0 if there is none."""
+    rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (0, 0)
+    return (rows * columns - 1) // (2 * (rows + columns)) if rows * columns else 0

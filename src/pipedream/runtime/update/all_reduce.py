@@ -12,7 +12,7 @@ allocated, used and freed on one stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +59,7 @@ class GradientAllReduce:
 
     Args:
         sent_dtype: in which gradients of more bits are sent, and summed; by default their own.
+        apart: indices of handles whose gradients are not summed here.
     """
 
     def __init__(
@@ -67,18 +68,23 @@ class GradientAllReduce:
         group: Group,
         *,
         sent_dtype: torch.dtype | None = None,
+        apart: Collection[int] = (),
         first_bytes: int = FIRST_BUCKET_BYTES,
         bucket_bytes: int | None = None,
     ) -> None:
         self._handles = list(handles)
         self._group = group
         self._sent_dtype = sent_dtype
-        self._layout = buckets_of(self._handles, first_bytes, bucket_bytes)
+        summed = [index for index in range(len(self._handles)) if index not in apart]
+        layout = buckets_of([self._handles[index] for index in summed], first_bytes, bucket_bytes)
+        self._layout = [[summed[place] for place in bucket] for bucket in layout]
+        self._apart = frozenset(apart)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
         self._begin()
 
     def _begin(self) -> None:
         self._buckets = [_Bucket(members) for members in self._layout]
+        self._unsummed: dict[int, torch.Tensor | None] = {}
         self._running: list[Pending[torch.Tensor]] = []
         self._amounts: Pending[torch.Tensor] | None = None
 
@@ -95,13 +101,16 @@ class GradientAllReduce:
         """Takes the complete sum of a handle, which it then owns (None: no gradient), and starts the buckets whose turn
         it is.
         """
-        bucket = self._buckets[self._bucket_of[index]]
-        assert index not in bucket.parts, f"handle {index} received its gradient twice for one update"
         if gradient is not None and gradient.is_sparse:
             raise PlanError(
                 f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse, and its stage has replicas, "
                 "which exchange dense gradients; make it dense (sparse=False), or give the stage one worker"
             )
+        if index in self._apart:
+            self._unsummed[index] = gradient
+            return
+        bucket = self._buckets[self._bucket_of[index]]
+        assert index not in bucket.parts, f"handle {index} received its gradient twice for one update"
         bucket.parts[index] = gradient
         if len(bucket.parts) < len(bucket.members):
             return
@@ -135,7 +144,10 @@ class GradientAllReduce:
             for index in bucket.members:
                 if index not in bucket.parts:
                     self.put(index, sums[index])
-        there = [self._buckets[self._bucket_of[i]].parts[i] is not None for i in range(len(self._handles))]
+        for index in self._apart - self._unsummed.keys():
+            self.put(index, sums[index])
+        parts = self._unsummed | {i: part for bucket in self._buckets for i, part in bucket.parts.items()}
+        there = [parts[i] is not None for i in range(len(self._handles))]
         # Small numbers, after the buckets, on the CPU, so that reading them does not wait for a GPU; `there`: a handle
         # without a gradient anywhere must keep none.
         amounts = torch.tensor([loss_weight, count, stop_request, *there], dtype=torch.float64)
@@ -144,7 +156,7 @@ class GradientAllReduce:
     def take(self) -> Waiting[tuple[list[torch.Tensor | None], float, int, float]]:
         """Returns sums, loss weight, count and stop request over all replicas, and gets ready for the next update.
 
-        A handle for which no replica has a gradient gets None, as in one process.
+        A handle for which no replica has a gradient gets None, as in one process; one that is `apart` this replica's.
         """
         assert self._amounts is not None
         for pending in (*self._running, self._amounts):
@@ -157,6 +169,8 @@ class GradientAllReduce:
             pieces = torch.split(flat, [self._handles[i].numel() for i in bucket.members])
             for i, piece in zip(bucket.members, pieces, strict=True):
                 sums[i] = piece.view_as(self._handles[i]) if there[i] else None
+        for i, gradient in self._unsummed.items():
+            sums[i] = torch.zeros_like(self._handles[i]) if gradient is None and there[i] else gradient
         self._begin()
         return sums, loss_weight, int(count), stop_request
 

@@ -21,6 +21,7 @@ from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.runtime.update.compensation import Compensator
+from pipedream.runtime.update.low_rank import LowRankSum
 from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.sharding.stage import StageSharding
 
@@ -112,6 +113,7 @@ class Optimizer:
         sum_method: how the replicas agree.
         ema: decay of the average of the weights; None keeps none.
         counted_elsewhere: indices of handles that another stage counts in the norm.
+        tied: names of weights that other stages hold, too, and whose gradients are summed over all holders.
         loss_scale: None if the loss is not scaled.
         sharding: None on a single rank.
 
@@ -136,6 +138,7 @@ class Optimizer:
         sum_method: SumMethod | None = None,
         ema: float | None = None,
         counted_elsewhere: Collection[int] = (),
+        tied: Collection[str] = (),
         loss_scale: LossScale | None = None,
         sharding: StageSharding | None = None,
     ) -> None:
@@ -166,6 +169,7 @@ class Optimizer:
         self.replicas = replicas
         self.replica_group = replica_group
         self.sum_method = sum_method or SumMethod()
+        self.low_rank = self._make_low_rank_sum(tied)
         self.all_reduce = self._make_all_reduce()
         self._mean_of_rounds = False
         self._decay = ema
@@ -183,10 +187,16 @@ class Optimizer:
     def _make_all_reduce(self) -> GradientAllReduce | None:
         if self.replica_group is None:
             return None
-        if self.sum_method.averages_weights or self.sum_method.is_low_rank:
-            raise ScheduleError(f"sums={str(self.sum_method)!r} cannot be run yet; use full, bfloat16 or float16")
+        if self.sum_method.averages_weights:
+            raise ScheduleError(f"sums={str(self.sum_method)!r} cannot be run yet; use full, bfloat16 or powersgd")
         sent_dtype = getattr(torch, self.sum_method.sent_dtype) if self.sum_method.sent_dtype else None
-        return GradientAllReduce(self._handles, self.replica_group, sent_dtype=sent_dtype)
+        apart = () if self.low_rank is None else self.low_rank.numbers
+        return GradientAllReduce(self._handles, self.replica_group, sent_dtype=sent_dtype, apart=apart)
+
+    def _make_low_rank_sum(self, tied: Collection[str]) -> LowRankSum | None:
+        if self.replica_group is None or not self.sum_method.is_low_rank:
+            return None
+        return LowRankSum(self.named, self.sum_method, self.replica_group, tied)
 
     def switch_to(
         self,
@@ -263,6 +273,8 @@ class Optimizer:
         else:
             self.close(gradients, stop_request)
             reduced = ReducedGradients(*(yield from self.all_reduce.take()))
+            if self.low_rank is not None:
+                yield from self.low_rank.sum_up(reduced.sums, self._find_divisor(reduced))
         if self._sharding is None:
             return reduced
         self._sharding.sum_gradients(self._names, reduced.sums)
@@ -273,8 +285,8 @@ class Optimizer:
 
         Returns the present share of the round's replicas, which scales the learning rate, and whether to stop.
         """
-        sums, loss_weight, count, stop_request = gathered
-        divisor = (float(count) if self._mean_of_rounds else loss_weight) * self.scale
+        sums, _, count, stop_request = gathered
+        divisor = self._find_divisor(gathered)
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
             torch._foreach_div_(present, divisor)
@@ -282,6 +294,9 @@ class Optimizer:
         for handle, total in zip(self._handles, sums, strict=True):
             handle.grad = None if total is None else next(ready)
         return (count / self.replicas if self._mean_of_rounds else 1.0), stop_request > 0
+
+    def _find_divisor(self, gathered: ReducedGradients) -> float:
+        return (float(gathered.microbatches) if self._mean_of_rounds else gathered.loss_weight) * self.scale
 
     @property
     def norm_square(self) -> torch.Tensor:
@@ -321,6 +336,8 @@ class Optimizer:
         """
         if self.scheduler is not None:
             self.step_scheduler(self.scheduler_steps_due)
+        if self.low_rank is not None:
+            self.low_rank.finish(is_made=self.finite)
         if self.finite:
             self._step(present_share)
         else:

@@ -1,0 +1,116 @@
+"""PowerSGD: the sum of a matrix's gradients by two thin factors (Vogels, Karimireddy and Jaggi, NeurIPS 2019).
+
+Replica w has S_w, its gradient summed over its microbatches, and an error e_w. All know D, by which this update divides
+the sum: the summed loss weight, or the minibatches of a round, times the loss scale. Q is the last update's factor.
+
+    M_w = S_w + D e_w
+    P = orthonormal columns of sum_w M_w orth(Q)      the first message
+    Q = sum_w M_w^T P                                  the second
+    the sum becomes P Q^T, and e_w = (M_w - P P^T M_w) / D, what this replica's share of it lacks
+
+So an error has the unit of the update's mean gradient: it does not depend on the number of microbatches, on loss weights
+that differ between replicas or updates, or on the loss scale. Since P and Q are linear in M_w, the update depends on the
+sums of S_w and of e_w only, not on who has what. An update that is skipped leaves errors and factors as they were.
+
+Where Q does not have full rank (no gradient so far, or one of lower rank), QR completes it with other directions, so no
+direction is lost for ever. What is not finite makes the whole matrix so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pipedream.core.plan.sums import SumMethod
+from pipedream.core.seeds import layer_seed
+from pipedream.runtime.comm.channel import Group, Waiting
+from pipedream.runtime.update.all_reduce import all_reduce_many
+
+
+class _Round(NamedTuple):
+    """An update under way, for one matrix.
+
+    Attributes:
+        matrix: M_w.
+        left: P.
+        right: this replica's part of the new Q.
+        factor: the new Q.
+    """
+
+    matrix: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    factor: torch.Tensor
+
+
+class LowRankSum:
+    """The compressed sums of one stage, of which one replica is here.
+
+    Args:
+        handles: of the stage.
+        whole: names of matrices that are not compressed.
+
+    Attributes:
+        numbers: index of each compressed handle -> its name.
+        errors, factors: e_w and Q, by name; in float32 or more.
+    """
+
+    def __init__(
+        self, handles: Mapping[str, torch.Tensor], method: SumMethod, group: Group, whole: Sequence[str] = ()
+    ) -> None:
+        self._group = group
+        self.numbers = {
+            number: name
+            for number, (name, handle) in enumerate(handles.items())
+            if name not in whole and handle.is_floating_point() and method.compresses(handle.shape)
+        }
+        self.errors: dict[str, torch.Tensor] = {}
+        self.factors: dict[str, torch.Tensor] = {}
+        for name in self.numbers.values():
+            matrix = handles[name].detach().flatten(1)
+            dtype = torch.promote_types(matrix.dtype, torch.float32)
+            self.errors[name] = torch.zeros_like(matrix, dtype=dtype, memory_format=torch.contiguous_format)
+            drawn = torch.randn(
+                matrix.shape[1], method.rank, generator=torch.Generator().manual_seed(layer_seed(0, 0, name))
+            )
+            self.factors[name] = drawn.to(matrix.device, dtype)
+        self._rounds: dict[str, _Round] = {}
+        self._divisor = 1.0
+
+    def sum_up(self, sums: list[torch.Tensor | None], divisor: float) -> Waiting[None]:
+        """Replaces this replica's S_w by the approximate sums; yields where it would wait.
+
+        Args:
+            sums: in the order of the handles; None where no replica has a gradient.
+            divisor: D.
+        """
+        self._divisor = divisor or 1.0
+        present = [(number, name) for number, name in self.numbers.items() if sums[number] is not None]
+        matrices = {name: self._add_error(name, sums[number]) for number, name in present}
+        lefts = [matrix @ _orthonormalise(self.factors[name]) for name, matrix in matrices.items()]
+        lefts = [_orthonormalise(left) for left in (yield from all_reduce_many(self._group, lefts))]
+        rights = [matrix.T @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
+        factors = yield from all_reduce_many(self._group, rights)
+        for (number, name), left, right, factor in zip(present, lefts, rights, factors, strict=True):
+            self._rounds[name] = _Round(matrices[name], left, right, factor)
+            gradient = sums[number]
+            assert gradient is not None
+            sums[number] = (left @ factor.T).view(gradient.shape).to(gradient.dtype)
+
+    def _add_error(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor:
+        assert gradient is not None
+        error = self.errors[name]
+        return torch.add(gradient.detach().reshape(error.shape).to(error.dtype), error, alpha=self._divisor)
+
+    def finish(self, *, is_made: bool) -> None:
+        """Keeps the new errors and factors, if the update is made."""
+        for name, now in self._rounds.items() if is_made else ():
+            torch.addmm(now.matrix, now.left, now.right.T, alpha=-1.0, out=self.errors[name]).div_(self._divisor)
+            self.factors[name] = now.factor
+        self._rounds = {}
+
+
+def _orthonormalise(columns: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.qr(columns).Q

@@ -1,0 +1,169 @@
+"""PowerSGD: what its factors approximate, what they keep, and that nothing is hidden or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipedream.core.plan.sums import SumMethod, greatest_rank
+from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
+from pipedream.runtime.update.low_rank import LowRankSum
+
+SHAPES = st.tuples(st.integers(5, 24), st.integers(5, 24)).filter(lambda shape: greatest_rank(shape) > 0)
+
+
+class Counted(Group):
+    """A group of one that counts the numbers that were sent."""
+
+    def __init__(self) -> None:
+        self.member, self.numbers = LocalGroup(1).member(0), 0
+
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+        self.numbers += tensor.numel()
+        return self.member.all_reduce(tensor)
+
+
+def make(replicas: int, shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float64) -> list[LowRankSum]:
+    group = LocalGroup(replicas)
+    return [
+        LowRankSum({"weight": torch.zeros(*shape, dtype=dtype)}, SumMethod("powersgd", rank), group.member(i))
+        for i in range(replicas)
+    ]
+
+
+def sum_up(replicas: Sequence[LowRankSum], gradients: Sequence[Tensor | None], divisor: float = 1.0) -> list[Any]:
+    """Sums over all replicas, one of which waits for another; returns what each has afterwards."""
+    sums = [[gradient] for gradient in gradients]
+    waiting = [replica.sum_up(own, divisor) for replica, own in zip(replicas, sums, strict=True)]
+    while waiting:
+        waiting = [generator for generator in waiting if next(generator, None) is not None]
+    assert all((row[0] is None) == (sums[0][0] is None) for row in sums)
+    assert all(row[0] is None or torch.equal(row[0], sums[0][0]) or not row[0].isfinite().all() for row in sums)
+    return [row[0] for row in sums]
+
+
+def finish(replicas: Sequence[LowRankSum], is_made: bool = True) -> None:
+    for replica in replicas:
+        replica.finish(is_made=is_made)
+
+
+@given(SHAPES, st.integers(1, 3), st.integers(1, 3), st.floats(0.5, 8.0), st.integers(0, 99))
+def test_sum_and_errors_add_up_to_what_came_in(
+    shape: tuple[int, int], rank: int, count: int, divisor: float, seed: int
+) -> None:
+    rank = min(rank, greatest_rank(shape))
+    generator = torch.Generator().manual_seed(seed)
+    replicas = make(count, shape, rank)
+    before = torch.zeros(*shape, dtype=torch.float64)
+    for turn in range(3):
+        gradients = [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+        came = sum(gradients) / divisor + before
+        approximation = sum_up(replicas, gradients, divisor)[0] / divisor
+        assert torch.linalg.matrix_rank(approximation) <= rank
+        finish(replicas)
+        left = sum(replica.errors["weight"] for replica in replicas)
+        torch.testing.assert_close(approximation + left, came)
+        # The projection on the factor's columns: what is left is orthogonal to what was sent.
+        assert abs(float((left * approximation).sum())) <= 1e-9 * float(came.norm() ** 2)
+        before = left
+
+
+@given(SHAPES, st.integers(0, 99))
+def test_a_matrix_of_low_rank_arrives_as_it_is(shape: tuple[int, int], seed: int) -> None:
+    rank = greatest_rank(shape)
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (torch.randn(size, 1, generator=generator, dtype=torch.float64) for size in shape)
+    replicas, gradient = make(2, shape, rank), rows @ columns.T  # of rank 1, and the factors have more columns
+    for _ in range(2):
+        for result in sum_up(replicas, [gradient.clone(), 2 * gradient]):
+            torch.testing.assert_close(result, 3 * gradient)
+        finish(replicas)
+        assert all(float(replica.errors["weight"].norm()) < 1e-9 * float(gradient.norm()) for replica in replicas)
+
+
+def test_a_gradient_of_zeros_does_not_end_the_factors() -> None:
+    replicas = make(2, (8, 12), 2)
+    for _ in range(2):
+        assert not any(result.any() for result in sum_up(replicas, [torch.zeros(8, 12).double()] * 2))
+        finish(replicas)
+    assert all(replica.factors["weight"].isfinite().all() for replica in replicas)
+    gradient = torch.outer(torch.arange(8.0), torch.arange(12.0)).double()
+    torch.testing.assert_close(sum_up(replicas, [gradient.clone(), gradient.clone()])[0], 2 * gradient)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_what_is_not_finite_is_not_hidden_and_leaves_nothing_behind(number: float, replica: int) -> None:
+    replicas, clean = make(2, (8, 12), 2), make(2, (8, 12), 2)
+    generator = torch.Generator().manual_seed(1)
+    first, second, third = (torch.randn(2, 8, 12, generator=generator, dtype=torch.float64) for _ in range(3))
+    for group in (replicas, clean):
+        sum_up(group, list(first.clone()))
+        finish(group)
+    second[replica, 3, 4] = number
+    for result in sum_up(replicas, list(second)):
+        assert not result.isfinite().any()
+    finish(replicas, is_made=False)
+    for result, expected in zip(sum_up(replicas, list(third.clone())), sum_up(clean, list(third)), strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_a_zero_times_infinity_is_not_hidden() -> None:
+    (replica,) = make(1, (8, 12), 2)
+    replica.factors["weight"].zero_()
+    gradient = torch.zeros(8, 12, dtype=torch.float64)
+    gradient[0, 0] = float("inf")
+    assert not sum_up([replica], [gradient])[0].isfinite().all()
+
+
+def test_few_numbers_are_sent_and_small_tensors_are_left_out() -> None:
+    handles = {
+        "large": torch.zeros(20, 5, 6),  # a matrix of 20 x 30
+        "small": torch.zeros(4, 4),
+        "row": torch.zeros(1, 500),
+        "column": torch.zeros(500, 1),
+        "vector": torch.zeros(500),
+        "empty": torch.zeros(0, 8),
+        "whole": torch.zeros(40, 40, dtype=torch.int64),
+        "tied": torch.zeros(40, 40),
+    }
+    group = Counted()
+    low_rank = LowRankSum(handles, SumMethod("powersgd", 3), group, ["tied"])
+    assert low_rank.numbers == {0: "large"}
+    sums: list[Tensor | None] = [torch.randn(handle.shape) for handle in handles.values()]
+    before = list(sums)
+    list(low_rank.sum_up(sums, 1.0))
+    assert group.numbers == 3 * (20 + 30)
+    assert [after is not tensor for after, tensor in zip(sums, before, strict=True)] == [True] + [False] * 7
+    assert sums[0] is not None
+    assert sums[0].shape == (20, 5, 6)
+    sums[0] = None  # no replica has used it
+    low_rank.finish(is_made=True)
+    error = low_rank.errors["large"].clone()
+    list(low_rank.sum_up(sums, 1.0))
+    low_rank.finish(is_made=True)
+    assert sums[0] is None
+    assert torch.equal(low_rank.errors["large"], error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_and_other_strides(dtype: torch.dtype) -> None:
+    replicas = make(2, (12, 16), 2, dtype)
+    gradient = torch.outer(torch.arange(1.0, 17.0), torch.arange(1.0, 13.0)).T.to(dtype) / 16
+    assert not gradient.is_contiguous()
+    for result in sum_up(replicas, [gradient, gradient]):
+        assert result.dtype == dtype
+        torch.testing.assert_close(result, 2 * gradient)
+    assert replicas[0].errors["weight"].dtype == replicas[0].factors["weight"].dtype == torch.float32
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5))
+def test_the_greatest_rank(rows: int, columns: int, rank: int) -> None:
+    compresses = SumMethod("powersgd", rank).compresses((rows, columns))
+    assert compresses == (rank <= greatest_rank((rows, columns))) == (2 * rank * (rows + columns) < rows * columns)
