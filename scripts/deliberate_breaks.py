@@ -279,8 +279,8 @@ BREAKS = (
     Break(
         "update: gradients keep the loss scale",
         "runtime/update/optimizer.py",
-        "divisor = (float(count) if self._mean_of_rounds else loss_weight) * self.scale",
-        "divisor = float(count) if self._mean_of_rounds else loss_weight",
+        "divisor = gathered.divisor(self._mean_of_rounds) * self.scale",
+        "divisor = gathered.divisor(self._mean_of_rounds)",
         ("end_to_end/test_couplings.py::test_the_loss_is_scaled_as_a_mean",),
     ),
     Break(
@@ -307,9 +307,30 @@ BREAKS = (
     Break(
         "update: an incomplete round steps at the full rate",
         "runtime/update/optimizer.py",
-        "return (count / self.replicas if self._mean_of_rounds else 1.0), stop_request > 0",
-        "return 1.0, stop_request > 0",
+        "return (count / self.replicas if self._mean_of_rounds else 1.0), gathered.stop_request > 0",
+        "return 1.0, gathered.stop_request > 0",
         ("runtime/update/test_optimizer.py", "end_to_end/test_replicas.py"),
+    ),
+    Break(
+        "sums: a skipped update leaves its error behind",
+        "runtime/update/low_rank.py",
+        "self._rounds.items() if is_made else ()",
+        "self._rounds.items()",
+        ("runtime/update/test_low_rank.py",),
+    ),
+    Break(
+        "sums: an error has the unit of the sum",
+        "runtime/update/low_rank.py",
+        "error, alpha=self._divisor)",
+        "error)",
+        ("runtime/update/test_low_rank.py",),
+    ),
+    Break(
+        "sums: outer steps without Nesterov's look ahead",
+        "runtime/update/average.py",
+        "change.add_(velocity, alpha=self.method.momentum)",
+        "velocity",
+        ("runtime/update/test_sums.py",),
     ),
     Break(
         "update: the schedule of a replicated stage runs on its own clock",

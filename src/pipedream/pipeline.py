@@ -56,7 +56,7 @@ from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.workflows.prepare import Prepared, add_compensation, build_evaluation, prepare, read_run_phases
 from pipedream.workflows.probe import warn_of_loopback
 from pipedream.workflows.profile import find_plan_layers
-from pipedream.workflows.sums import check_matrices
+from pipedream.workflows.sums import check_sums
 
 _OWN_TO_RANKS = {"callbacks", "loggers", "weights", "device", "stuck_after_s", "sample"}
 _IN_PROGRAMS = {"schedule", "microbatches", "phases", "compensation", "seed"}
@@ -396,7 +396,7 @@ def _build_session(
         loss.check_split()
     if any(phase.program.microbatches > 1 for phase in phases):
         _check_gradients_split(model)
-    check_matrices(plan, model, captured.graph)
+    check_sums(plan, model, captured.graph, [phase.program for phase in phases], policy)
     layout = _check_layout(options, phases, model, captured.graph)
     blueprint = Blueprint(
         programs=[phase.program for phase in phases],

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.layout import Boundary, Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
@@ -317,6 +318,11 @@ def _make_stage_state(
         saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
     )
     stage_state.check_programs(programs, stage)
+    if stage_state.optimizer.average is not None and hasattr(stage_state.optimizer.optimizer, "eval"):
+        raise ScheduleError(
+            f"sums={plan.sums!r} was asked for with {type(stage_state.optimizer.optimizer).__name__}, which keeps "
+            "weights of its own that would not be averaged; use another optimizer, or sums='bfloat16'"
+        )
     if sharding is not None:
         sharding.adapt_optimizer(stage_state.optimizer.optimizer, parameters)
     return stage_state

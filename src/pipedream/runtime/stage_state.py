@@ -17,6 +17,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Message
+from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.predictions import WeightPredictions, check_velocity
 from pipedream.runtime.stage.recompute import Recomputation
@@ -143,7 +144,8 @@ class StageState:
         """Ends a stream, at a drain; yields where it would wait."""
         if self.replicas is not None:
             yield from self.replicas.average_statistics()
-            yield from self.replicas.check()
+            is_between = self.optimizer.average is not None and self.optimizer.average.updates > 0
+            yield from self.replicas.check(weights=not is_between)
         self.versions.rewind()
 
     def read(self, version: int) -> tuple[WeightSet, int]:
@@ -266,6 +268,15 @@ class StageState:
         versions = [(*row, newest) for row in self.gradient_versions]
         self.gradient_versions.clear()
         return versions
+
+    def average(self, recorder: Recorder, stage: int, index: int) -> Waiting[None]:
+        """Averages the weights over the replicas if a period of updates has ended; yields where it would wait."""
+        if self.optimizer.average is None:
+            return
+        start = recorder.mark()
+        if (yield from self.optimizer.average.end_update()):
+            self.versions.adopt_written()
+            recorder.note("wait", stage, index, start)
 
 
 @contextmanager

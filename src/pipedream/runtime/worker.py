@@ -299,8 +299,7 @@ class Worker:
         return inputs
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
-        stage_state = self.stage_states[stage]
-        before = self.recorder.mark()
+        stage_state, before = self.stage_states[stage], self.recorder.mark()
         stop_request = self._replicas[stage] > 1 and self.stop_requested()
         present_share, stop_requests = yield from self.update_barrier.prepare(stage, float(stop_request))
         if stage in self._waits_for_others:
@@ -313,6 +312,7 @@ class Worker:
             self.recorder.note_gradient_versions(stage, self._stream.number(microbatch), *versions)
         before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[stage]
         self.recorder.note("U", stage, before_drain + index, start)
+        yield from stage_state.average(self.recorder, stage, index)
         if stop_requests:
             self._stop_feed(StopReason.INTERRUPT)
         if stage == min(self.stage_states):

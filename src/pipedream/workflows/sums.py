@@ -1,21 +1,31 @@
-"""Checks that the replicas of a plan can agree as it says, for a model and its options."""
+"""Checks that the replicas of a plan can agree as it says, for a model, a method and its options."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.sums import greatest_rank
+from pipedream.core.schedule.compensation import ErrorFeedback, OfVelocity
+from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint.parameters import select_trained, stage_names
 
 
-def check_matrices(plan: Plan, model: Any, graph: LayerGraph) -> None:
-    """Raises a `PlanError` if the plan's method of sums compresses nothing, or part of a matrix."""
-    method = plan.sum_method
-    if not method.is_low_rank:
-        return
+def check_sums(plan: Plan, model: Any, graph: LayerGraph, programs: Sequence[Program], policy: Policy) -> None:
+    """Raises a `PlanError` or a `ScheduleError` if replicas cannot agree as the plan says."""
+    if plan.sum_method.is_low_rank:
+        _check_matrices(plan, model, graph)
+    if plan.sum_method.averages_weights:
+        _check_policy(plan, policy)
+        for program in programs:
+            _check_updates(program)
+
+
+def _check_matrices(plan: Plan, model: Any, graph: LayerGraph) -> None:
     stages = [stage for stage in plan.stages if stage.replicas > 1]
     if any(stage.mesh for stage in stages):
         raise PlanError(
@@ -24,11 +34,44 @@ def check_matrices(plan: Plan, model: Any, graph: LayerGraph) -> None:
         )
     names = [name for stage in stages for name in stage_names(graph, stage.first, stage.last)]
     shapes = [tuple(parameter.shape) for parameter in select_trained(model, names).values()]
-    if not any(map(method.compresses, shapes)):
+    if not any(map(plan.sum_method.compresses, shapes)):
         largest = max(shapes, key=greatest_rank, default=())
         rank = greatest_rank(largest)
-        advice = f"the largest, of shape {largest}, for rank {rank} or less; choose such a rank" if rank else "none"
+        best = f"the largest, of shape {largest}, allows a rank up to {rank}" if rank else "there is none"
         raise PlanError(
-            f"sums={plan.sums!r} was asked for, but no weight of the stages with replicas is a matrix of which it would "
-            f"send half of the numbers or fewer ({advice}); otherwise use sums='bfloat16'"
+            f"sums={plan.sums!r} was asked for, but no weight of the stages with replicas is a matrix of which it "
+            f"would send less than half of the numbers ({best}); choose a smaller rank, or sums='bfloat16'"
         )
+
+
+def _check_policy(plan: Plan, policy: Policy) -> None:
+    if policy.clip_grad_norm is not None and policy.clip != "local" and len(plan.stages) > 1:
+        raise ScheduleError(
+            f"clip_grad_norm with clip={policy.clip!r} was asked for with sums={plan.sums!r}: each replica of a stage "
+            "has gradients of its own, so there is no norm over all stages. Use clip='local' (each replica of each "
+            "stage by its own norm)"
+        )
+    for tied in plan.tied_weights:
+        if any(plan.replicas[stage] > 1 for stage in tied.stages):
+            raise PlanError(
+                f"sums={plan.sums!r} was asked for, but the stages share {tied}, whose gradients all holders sum at "
+                "each update, while replicas update by themselves; keep its layers in one stage, or use sums='bfloat16'"
+            )
+
+
+def _check_updates(program: Program) -> None:
+    sums, replicas = program.plan.sums, program.placement.replicas
+    for stage in (stage for stage, count in enumerate(replicas) if count > 1):
+        predicts = bool(program.weights.predictions(stage))
+        late = [c for c in program.updates.compensation if isinstance(c, OfVelocity | ErrorFeedback)]
+        if predicts or late:
+            what = f"the compensation {late[0]} moves" if late else f"{program.name!r} predicts"
+            raise ScheduleError(
+                f"sums={sums!r} was asked for, but {what} weights by what one replica's updates have done, which an "
+                "average with other replicas changes; leave it out, or use sums='bfloat16' or 'powersgd:RANK'"
+            )
+        if program.placement.is_remote(stage):
+            raise ScheduleError(
+                f"sums={sums!r} was asked of {program.name!r}, where workers compute with weights that others hold, of "
+                "which replicas would have different ones; use sums='bfloat16'"
+            )

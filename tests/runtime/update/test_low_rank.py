@@ -61,7 +61,7 @@ def test_sum_and_errors_add_up_to_what_came_in(
     generator = torch.Generator().manual_seed(seed)
     replicas = make(count, shape, rank)
     before = torch.zeros(*shape, dtype=torch.float64)
-    for turn in range(3):
+    for _ in range(3):
         gradients = [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
         came = sum(gradients) / divisor + before
         approximation = sum_up(replicas, gradients, divisor)[0] / divisor

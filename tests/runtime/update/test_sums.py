@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import processes
@@ -13,7 +14,7 @@ import zoo
 from cases import OPTIMIZERS, Fresh, assert_near, odd
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.plan.sums import SumMethod
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, build
@@ -24,6 +25,10 @@ AGREEMENTS = {
     "float16": summed.Agreement(torch.float16),
     "powersgd:1": summed.Agreement("powersgd", 1),
     "powersgd:2": summed.Agreement("powersgd", 2),
+    "every:1": summed.Agreement("every", 1),
+    "every:3": summed.Agreement("every", 3),
+    "diloco:2": summed.Agreement("diloco", 2),
+    "diloco:3,lr=0.5,momentum=0.8": summed.Agreement("diloco", 3, 0.5, 0.8),
 }
 
 
@@ -136,6 +141,14 @@ RUNS = [
     Run("powersgd:1", "1f1b", (2, 1), animal="lstm", microbatches=4, options=(("grad_scaler", 1024.0),)),
     Run("powersgd:2", "zb_h1", (2, 1), animal="matrices", microbatches=4, options=(("ema", 0.9),)),
     Run("powersgd:2", "pipedream", (2,), animal="matrices", options=(("clip_grad_norm", 0.1),)),
+    Run("every:3", "1f1b", (2,), microbatches=4, optimizer="adamw"),
+    Run("every:1", "pipedream", (2,), animal="lstm"),
+    Run("every:3", "pipedream", (3, 1)),
+    Run("diloco:2", "pipedream_2bw", (2, 2), optimizer="adamw"),
+    Run("diloco:3,lr=0.5,momentum=0.8", "chimera", (2, 2), microbatches=2),
+    Run("diloco:2", "pipedream", (2,), options=(("clip_grad_norm", 0.1), ("ema", 0.8))),
+    Run("every:3", "gpipe", (2, 1), microbatches=3, animal="lstm", options=(("ema", 0.8), ("grad_scaler", 1024.0))),
+    Run("every:3", "zb_h1", (2, 2), microbatches=4),
 ]
 
 
@@ -199,13 +212,60 @@ def test_powersgd_needs_matrices() -> None:
     plan = zoo.plan_of(animal, 2, (1, 2))
     options: dict[str, Any] = {"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"]}
     with pytest.raises(
-        PlanError, match=r"no weight of the stages .* \(the largest, of shape \(16, 16\), for rank 3 or"
+        PlanError, match=r"no weight of the stages .* \(the largest, of shape \(16, 16\), allows a rank up to 3\)"
     ):
         pd.Pipeline(animal.model, plan, sums="powersgd:9", **options)
     vectors = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 3, bias=False)).double()
     plan = zoo.plan_of(replace(animal, model=vectors, cuts={2: (1,)}), 2, (2, 1))
-    with pytest.raises(PlanError, match=r"\(none\); otherwise use sums='bfloat16'"):
+    with pytest.raises(PlanError, match=r"\(there is none\); choose a smaller rank, or sums='bfloat16'"):
         pd.Pipeline(vectors, plan, sums="powersgd:1", **options)
+
+
+def pipeline_of(run: Run, **options: Any) -> pd.Pipeline:
+    animal = zoo.make(run.animal)
+    common: dict[str, Any] = {"loss": animal.loss, "optimizer": OPTIMIZERS[run.optimizer], "sums": run.sums}
+    plan, parts = run.plan(), run.microbatches
+    return pd.Pipeline(animal.model, plan, schedule=run.schedule, microbatches=parts, **common | options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        ("1f1b", {"clip_grad_norm": 1.0}, "clip='global' was asked for with sums='every:3': .* Use clip='local'"),
+        ("pipedream", {"compensation": "error_feedback"}, "the compensation error_feedback moves weights by what one"),
+        ("spectrain", {}, "moves weights by what one replica's|predicts weights by what one replica's"),
+    ],
+)
+def test_what_needs_common_updates_is_refused(schedule: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        pipeline_of(Run("every:3", schedule, (2, 1)), **options)
+
+
+def test_an_optimizer_with_weights_of_its_own_is_refused() -> None:
+    class ScheduleFree(torch.optim.SGD):
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+
+    with pytest.raises(ScheduleError, match="sums='diloco:2' was asked for with ScheduleFree, which keeps weights"):
+        pipeline_of(Run("diloco:2", "pipedream", (2,)), optimizer=partial(ScheduleFree, lr=0.1))
+
+
+def test_weights_that_stages_share_need_sums() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6)).double()
+    model[2].weight = model[0].weight
+    animal = replace(zoo.make("matrices"), model=model, cuts={1: ()})
+    options: dict[str, Any] = {"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"], "schedule": "1f1b"}
+    whole = zoo.plan_of(animal, 1)
+    (stage,) = whole.stages
+    stages = replace(stage, last=1, names=stage.names[:1], replicas=2), replace(stage, first=1, names=stage.names[1:])
+    plan = replace(whole, stages=stages, in_flight=(2, 1), update_delay=(), cluster=pd.Cluster.flat(3))
+    with pytest.raises(PlanError, match=r"sums='every:2' was asked for, but the stages share '0\.weight'"):
+        pd.Pipeline(model, plan, sums="every:2", microbatches=2, **options)
+    with pd.Pipeline(model, plan, sums="bfloat16", microbatches=2, **options) as pipeline:
+        assert len(list(pipeline.train(animal.batches))) == 5
+        state = pipeline.state_dict()
+    assert torch.equal(state["0.weight"], state["2.weight"])
 
 
 def test_plans_written_before_have_full_sums() -> None:

@@ -103,6 +103,11 @@ class SumMethod:
         return self.name in ("every", "diloco")
 
     @property
+    def has_outer_steps(self) -> bool:
+        """An outer optimizer makes a step of each average."""
+        return self.name == "diloco"
+
+    @property
     def is_low_rank(self) -> bool:
         return self.name == "powersgd"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -43,6 +43,17 @@ def wait_for(pending: Pending[Result]) -> Waiting[Result]:
     if not pending.ready():
         yield pending
     return pending.result()
+
+
+def run_together(waits: Iterable[Waiting[None]]) -> None:
+    """Runs generators to their ends, in this thread: those of one process wait for each other alone."""
+    waiting: dict[Waiting[None], Pending[Any] | None] = dict.fromkeys(waits)
+    while waiting:
+        for generator, pending in list(waiting.items()):
+            if pending is None or pending.ready():
+                waiting[generator] = next(generator, None)
+                if waiting[generator] is None:
+                    del waiting[generator]
 
 
 class Sender(ABC):

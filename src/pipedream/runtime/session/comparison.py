@@ -136,12 +136,14 @@ class Comparison:
             buffers = [name for name in local.names.by_stage[stage] if name in here]
         sharding = local.shardings.get(stage)
         if alone or (run.split == 1 and not replica and sharding is None):
+            plan = local.program.plan
+            holders = {stage, *(s for tied in plan.tied_weights if stage in tied.stages for s in tied.stages)}
             # Gradients that approximate sums would differ.
-            comparable = not alone or placement.replicas[stage] == 1 or local.program.plan.sum_method.is_exact
+            is_summed = any(placement.replicas[holder] > 1 for holder in holders)
+            comparable = not (alone and is_summed) or plan.sum_method.is_exact
             names = list(stage_state.versions.handles) if comparable else []
             if not comparable and local.rank == replica == 0:
-                sums = local.program.plan.sums
-                _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, sums)
+                _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, plan.sums)
             stage_state.check = StageCheck(run, stage, buffers, names, alone=alone, sharding=sharding)
 
 

@@ -19,6 +19,7 @@ from pipedream.runtime.assemble import Blueprint
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import collect_extra_states
+from pipedream.runtime.comm.channel import run_together
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import gather_texts, world_group
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
@@ -101,9 +102,17 @@ class LocalWorkers:
         return [item for worker in self.workers for item in worker.stage_states.items()]
 
     def switch_optimizers(self, mode: Literal["train", "eval"]) -> None:
-        """Lets optimizers that evaluate other weights than they train (schedule-free) move them; at a drain."""
+        """Shows the weights that are evaluated, or those that are trained, where they differ; at a drain.
+
+        They do for schedule-free optimizers, and between averages of the replicas' weights.
+        """
+        averages = [average for _, stage_state in self.stage_states if (average := stage_state.optimizer.average)]
+        if mode == "eval":
+            run_together(average.show_common() for average in averages)
+        for average in averages if mode == "train" else ():
+            average.show_own()
         for _, stage_state in self.stage_states:
-            if stage_state.optimizer.switch_mode(mode):
+            if stage_state.optimizer.switch_mode(mode) or stage_state.optimizer.average is not None:
                 stage_state.versions.reload()
 
     @property

@@ -74,6 +74,8 @@ def load_state_dict(local: LocalWorkers, state: Mapping[str, torch.Tensor]) -> N
     share_with_replicas(local.workers)
     for _, stage_state in local.stage_states:
         stage_state.versions.reload()
+        if stage_state.optimizer.average is not None:
+            stage_state.optimizer.average.adopt()
         for name, average in stage_state.optimizer.ema.items():
             average.copy_(stage_state.versions.handles[name].detach())
 

@@ -61,9 +61,13 @@ class EqualReplicas:
                 if now.shape == before.shape and now.numbers != before.numbers:  # others are caches
                     raise CaptureError(_describe_difference(name))
 
-    def check(self) -> Waiting[None]:
-        """Raises a `CaptureError` if the replicas have other weights or buffers than this one."""
-        tensors = {**self._versions.handles, **dict(self._list_untrained())}
+    def check(self, *, weights: bool) -> Waiting[None]:
+        """Raises a `CaptureError` if the replicas have other weights or buffers than this one.
+
+        Args:
+            weights: False leaves out the weights, because the replicas differ until their next average.
+        """
+        tensors = {**(self._versions.handles if weights else {}), **dict(self._list_untrained())}
         local_sums = torch.tensor([(*_sum_numbers(t), float(t.numel())) for t in tensors.values()], dtype=torch.float64)
         (sums,) = yield from all_reduce_many(self._group, [local_sums])
         mean = sums / self._count

@@ -204,6 +204,12 @@ class Versions:
                     f"the optimizer has given {name!r} other memory (by p.data = ..., or p.set_()), which no forward "
                     "would read; let it write in place, as by p.data.copy_(...)"
                 )
+        self.adopt_written()
+
+    def adopt_written(self) -> None:
+        """Takes what was written into the handles since the newest version was made as part of it, before any forward
+        has read it.
+        """
         self._marks = [(handle._version, handle.data_ptr()) for handle in self.handles.values()]
         self.cast()
         self._note_written()

@@ -8,9 +8,10 @@ the sum: the summed loss weight, or the minibatches of a round, times the loss s
     Q = sum_w M_w^T P                                  the second
     the sum becomes P Q^T, and e_w = (M_w - P P^T M_w) / D, what this replica's share of it lacks
 
-So an error has the unit of the update's mean gradient: it does not depend on the number of microbatches, on loss weights
-that differ between replicas or updates, or on the loss scale. Since P and Q are linear in M_w, the update depends on the
-sums of S_w and of e_w only, not on who has what. An update that is skipped leaves errors and factors as they were.
+So an error has the unit of the update's mean gradient: it does not depend on the number of microbatches, on loss
+weights that differ between replicas or updates, or on the loss scale. Since P and Q are linear in M_w, the update
+depends on the sums of S_w and of e_w only, not on who has what. An update that is skipped leaves errors and factors as
+they were.
 
 Where Q does not have full rank (no gradient so far, or one of lower rank), QR completes it with other directions, so no
 direction is lost for ever. What is not finite makes the whole matrix so.
@@ -18,7 +19,7 @@ direction is lost for ever. What is not finite makes the whole matrix so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ class LowRankSum:
     """
 
     def __init__(
-        self, handles: Mapping[str, torch.Tensor], method: SumMethod, group: Group, whole: Sequence[str] = ()
+        self, handles: Mapping[str, torch.Tensor], method: SumMethod, group: Group, whole: Collection[str] = ()
     ) -> None:
         self._group = group
         self.numbers = {
@@ -113,4 +114,5 @@ class LowRankSum:
 
 
 def _orthonormalise(columns: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.qr(columns).Q
+    left: torch.Tensor = torch.linalg.qr(columns).Q
+    return left

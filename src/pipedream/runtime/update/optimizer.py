@@ -19,9 +19,8 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.sums import SumMethod
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
-from pipedream.runtime.update.all_reduce import GradientAllReduce
+from pipedream.runtime.update.agreement import Agreement
 from pipedream.runtime.update.compensation import Compensator
-from pipedream.runtime.update.low_rank import LowRankSum
 from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.sharding.stage import StageSharding
 
@@ -91,13 +90,22 @@ class Gradients:
 class ReducedGradients(NamedTuple):
     """An update's gradients summed over all replicas, in the order of the handles, not yet divided.
 
-    `stop_request` is not 0 if a replica was asked to stop.
+    `stop_request` is not 0 if a replica was asked to stop. Where replicas average weights instead, sums, weight and
+    microbatches are this replica's own; `present` are the microbatches of all.
     """
 
     sums: list[torch.Tensor | None]
     loss_weight: float
     microbatches: int
     stop_request: float
+    present: int | None = None
+
+    def divisor(self, mean_of_rounds: bool) -> float:
+        """Returns what an update divides by, but for a loss scale."""
+        return float(self.microbatches) if mean_of_rounds else self.loss_weight
+
+
+_FULL = SumMethod()
 
 
 class Optimizer:
@@ -135,7 +143,7 @@ class Optimizer:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         replicas: int = 1,
         replica_group: Group | None = None,
-        sum_method: SumMethod | None = None,
+        sum_method: SumMethod = _FULL,
         ema: float | None = None,
         counted_elsewhere: Collection[int] = (),
         tied: Collection[str] = (),
@@ -168,9 +176,6 @@ class Optimizer:
         self._rate_factor: Callable[[int], float] = lambda rounds: 1.0
         self.replicas = replicas
         self.replica_group = replica_group
-        self.sum_method = sum_method or SumMethod()
-        self.low_rank = self._make_low_rank_sum(tied)
-        self.all_reduce = self._make_all_reduce()
         self._mean_of_rounds = False
         self._decay = ema
         self.finite = True
@@ -180,23 +185,11 @@ class Optimizer:
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
+        agreement = Agreement.by(sum_method, handles, self.ema, replica_group, replicas, tied)
+        self.all_reduce, self.low_rank, self.average = agreement
         self.scheduled = 0
         self.updates = 0
         self.rounds_before = 0
-
-    def _make_all_reduce(self) -> GradientAllReduce | None:
-        if self.replica_group is None:
-            return None
-        if self.sum_method.averages_weights:
-            raise ScheduleError(f"sums={str(self.sum_method)!r} cannot be run yet; use full, bfloat16 or powersgd")
-        sent_dtype = getattr(torch, self.sum_method.sent_dtype) if self.sum_method.sent_dtype else None
-        apart = () if self.low_rank is None else self.low_rank.numbers
-        return GradientAllReduce(self._handles, self.replica_group, sent_dtype=sent_dtype, apart=apart)
-
-    def _make_low_rank_sum(self, tied: Collection[str]) -> LowRankSum | None:
-        if self.replica_group is None or not self.sum_method.is_low_rank:
-            return None
-        return LowRankSum(self.named, self.sum_method, self.replica_group, tied)
 
     def switch_to(
         self,
@@ -267,14 +260,19 @@ class Optimizer:
         return self.normalise(gathered)
 
     def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
-        """The gradients summed over the replicas, and the ranks of each; yields where it would wait."""
+        """The gradients summed over the replicas, unless these average weights, and the ranks of each; yields where it
+        would wait.
+        """
         if self.all_reduce is None:
             reduced = ReducedGradients(*gradients.take(), stop_request)
+            if self.average is not None:
+                present, stop_request = yield from self.average.exchange_counts(reduced.microbatches, stop_request)
+                reduced = reduced._replace(stop_request=stop_request, present=present)
         else:
             self.close(gradients, stop_request)
             reduced = ReducedGradients(*(yield from self.all_reduce.take()))
             if self.low_rank is not None:
-                yield from self.low_rank.sum_up(reduced.sums, self._find_divisor(reduced))
+                yield from self.low_rank.sum_up(reduced.sums, reduced.divisor(self._mean_of_rounds) * self.scale)
         if self._sharding is None:
             return reduced
         self._sharding.sum_gradients(self._names, reduced.sums)
@@ -285,18 +283,15 @@ class Optimizer:
 
         Returns the present share of the round's replicas, which scales the learning rate, and whether to stop.
         """
-        sums, _, count, stop_request = gathered
-        divisor = self._find_divisor(gathered)
-        present = [s for s in sums if s is not None]
+        divisor = gathered.divisor(self._mean_of_rounds) * self.scale
+        present = [total for total in gathered.sums if total is not None]
         if present and divisor != 1.0 and divisor > 0.0:
             torch._foreach_div_(present, divisor)
         ready = iter(present)
-        for handle, total in zip(self._handles, sums, strict=True):
+        for handle, total in zip(self._handles, gathered.sums, strict=True):
             handle.grad = None if total is None else next(ready)
-        return (count / self.replicas if self._mean_of_rounds else 1.0), stop_request > 0
-
-    def _find_divisor(self, gathered: ReducedGradients) -> float:
-        return (float(gathered.microbatches) if self._mean_of_rounds else gathered.loss_weight) * self.scale
+        count = gathered.microbatches if gathered.present is None else gathered.present
+        return (count / self.replicas if self._mean_of_rounds else 1.0), gathered.stop_request > 0
 
     @property
     def norm_square(self) -> torch.Tensor:
@@ -349,7 +344,8 @@ class Optimizer:
             self.loss_scale.update(self.finite)
 
     def _step(self, present_share: float) -> None:
-        factor = self.rate_factor * present_share
+        # A replica that averages weights has divided by its own share, and makes no step where it is absent.
+        factor = self.rate_factor * (present_share if self.average is None else 1.0)
         if factor == 1.0:
             self.compensator.step()
         else:
