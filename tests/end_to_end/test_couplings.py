@@ -236,11 +236,12 @@ def train_tied(
 def plain_tied(run: Tied, drains: list[int]) -> reference.Answer:
     """Returns what one process gives, by the method's rule: the shared weight is one parameter."""
     if run.schedule in LATE:
-        model, late = tied_model(), LATE[run.schedule]
+        model, late = tied_model(), LATE[run.schedule](run.plan())
         return reference.delayed(
             model, ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
-            stages=[[name for name, _ in model.named_parameters()]], version=lambda s, k: max(0, k - late(run.plan())),
-            drains=drains, microbatches=run.parts or 1, seed=3, ema=0.9,
+            stages=[[name for name, _ in model.named_parameters()]],
+            phases={0: reference.Phase(lambda s, k: max(0, k - late), run.parts or 1)},
+            drains=drains, seed=3, ema=0.9,
         )  # fmt: skip
     return reference.plain(
         tied_model(), ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],

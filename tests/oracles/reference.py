@@ -1,8 +1,8 @@
 """The numbers that a pipeline must equal, in plain PyTorch: no class of the library is used, only its seeding rule.
 
-`plain` is one process: a loop over the microbatches, the sum of the gradients divided once. `delayed` is an
-asynchronous update rule as its paper writes it: all weights ever made are kept, and the gradient of each
-minibatch is taken at the mixture of versions that the rule names.
+`delayed` is an asynchronous update rule as its paper writes it, or several in turn: all weights ever made are kept, and
+the gradient of each minibatch is taken at the mixture of versions that the rule names. `plain` is one process: each
+minibatch reads the newest weights.
 """
 
 from __future__ import annotations
@@ -91,6 +91,23 @@ def pieces(x: Tensor, y: Tensor, parts: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.tensor_split(x, parts), torch.tensor_split(y, parts), strict=True))
 
 
+@dataclass(frozen=True)
+class Phase:
+    """The rule of an asynchronous method, or of all that flush.
+
+    Attributes:
+        version: version that a minibatch reads.
+        microbatches: number of microbatches per minibatch.
+        rounds: minibatches of an update, for each stage; by default one. The rate is that of the input stage's rounds.
+        norm_delay: updates by which the global norm that clips is late; None clips each stage by its own norm alone.
+    """
+
+    version: Versions = lambda s, k: k
+    microbatches: int = 1
+    rounds: Sequence[int] = ()
+    norm_delay: int | None = None
+
+
 def plain(
     model: nn.Module,
     names: Sequence[str],
@@ -99,75 +116,19 @@ def plain(
     optimizer: Factory,
     *,
     microbatches: int = 1,
-    seed: int = 0,
-    clip: float | None = None,
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-    ema: float | None = None,
-    autocast: torch.dtype | None = None,
-    drains: Sequence[int] = (),
     holders: int = 1,
+    **options: Any,
 ) -> Answer:
     """Trains a copy of the model in one process.
 
     Args:
-        names: names of the layers, as they are seeded.
-        total: (output, targets) -> (sum, weight).
-        drains: minibatch numbers at which the model is noted; nothing else happens there.
-        holders: workers that hold each stage and take its microbatches in turn. Gradients do not depend on their
-            number; each has buffers of its own, which are averaged at drains, and counts are added up.
+        holders: workers that hold each stage and take its microbatches in turn.
+        options: further arguments of `delayed`.
     """
-    model = copy.deepcopy(model)
-    model.train()
-    stepper = optimizer(list(model.named_parameters()))
-    schedule = scheduler(stepper) if scheduler else None
-    averages = {name: p.detach().clone() for name, p in model.named_parameters()} if ema is not None else {}
-    answer, number = Answer(), [0]
-    buffers = [name for name, _ in model.named_buffers()] if holders > 1 else []
-    holder_buffers = [_of(model.state_dict(), buffers) for _ in range(holders)]
-    before = holder_buffers[0]
-
-    def average_buffers() -> None:
-        nonlocal holder_buffers, before
-        for name in buffers:
-            seen = torch.stack([values[name] for values in holder_buffers])
-            whole = seen.mean(0) if seen.is_floating_point() else seen.sum(0) - (holders - 1) * before[name]
-            model.get_buffer(name).copy_(whole)
-        before = _of(model.state_dict(), buffers)
-        holder_buffers = [dict(before) for _ in range(holders)]
-
-    with seeded(model, names, number, seed):
-        for k, (x, y) in enumerate(batches):
-            if k in drains:
-                average_buffers()
-                answer.at_drains[k] = _frozen(model)
-            stepper.zero_grad()
-            loss = weight = 0.0
-            for part, (xs, ys) in enumerate(pieces(x, y, microbatches)):
-                number[0] = k * microbatches + part
-                if not len(xs):
-                    continue
-                model.load_state_dict(holder_buffers[number[0] % holders], strict=False)
-                with torch.autocast("cpu", autocast) if autocast else nullcontext():
-                    part_loss, amount = total(model(xs.clone()), ys)
-                part_loss.backward()
-                holder_buffers[number[0] % holders] = _of(model.state_dict(), buffers)
-                loss, weight = loss + float(part_loss.detach()), weight + amount
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad /= weight
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            answer.rates.append(stepper.param_groups[0]["lr"])
-            stepper.step()
-            if schedule:
-                schedule.step()
-            for name, average in averages.items():
-                average.copy_(ema * average + (1 - ema) * model.get_parameter(name).detach())
-            answer.losses.append(loss / weight)
-            answer.weights.append(weight)
-    average_buffers()
-    answer.state, answer.ema = _values(model.state_dict()), averages
-    return answer
+    if holders > 1:
+        options |= {"statistics": [[name for name, _ in model.named_buffers()]], "holders": [holders]}
+    stages, phases = [[name for name, _ in model.named_parameters()]], {0: Phase(microbatches=microbatches)}
+    return delayed(model, names, batches, total, optimizer, stages=stages, phases=phases, **options)
 
 
 def delayed(
@@ -178,11 +139,10 @@ def delayed(
     optimizer: Factory,
     *,
     stages: Sequence[Sequence[str]],
-    version: Versions,
+    phases: Mapping[int, Phase],
     drains: Sequence[int] = (),
-    replicas: Sequence[int] | None = None,
     statistics: Sequence[Sequence[str]] = (),
-    microbatches: int = 1,
+    holders: Sequence[int] = (),
     seed: int = 0,
     clip: float | None = None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -190,51 +150,73 @@ def delayed(
     autocast: torch.dtype | None = None,
     rule: Rule | None = None,
 ) -> Answer:
-    """Trains a copy of the model by an asynchronous rule, one minibatch after the other.
+    """Trains a copy of the model by asynchronous rules, one minibatch after the other.
 
     Args:
+        names: names of the layers, as they are seeded.
+        total: (output, targets) -> (sum, weight).
         stages: for each stage the names of its parameters.
-        version: the rule: which version of a stage minibatch k (both since the last drain) reads.
+        phases: minibatch number at which a phase begins -> the phase.
         drains: minibatch numbers before which the versions start again: all stages at their newest.
-        replicas: r_s; an update of stage s is the mean over r_s minibatches, at r_s / r_0 times the rate.
-        statistics: for each stage the names of its buffers; each replica has its own, averaged at drains, and
-            counts are added up.
-        clip: greatest norm of each stage's gradients by themselves.
+        statistics: for each stage the names of its buffers.
+        holders: for each stage the workers that hold it. Each has buffers of its own, which are averaged at drains,
+            and counts are added up.
+        clip: greatest norm of the gradients.
         rule: the update rule.
     """
     rule = rule or Rule()
-    counts = tuple(replicas or (1,) * len(stages))
     model = copy.deepcopy(model)
     model.train()
-    newest = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    newest = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
     steppers = [optimizer([(name, newest[name]) for name in stage]) if stage else None for stage in stages]
     schedules = [scheduler(stepper) if scheduler and stepper else None for stepper in steppers]
     averages = {name: p.detach().clone() for name, p in newest.items()} if ema is not None else {}
-    answer, number, base = Answer(), [0], 0
+    answer, number, numbers, base = Answer(), [0], range(len(stages)), 0
     versions = [[_of(newest, stage)] for stage in stages]
     taken_at: list[dict[str, Tensor]] = [{} for _ in stages]
-    rounds: list[list[dict[str, Tensor]]] = [[] for _ in stages]
-    updates, scheduled = [0] * len(stages), [0] * len(stages)
+    waiting: list[list[dict[str, Tensor]]] = [[] for _ in stages]
+    clock, scheduled = 0, [0] * len(stages)  # updates of the input stage before this phase; steps of the schedules
+    updates = [0] * len(stages)  # in this phase
+    norms: list[float] = []  # over all stages, of each update so far
+    norms_at_drain = 0
 
-    def update(s: int) -> None:
-        gradients, stepper = rounds[s], steppers[s]
+    def norm(s: int) -> float:
+        means = [sum(g[name] for g in waiting[s]) / len(waiting[s]) for name in waiting[s][0]]
+        return float(sum((mean.abs() ** 2).sum() for mean in means)) ** 0.5
+
+    def end_round(whole: bool = False) -> None:
+        """Makes the updates whose minibatches are there, at a drain also of those that are not `whole`."""
+        due = [s for s in numbers if waiting[s] and (not whole or len(waiting[s]) == rounds[s])]
+        bounds = {s: norm(s) for s in due} if clip is not None else {}
+        if due and clip is not None and phase.norm_delay is not None:
+            assert len(due) == len(stages), "stages without a common update have no common norm"
+            assert len(set(rounds)) == 1
+            norms.append(sum(bound**2 for bound in bounds.values()) ** 0.5)
+            # Of update n - D since the last drain; the last one before it where there is none.
+            late = [0.0, *norms][max(norms_at_drain, len(norms) - phase.norm_delay)] if phase.norm_delay else norms[-1]
+            bounds = {s: late if phase.norm_delay == 0 else max(late, bound) for s, bound in bounds.items()}
+        for s in due:
+            update(s, bounds.get(s, 0.0))
+
+    def update(s: int, bound: float) -> None:
+        gradients, stepper = waiting[s], steppers[s]
+        waiting[s] = []
         for name in stages[s]:
-            newest[name].grad = sum(g[name] for g in gradients) / len(gradients)
-        rounds[s] = []
+            parts = [g[name] for g in gradients if name in g]
+            newest[name].grad = sum(parts) / len(gradients) if parts else None
+            if clip is not None and parts:
+                newest[name].grad *= min(1.0, clip / (bound + 1e-6))
         if stepper is not None:
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_([newest[name] for name in stages[s]], clip)
             w, y = {name: newest[name] for name in stages[s]}, versions[s][-1]
             for name, p in w.items():
-                p.grad = rule.gradient(s, name, p.grad, y[name], taken_at[s][name])
+                if p.grad is not None:
+                    p.grad = rule.gradient(s, name, p.grad, y[name], taken_at[s][name])
             # One clock for all stages, that of the input stage's rounds.
-            while schedules[s] and scheduled[s] < updates[s] * counts[s] // counts[0]:
+            while schedules[s] and scheduled[s] < clock + updates[s] * rounds[s] // rounds[0]:
                 schedules[s].step()
                 scheduled[s] += 1
             rate = stepper.param_groups[0]["lr"]
-            scale = (
-                counts[s] / counts[0] * len(gradients) / counts[s] * rule.rate(s, updates[s] * counts[s] // counts[0])
-            )
+            scale = len(gradients) / rounds[0] * rule.rate(s, updates[s] * rounds[s] // rounds[0])
             stepper.param_groups[0]["lr"] = rate * scale
             rule.step(s, stepper, w, y)
             versions[s].append(rule.seen(s, stepper, w))
@@ -242,60 +224,61 @@ def delayed(
             updates[s] += 1
         else:
             versions[s].append({})
-        for name in stages[s]:
-            if ema is not None:
-                averages[name].copy_(ema * averages[name] + (1 - ema) * versions[s][-1][name])
+        for name in stages[s] if ema is not None else ():
+            averages[name].copy_(ema * averages[name] + (1 - ema) * versions[s][-1][name])
 
     def average() -> None:
-        for s, replica_buffers in enumerate(buffers):
-            for name in replica_buffers[0]:
-                seen = torch.stack([replica[name] for replica in replica_buffers])
-                whole = seen.mean(0) if seen.is_floating_point() else seen.sum(0) - (counts[s] - 1) * before[s][name]
-                for replica in replica_buffers:
-                    replica[name] = whole.clone()
-            before[s] = dict(replica_buffers[0])
-            model.load_state_dict(replica_buffers[0], strict=False)
+        for s, holder_buffers in enumerate(buffers):
+            for name in holder_buffers[0]:
+                seen = torch.stack([holder[name] for holder in holder_buffers])
+                whole = seen.mean(0) if seen.is_floating_point() else seen.sum(0) - (len(seen) - 1) * before[s][name]
+                for holder in holder_buffers:
+                    holder[name] = whole.clone()
+            before[s] = dict(holder_buffers[0])
+            model.load_state_dict(holder_buffers[0], strict=False)
 
     state = model.state_dict()
-    buffers = [[_of(state, names_of_stage) for _ in range(counts[s])] for s, names_of_stage in enumerate(statistics)]
-    before = [dict(replica_buffers[0]) for replica_buffers in buffers]
+    buffers = [
+        [_of(state, names_of_stage) for _ in range(count)]
+        for names_of_stage, count in zip(statistics, holders or [1] * len(statistics), strict=True)
+    ]
+    before = [dict(holder_buffers[0]) for holder_buffers in buffers]
     with seeded(model, names, number, seed):
         for k, (x, y) in enumerate(batches):
-            if k and k in drains:
+            if k and (k in drains or k in phases):
                 average()
-                for s in range(len(stages)):
-                    if rounds[s]:
-                        update(s)
+                end_round()
+                norms_at_drain = len(norms)
                 base, versions = k, [versions[-1:] for versions in versions]
                 _load(model, _newest(versions))
                 answer.at_drains[k] = _frozen(model)
-            mixed = {n: v for s, _ in enumerate(stages) for n, v in versions[s][version(s, k - base)].items()}
-            _load(model, mixed)
+            if k in phases:
+                phase, clock, updates = phases[k], clock + updates[0], [0] * len(stages)
+                rounds = tuple(phase.rounds) or (1,) * len(stages)
+            _load(model, {n: v for s in numbers for n, v in versions[s][phase.version(s, k - base)].items()})
             model.zero_grad()
-            for s, replica_buffers in enumerate(buffers):
-                model.load_state_dict(replica_buffers[k % counts[s]], strict=False)
             loss = weight = 0.0
-            for part, (xs, ys) in enumerate(pieces(x, y, microbatches)):
-                number[0] = k * microbatches + part
+            for part, (xs, ys) in enumerate(pieces(x, y, phase.microbatches)):
+                number[0] = k * phase.microbatches + part
                 if not len(xs):
                     continue
+                for holder_buffers in buffers:
+                    model.load_state_dict(holder_buffers[number[0] % len(holder_buffers)], strict=False)
                 with torch.autocast("cpu", autocast) if autocast else nullcontext():
                     part_loss, amount = total(model(xs.clone()), ys)
                 part_loss.backward()
                 loss, weight = loss + float(part_loss.detach()), weight + amount
-            for s, replica_buffers in enumerate(buffers):
-                replica_buffers[k % counts[s]] = _of(model.state_dict(), statistics[s])
+                for s, holder_buffers in enumerate(buffers):
+                    holder_buffers[number[0] % len(holder_buffers)] = _of(model.state_dict(), statistics[s])
             answer.losses.append(loss / weight)
             answer.weights.append(weight)
             for s, stage in enumerate(stages):
-                taken_at[s] = versions[s][version(s, k - base)]
-                rounds[s].append({name: model.get_parameter(name).grad / weight for name in stage})
-                if len(rounds[s]) == counts[s]:
-                    update(s)
+                taken_at[s] = versions[s][phase.version(s, k - base)]
+                gradients = {name: model.get_parameter(name).grad for name in stage}
+                waiting[s].append({name: g / weight for name, g in gradients.items() if g is not None})
+            end_round(whole=True)
             answer.rates.append(next(s.param_groups[0]["lr"] for s in steppers if s))
-        for s in range(len(stages)):
-            if rounds[s]:
-                update(s)
+        end_round()
     average()
     _load(model, _newest(versions))
     answer.state, answer.ema = _values(model.state_dict()), averages

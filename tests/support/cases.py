@@ -225,22 +225,23 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         "autocast": case.autocast,
         "drains": outcome.drains,
         "clip": case.clip_grad_norm,
-        "microbatches": outcome.split,
     }
     if case.schedule.removesuffix("_sc") in delayed.PAPERS:
         return _of_paper(case, plan, outcome)
     if build(case.schedule, plan, case.microbatches).flushes:
         layout = LAYOUTS.get(case.schedule)
         holders = 1 if layout is None else layout.replicas
-        return reference.plain(model, names, batches, total, case.optimize, holders=holders, **common)
+        common |= {"microbatches": outcome.split, "holders": holders}
+        return reference.plain(model, names, batches, total, case.optimize, **common)
     owned, statistics = (
         [[n for n, _ in named if any(n.startswith(f"{layer}.") for layer in stage.names)] for stage in plan.stages]
         for named in (list(model.named_parameters()), list(model.named_buffers()))
     )
+    rounds = plan.replicas if outcome.split == 1 else ()
+    phases = {0: reference.Phase(_rule(case.schedule, plan), outcome.split, rounds)}
     return reference.delayed(
         model, names, batches, total, optimizer or case.optimize, rule=rule,
-        stages=owned, version=_rule(case.schedule, plan), replicas=plan.replicas if outcome.split == 1 else None,
-        statistics=statistics, **common,
+        stages=owned, phases=phases, statistics=statistics, holders=rounds, **common,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import phased
+import reference
 import torch
 import zoo
 from cases import FLUSHING, OPTIMIZERS, Fresh, assert_near
@@ -107,7 +107,7 @@ def go(run: Run, folder: Path | None = None, resume: Path | None = None, save_at
         )
 
 
-def rule(schedule: str, microbatches: int, plan: Plan, clip_by: str = "local") -> phased.Rule:
+def rule(schedule: str, microbatches: int, plan: Plan, clip_by: str = "local") -> reference.Phase:
     """Returns a method's rule, as its paper writes it (see `cases`); any depth, all replica counts.
 
     A global norm is late by what the input stage holds in flight, in updates.
@@ -115,14 +115,14 @@ def rule(schedule: str, microbatches: int, plan: Plan, clip_by: str = "local") -
     replicas, p = plan.replicas, len(plan.stages)
     late = None if clip_by == "local" else plan.in_flight[0] + plan.update_delay[0]
     if schedule in FLUSHING:
-        return phased.synchronous(microbatches, p, None if late is None else 0)
+        return reference.Phase(microbatches=microbatches, norm_delay=None if late is None else 0)
     if schedule == "pipedream_2bw":
         late = None if late is None else -(-plan.in_flight[0] * replicas[0] // microbatches)
-        return phased.Rule(lambda s, k: max(0, k - 1), microbatches, (1,) * p, late)
+        return reference.Phase(lambda s, k: max(0, k - 1), microbatches, norm_delay=late)
     if schedule == "pipedream_vertical_sync":
         assert plan.workers == p
-        return phased.Rule(lambda s, k: max(0, k - (p - 1)), 1, replicas, late)
-    return phased.Rule(lambda s, k: max(0, k // replicas[s] - (plan.in_flight[s] - 1)), 1, replicas, late)
+        return reference.Phase(lambda s, k: max(0, k - (p - 1)), 1, replicas, late)
+    return reference.Phase(lambda s, k: max(0, k // replicas[s] - (plan.in_flight[s] - 1)), 1, replicas, late)
 
 
 def check(run: Run, outcome: Outcome) -> None:
@@ -132,13 +132,13 @@ def check(run: Run, outcome: Outcome) -> None:
         [n for n, _ in animal.model.named_parameters() if any(n.startswith(f"{layer}.") for layer in stage.names)]
         for stage in plan.stages
     ]
-    rules = {
+    phases = {
         begin: rule(chosen[number].name, chosen[number].microbatches or 1, plan, run.clip_by)
         for number, (begin, _) in outcome.trained.items()
     }
-    expected = phased.phased(
+    expected = reference.delayed(
         animal.model, list(chain.from_iterable(stage.names for stage in plan.stages)), animal.batches * run.epochs,
-        animal.total, OPTIMIZERS[run.optimizer], stages=owned, rules=rules, drains=outcome.drains, seed=3, ema=0.9,
+        animal.total, OPTIMIZERS[run.optimizer], stages=owned, phases=phases, drains=outcome.drains, seed=3, ema=0.9,
         clip=run.clip, scheduler=partial(StepLR, step_size=7, gamma=0.7),
     )  # fmt: skip
     for number, loss in outcome.losses.items():
