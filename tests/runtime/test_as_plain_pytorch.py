@@ -245,7 +245,9 @@ LOSSES = {
     "torch's sum": of_torch(nn.MSELoss(reduction="sum"), pairs()),
     "broadcast": Case(lambda: sequence(linear(), nn.Linear(4, 1)), mse, [(x, y[:, 0]) for x, y in pairs()], NOT_A_MEAN),
     "broadcast, m = 1": Case(lambda: sequence(linear(), nn.Linear(4, 1)), mse, [(x, y[:, 0]) for x, y in pairs()], m=1),
-    "contrastive": Case(net, lambda o, b: F.cross_entropy(o @ b[1].T, torch.arange(len(o))), pairs(), NOT_A_MEAN),
+    "contrastive": Case(
+        net, lambda o, b: F.cross_entropy(o @ b[1].T, torch.arange(len(o))), pairs(), f"{NOT_A_MEAN}.*microbatches=1"
+    ),
     "root of a mean": Case(net, lambda o, b: F.mse_loss(o, b[1]).sqrt(), pairs(), NOT_A_MEAN),
     "own masked mean": Case(
         net, lambda o, b: ((o - b[1]) ** 2 * (b[1] > 0)).sum() / (b[1] > 0).sum(), pairs(), NOT_A_MEAN
@@ -377,6 +379,12 @@ def listed() -> nn.Module:
     return model
 
 
+def in_partial() -> nn.Module:
+    model = between_two(lambda self, x: self.multiply(x))()
+    model[1].multiply = partial(F.linear, weight=model[1].linear.weight)
+    return model
+
+
 def with_view() -> nn.Module:
     model = between_two(lambda self, x: self.linear(x) @ self.view)()
     model[1].view = model[1].linear.weight.detach()
@@ -456,6 +464,7 @@ def from_vector(model: nn.Module) -> None:
 WRITTEN = "was written while the pipeline trained"
 WEIGHTS = {
     "in a list": Case(listed, mse, pairs(), r"another gradient of '1\.linear\.weight'"),
+    "in a partial": Case(in_partial, mse, pairs(), r"another gradient of '1\.linear\.weight'"),
     "of another stage": Case(lambda: reading(False), mse, pairs(), r"another gradient of '0\.weight'"),
     "of another stage, detached": Case(lambda: reading(True), mse, pairs()),
     "of another stage, detached, replicas": Case(lambda: reading(True), mse, pairs(), replicas=(1, 2)),
@@ -697,6 +706,7 @@ FORWARDS = {
     "LayerDrop by count": Case(lambda: Drops("count").double(), mse, pairs(5), m=1),
     "LayerDrop by count, m = 2": Case(lambda: Drops("count").double(), mse, pairs(5)),
     "LayerDrop by value": Case(lambda: Drops("value").double(), mse, pairs(5)),
+    "LayerDrop in a chain": Case(lambda: sequence(linear(), Drops("count"), linear()), mse, pairs(5), m=1),
     "LayerDrop by Python's generator": Case(
         lambda: Drops("python").double(), mse, pairs(8), "took another path than when the model was captured"
     ),

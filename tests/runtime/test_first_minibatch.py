@@ -6,7 +6,6 @@ import copy
 import logging
 import random
 import re
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 import pipedream.pipeline
 from pipedream import Pipeline
-from pipedream.capture import capture
 from pipedream.capture.compare import fingerprint
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.results.losses import Loss
@@ -39,39 +37,6 @@ def net() -> nn.Sequential:
 
 def mse(output: Tensor, batch: Any) -> Tensor:
     return F.mse_loss(output, batch[1])
-
-
-def counted(output: Tensor, batch: Any) -> Tensor:
-    """A mean over some of the samples, of which the halves of a batch have unlike numbers."""
-    kept = batch[1][:, 0] > -0.5
-    return ((output - batch[1]) ** 2)[kept].mean()
-
-
-def summed(output: Tensor, batch: Any) -> Tensor:
-    return ((output - batch[1]) ** 2).sum()
-
-
-def broadcast(output: Tensor, batch: Any) -> Tensor:
-    return ((output[:, :1] - batch[1][:, 0]) ** 2).mean()
-
-
-def contrastive(output: Tensor, batch: Any) -> Tensor:
-    return F.cross_entropy(output @ batch[1].T, torch.arange(len(output)))
-
-
-@pytest.mark.parametrize("m", [1, 2, 3])
-def test_a_mean_over_samples_passes(m: int) -> None:
-    assert_equal(piped(net(), mse, DATA, microbatches=m), plain(net(), mse, DATA))
-
-
-@pytest.mark.parametrize(
-    ("loss", "advice"),
-    [(counted, "give weight="), (summed, "the loss is a sum"), (broadcast, "weight="), (contrastive, "microbatches=1")],
-)
-def test_parts_must_make_the_whole(loss: Any, advice: str) -> None:
-    assert_equal(piped(net(), loss, DATA, microbatches=1), plain(net(), loss, DATA))
-    with pytest.raises(WorkerError, match=f"microbatches make .*{advice}"):
-        piped(net(), loss, DATA, microbatches=2)
 
 
 def test_a_weight_that_is_right_passes_and_one_that_is_wrong_does_not() -> None:
@@ -123,41 +88,6 @@ def test_a_module_may_say_that_it_mixes_samples(monkeypatch: pytest.MonkeyPatch)
     assert any("'1' computes with several samples at once, as its mixes_samples says" in text for text in warnings)
 
 
-class Decides(nn.Module):
-    """Calls `b` at some of its calls only."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.how = how
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        if self.how == "count":
-            self.calls += 1
-            takes = self.calls % 2 == 1
-        elif self.how == "python":
-            takes = random.random() < 0.5
-        else:
-            takes = bool(x.sum() > 0)
-        return self.c(self.b(x) if takes else x)
-
-
-@pytest.mark.parametrize("how", ["count", "python", "value"])
-def test_a_module_that_decides_at_each_call_does_so_in_the_pipeline(how: str) -> None:
-    def build_model() -> nn.Module:
-        torch.manual_seed(0)
-        random.seed(0)
-        return nn.Sequential(nn.Linear(4, 4), Decides(how), nn.Linear(4, 4)).double()
-
-    names = [layer.name for layer in capture(build_model(), (DATA[0][0],)).graph.layers]
-    assert "1.b" not in names or how == "python", "a layer of the chain would run each time"
-    if how != "python":
-        weights = piped(build_model(), mse, DATA, microbatches=1)
-        assert_equal(weights, plain(build_model(), mse, DATA))
-
-
 class Products(nn.Module):
     """Has no modules inside that could be called."""
 
@@ -177,11 +107,6 @@ def test_a_model_without_calls_of_modules_passes() -> None:
         for _ in pipeline.train(DATA):
             pass
     assert_equal(trained.state_dict(), plain(model, mse, DATA))
-
-
-def test_a_loss_that_trains_nothing_is_refused() -> None:
-    with pytest.raises(WorkerError, match="nothing would be trained"):
-        piped(net(), lambda output, batch: mse(output.detach(), batch), DATA, microbatches=1)
 
 
 def test_an_empty_batch_is_refused() -> None:
@@ -232,19 +157,6 @@ def _build_reader_of_list() -> nn.Module:
     return nn.Sequential(Listed(), nn.Linear(4, 4)).double()
 
 
-def _build_reader_of_partial() -> nn.Module:
-    class Partial(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(4, dtype=torch.float64))
-            self.apply_weight = partial(F.linear, weight=self.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.apply_weight(x)
-
-    return nn.Sequential(Partial(), nn.Linear(4, 4).double())
-
-
 def _build_reader_of_another_stage() -> nn.Module:
     class Reader(nn.Module):
         def __init__(self, other: nn.Linear) -> None:
@@ -257,37 +169,6 @@ def _build_reader_of_another_stage() -> nn.Module:
 
     first = nn.Linear(4, 4)
     return nn.Sequential(first, Reader(first)).double()
-
-
-def _build_writer_of_view() -> nn.Module:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.linear(x)
-            return x, x[:, :2]
-
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
-            both[1].mul_(2)
-            return self.linear(both[0])
-
-    return nn.Sequential(Both(), Writes()).double()
-
-
-@pytest.mark.parametrize(
-    "build_model",
-    [_build_reader_of_list, _build_reader_of_partial, _build_reader_of_another_stage, _build_writer_of_view],
-)
-def test_what_a_pipeline_does_not_see_is_refused(build_model: Any) -> None:
-    with pytest.raises(WorkerError, match=r"another gradient of '[01]"):
-        piped(build_model(), mse, DATA, microbatches=1)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
