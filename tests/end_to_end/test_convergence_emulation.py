@@ -1,4 +1,4 @@
-"""The serial emulation of benchmarks/convergence trains as the running pipeline does, and as written out by hand."""
+"""The serial emulation of benchmarks/convergence trains as the running pipeline does."""
 
 from __future__ import annotations
 
@@ -141,86 +141,6 @@ def test_the_comparison_can_fail() -> None:
     for i, name in enumerate(names):
         for other in names[i + 1 :]:
             assert (ends[name][1] - ends[other][1]).norm() > 1e4 * BOUND * ends[name][1].norm(), (name, other)
-
-
-# -- by hand ---------------------------------------------------------------------------------------
-
-
-def _by_hand(p: int, data: list[tuple[float, float]], lr: float, m: float) -> dict[str, list[float]]:
-    """Returns the weights of a chain of y = tanh(w_s x) with the loss (y - t)^2 / 2, for some arms.
-
-    Every equation is written out in numbers: weights w[n][s] after n updates, velocity v, update n from 0, the delay of
-    pipelined backpropagation D_s = 2 (p - 1 - s). Momentum SGD has the weight decay 5e-4 of `steppers.sgd`.
-    """
-
-    def gradient(x: float, t: float, forward: list[float], backward: list[float], again: bool) -> list[float]:
-        """With activations of the forward, and weights of the backward; or with activations done again at these."""
-        seen = [x]
-        for w in forward:
-            seen.append(math.tanh(w * seen[-1]))
-        slope, gradients = seen[-1] - t, [0.0] * p
-        for s in reversed(range(p)):
-            y = math.tanh(backward[s] * seen[s]) if again else seen[s + 1]
-            slope *= 1 - y * y
-            gradients[s] = slope * seen[s]
-            slope *= backward[s]
-        return gradients
-
-    ends = {}
-    for name in ("naive", "naive_recompute", "pipedream", "pb", "pb_lwp_sc", "pipemare_t1_t2"):
-        clock = 2 if name.startswith(("pb", "pipemare")) else 1
-        late = [clock * (p - 1 - s) for s in range(p)]
-        w, v, delta = [[1.0 + 0.1 * s for s in range(p)]], [[0.0] * p], [[0.0] * p]
-        for n, (x, t) in enumerate(data):
-            read = [max(0, n - d) for d in late]
-            forward = [w[read[s]][s] for s in range(p)]
-            backward = list(w[n])
-            if name == "pipedream":
-                backward = forward
-            if name == "pb_lwp_sc":
-                forward = [w[read[s]][s] - lr * late[s] * v[read[s]][s] for s in range(p)]
-            if name == "pipemare_t1_t2":
-                backward = [w[n][s] - late[s] * delta[n][s] for s in range(p)]
-            g = gradient(x, t, forward, backward, again=name == "naive_recompute")
-            g = [g[s] + 5e-4 * w[n][s] for s in range(p)]
-            v.append([m * v[n][s] + g[s] for s in range(p)])
-            a, b = [1.0] * p, [0.0] * p
-            if name == "pb_lwp_sc":
-                a, b = [m**d for d in late], [(1 - m**d) / (1 - m) for d in late]
-            rate = [lr] * p
-            if name == "pipemare_t1_t2":
-                rate = [lr / max(d, 1) ** (1 - min(n / (len(data) // 2), 1)) for d in late]
-            w.append([w[n][s] - rate[s] * (a[s] * v[n + 1][s] + b[s] * g[s]) for s in range(p)])
-            gamma = [math.exp(-2) ** (1 / d) if d else 0.0 for d in late]
-            delta.append([gamma[s] * delta[n][s] + (1 - gamma[s]) * (w[n + 1][s] - w[n][s]) for s in range(p)])
-        ends[name] = w[-1]
-    return ends
-
-
-class _Tanh(nn.Module):
-    def __init__(self, start: float) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x * self.w)
-
-
-def test_the_emulation_gives_what_is_written_out_by_hand() -> None:
-    p, lr, m = 4, 0.05, 0.9
-    draw = torch.Generator().manual_seed(2)
-    data = [(x, 0.9 * x) for x in torch.rand(40, generator=draw, dtype=torch.float64).tolist()]
-    batches = [tuple(torch.tensor([value], dtype=torch.float64) for value in pair) for pair in data]
-    for name, expected in _by_hand(p, data, lr, m).items():
-        emulation = serial.Emulation(
-            [_Tanh(1.0 + 0.1 * s) for s in range(p)],
-            p,
-            partial(steppers.sgd, lr=lr),
-            lambda output, t: ((output - t) ** 2 / 2).mean(),
-            annealed=len(data) // 2,
-        )
-        serial.train(emulation, arms.arms_of("digits")[name], batches, lambda n: 1.0, lambda n, loss: True)
-        assert emulation.state().tolist() == pytest.approx(expected, rel=1e-11), name
 
 
 def test_muon_is_torchs() -> None:
