@@ -44,7 +44,7 @@ PLAIN_FAILS = {
     ("vector_quantiser", "bfloat16 weights"): "no kernel of cdist on a CPU",
 }
 """What the model alone does not run."""
-EVALUATION_FAILS = {"masked_encoder", "translator"}
+EVALUATION_FAILS = {"translator"}
 """In evaluation under autocast, torch's own encoder takes a path that casts nothing."""
 OWN_BACKWARD = "own_backward"
 """Its own backward computes with the weights without autocast, and finds those that a stage has cast."""

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 DEFAULT = ("resnet", "tied_gpt", "attention_lstm")
 QUICK = ("attention_lstm",)
 """Those that the default run trains in stages here; it does so with others in test_model_features.py."""
-WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "densenet", "hf_bert", "hf_t5", "hf_swin")
+WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "hf_bert", "hf_t5", "hf_swin")
 # fmt: off
 ALIKE = {
     "hf_bert": ("hf_roberta", "hf_distilbert", "hf_electra", "hf_bert_classes", "hf_bert_answers", "hf_modernbert"),

@@ -285,64 +285,6 @@ class UNet(nn.Module):
         return self.out(x)
 
 
-class DenseLayer(nn.Module):
-    def __init__(self, inputs: int, growth: int) -> None:
-        super().__init__()
-        self.norm1 = nn.BatchNorm2d(inputs)
-        self.conv1 = nn.Conv2d(inputs, 8, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(8)
-        self.conv2 = nn.Conv2d(8, growth, 3, padding=1, bias=False)
-        self.drop_rate = 0.1
-
-    def forward(self, features: list[Tensor]) -> Tensor:
-        x = self.conv1(F.relu(self.norm1(torch.cat(features, 1))))
-        x = self.conv2(F.relu(self.norm2(x), inplace=True))
-        return F.dropout(x, self.drop_rate, self.training)
-
-
-class DenseNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.block1 = nn.ModuleList(DenseLayer(8 + 4 * i, 4) for i in range(3))
-        self.transition = nn.Sequential(nn.BatchNorm2d(20), nn.ReLU(inplace=True), nn.Conv2d(20, 8, 1), nn.AvgPool2d(2))
-        self.block2 = nn.ModuleList(DenseLayer(8 + 4 * i, 4) for i in range(3))
-        self.norm = nn.BatchNorm2d(20)
-        self.classifier = nn.Linear(20, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [self.stem(x)]
-        for layer in self.block1:
-            features.append(layer(features))
-        features = [self.transition(torch.cat(features, 1))]
-        for layer in self.block2:
-            features.append(layer(features))
-        x = F.relu(self.norm(torch.cat(features, 1)), inplace=True)
-        return self.classifier(F.adaptive_avg_pool2d(x, (1, 1)).flatten(1))
-
-
-class Pyramid(nn.Module):
-    """A feature pyramid: a list of feature maps, built downward and read upward, and a head used on each of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.levels = nn.ModuleList([nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)])
-        self.lateral = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(3))
-        self.head = nn.Conv2d(8, CLASSES, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        maps = []
-        for level in self.levels:
-            x = F.relu(level(x))
-            maps.append(x)
-        top = self.lateral[-1](maps[-1])
-        pyramid = [top]
-        for lateral, level_map in zip(self.lateral[:-1][::-1], maps[:-1][::-1], strict=True):
-            top = lateral(level_map) + F.interpolate(top, size=level_map.shape[-2:], mode="nearest")
-            pyramid.insert(0, top)
-        return sum(self.head(level).amax((2, 3)) for level in pyramid)
-
-
 class Discriminator(nn.Module):
     """With weights that are computed before each call, one of them from a buffer that moves."""
 
@@ -535,23 +477,6 @@ class FunctionalTransformer(nn.Module):
         return F.linear(x, self.head).transpose(1, 2)
 
 
-class MaskedEncoder(nn.Module):
-    """torch's own encoder, with a mask for the padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=PAD)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        mask = tokens == PAD
-        x = self.encoder(self.embed(tokens) * WIDTH**0.5, src_key_padding_mask=mask)
-        kept = (~mask).unsqueeze(2)
-        return self.head((x * kept).sum(1) / kept.sum(1))
-
-
 class Translator(nn.Module):
     """torch's own encoder and decoder, with all masks."""
 
@@ -653,23 +578,6 @@ class CheckpointedGPT(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant) if self.training else block(x)
-        return self.head(x).transpose(1, 2)
-
-
-class UniversalTransformer(nn.Module):
-    """One block, run four times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.block = GPTBlock(WIDTH)
-        self.steps = nn.Parameter(torch.randn(4, WIDTH) / 4)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for step in self.steps:
-            x = self.block(x + step)
         return self.head(x).transpose(1, 2)
 
 
@@ -943,17 +851,6 @@ class MultiTask(nn.Module):
         return {"class": self.label(x), "value": self.value(x).squeeze(-1)}
 
 
-class AutoEncoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 6))
-        self.decoder = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, WIDTH))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        code = self.encoder(x)
-        return self.decoder(code), code
-
-
 class VectorQuantiser(nn.Module):
     """An auto-encoder with a code book; the gradient goes around the choice of the code."""
 
@@ -1061,7 +958,6 @@ OWN: dict[str, Case] = {
     for case in (
         Case("resnet", ResNet, images, cross_entropy),
         Case("unet", UNet, masks, F.binary_cross_entropy_with_logits),
-        Case("densenet", DenseNet, images, cross_entropy),
         Case("attention_lstm", AttentionLSTM, translations, sequence_loss, words_counted),
         Case("packed_lstm", PackedLSTM, tokens_and_lengths, cross_entropy),
         Case("tied_gpt", GPT, labelled_tokens, None, labels_counted),
@@ -1071,10 +967,7 @@ OWN: dict[str, Case] = {
         Case("number_carried", NumberCarried, points, cross_entropy),
         Case("borrowed_weights", BorrowedWeights, next_tokens, cross_entropy),
         Case("functional_transformer", FunctionalTransformer, next_tokens, cross_entropy),
-        Case("multi_task", MultiTask, tasks, sum_of_tasks),
-        Case("auto_encoder", AutoEncoder, vectors, reconstruction),
         Case("early_exits", EarlyExits, points, sum_of_exits),
-        Case("masked_encoder", MaskedEncoder, padded_tokens, cross_entropy),
         Case("translator", Translator, translations, sequence_loss, words_counted),
         Case("attention_pooling", AttentionPooling, padded_tokens, first_of),
         Case("experts", MixtureOfExperts, next_tokens, cross_entropy),
@@ -1083,10 +976,8 @@ OWN: dict[str, Case] = {
         Case("quantised", Quantised, tasks, sum_of_tasks),
         Case("own_backward", OwnBackward, points, cross_entropy),
         Case("in_place", InPlace, padded_tokens, cross_entropy),
-        Case("universal", UniversalTransformer, next_tokens, cross_entropy),
         Case("shared_layers", SharedLayers, points, cross_entropy),
         Case("glue_dropout", GlueDropout, tokens, cross_entropy),
-        Case("pyramid", Pyramid, images, cross_entropy),
         Case("discriminator", Discriminator, images, cross_entropy),
         Case("stacked_gru", StackedGRU, next_tokens, cross_entropy),
         Case("shared_bias", SharedBias, next_tokens, cross_entropy),
