@@ -182,33 +182,6 @@ def test_one_lane_a_pair_deadlocks(name: str) -> None:
             verify(program_of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
 
 
-@pytest.mark.parametrize("name", STRAIGHT)
-def test_claims_of_the_papers(name: str) -> None:
-    for stages in (1, 2, 4):
-        if name not in ("naive", "gpipe", "1f1b", "pipedream_2bw"):
-            check_claims(name, stages, None)
-            continue
-        for microbatches in (1, 2, 7):
-            check_claims(name, stages, max(microbatches, stages) if name == "pipedream_2bw" else microbatches)
-
-
-def check_claims(name: str, stages: int, microbatches: int | None) -> None:
-    schedule = build(name, Plan.uniform(stages), microbatches)
-    proof = verify(lower(schedule))
-    claims = schedule.claims
-    m = schedule.microbatches if schedule.flushes else proof.totals[-1]
-    assert claims.in_flight is not None
-    assert claims.staleness is not None
-    assert claims.versions is not None
-    assert proof.peak_in_flight == tuple(claims.in_flight(stages, m, s) for s in range(stages))
-    assert proof.staleness == tuple(claims.staleness(stages, m, s) for s in range(stages))
-    promised = tuple(claims.versions(stages, m, s) for s in range(stages))
-    if name == "pipedream_2bw":  # at most; the last stage never needs its second buffer while in flight
-        assert all(versions <= most for versions, most in zip(proof.peak_versions, promised, strict=True))
-    else:
-        assert proof.peak_versions == promised
-
-
 def test_double_buffer_uses_its_second_buffer() -> None:
     assert verify(program_of("pipedream_2bw", 1, 1, 1, microbatches=4)).peak_versions == (2, 2, 2)
 
@@ -330,8 +303,9 @@ def test_broken_programs_are_refused(story: str) -> None:
     rank, change, message = BROKEN[story]
     program = program_of("1f1b", 1, 1, microbatches=2)
     verify(program)
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ScheduleError, match=message) as caught:
         verify(edited(program, rank, change))
+    assert "1f1b" in str(caught.value)
 
 
 def test_an_update_that_makes_no_version_is_refused() -> None:
@@ -359,16 +333,6 @@ def test_two_orders_that_are_each_legal_deadlock_together() -> None:
 
 def with_depth(program: Program, depth: int) -> Program:
     return replace(program, channels=tuple(replace(channel, depth=depth) for channel in program.channels))
-
-
-def test_a_ring_too_shallow_deadlocks() -> None:
-    """Two receives before the op that frees the first place: a ring of two holds them, a ring of one does not."""
-    program = program_of("gpipe", 1, 1, microbatches=2)
-    ahead = edited(program, 1, lambda words: ["<0:0", "<2:0", "<0:1", "<2:1", "1F0", "1F1", *words[6:]])
-    verify(with_depth(ahead, 2))
-    with pytest.raises(DeadlockError, match=r"a place in the ring of 1, which 1F0 on rank 1 would free"):
-        verify(with_depth(ahead, 1))
-    verify(with_depth(program, 1))
 
 
 def test_a_send_waits_for_those_before_it_on_its_lane() -> None:
@@ -491,15 +455,6 @@ def test_messages_without_a_channel_are_refused() -> None:
     renamed = replace(forwards.channels[0], carries="gradient")
     with pytest.raises(ScheduleError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its activation"):
         verify(replace(forwards, channels=(renamed, *forwards.channels[1:])))
-
-
-def test_every_message_names_the_program_and_says_what_to_do() -> None:
-    program = program_of("1f1b", 1, 1, microbatches=2)
-    for rank, change, _ in BROKEN.values():
-        with pytest.raises(ScheduleError) as caught:
-            verify(edited(program, rank, change))
-        assert "1f1b" in str(caught.value)
-        assert re.search(r"rank \d", str(caught.value))
 
 
 def test_split_backwards_are_understood() -> None:
