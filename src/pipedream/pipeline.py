@@ -91,13 +91,12 @@ class Pipeline:
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
-        plan = replace(Plan.check_is(plan), sums=options.sums or plan.sums)
+        plan = _choose_exchange(Plan.check_is(plan), options)
         self.phases = add_compensation(plan, phases, options.compensation)
         self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
-        messages = plan.messages if options.messages is None else Messages.read(options.messages)
-        self.plan = replace(plan, tied_weights=shared, messages=messages).with_layout(options.layout or Layout())
+        self.plan = replace(plan, tied_weights=shared).with_layout(options.layout or Layout())
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
         self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
@@ -363,6 +362,12 @@ class Pipeline:
             self._session.close(failed=True)
             with suppress(Exception):  # the error that is raised already says more
                 self._loggers.finalize("failed")
+
+
+def _choose_exchange(plan: Plan, options: PipelineOptions) -> Plan:
+    """Returns the plan with the sums and the encoding of messages that the options ask for."""
+    messages = Messages.read(options.messages or plan.messages, plan.messages.value_bits)
+    return replace(plan, sums=options.sums or plan.sums, messages=messages)
 
 
 def _report_checkpoint(pipeline: Pipeline, listening: Sequence[Callback], path: Path) -> None:

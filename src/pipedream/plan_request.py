@@ -125,7 +125,7 @@ class PlanRequest:
         metavar="never|auto|always",
         panel=Panel.SHAPE,
     )
-    messages: str | None = option(
+    messages: str | Messages | None = option(
         None,
         "Encoding of what crosses between workers: full, bfloat16, float16, int8 or int4, or two of them, for "
         "activations and for their gradients.",

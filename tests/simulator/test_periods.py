@@ -246,7 +246,7 @@ def test_bytes_of_sums_and_messages_share_a_port(sums: str, round_s: float) -> N
     assert (
         round_s <= (ends[150] - ends[50]) / 100 <= round_s + 2.0 + 8.0
     )  # its rank computes, and waits for the messages of both
-    assert 2 * plan.sites[0].port_s(8 << 20, 0, 4 << 20) == pytest.approx(round_s)
+    assert 2 * plan.costs.sites[0].port_s(8 << 20, 0, 4 << 20) == pytest.approx(round_s)
 
 
 def test_replicas_share_each_others_links() -> None:

@@ -318,7 +318,7 @@ def candidate_from_plan(way: Candidate, plan: Plan, flushes: bool) -> Candidate:
     peak_bytes = max(stage.peak_bytes for stage in plan.stages)
     fixed_s = max(
         -(-plan.microbatches // site.replicas) * stage.fixed_s / site.speed
-        for stage, site in zip(plan.stages, plan.sites, strict=True)
+        for stage, site in zip(plan.stages, plan.costs.sites, strict=True)
     )
     return replace(
         way, config=plan.config, least_s=_compute_least_s(plan, flushes), peak_bytes=peak_bytes, fixed_s=fixed_s
@@ -327,7 +327,7 @@ def candidate_from_plan(way: Candidate, plan: Plan, flushes: bool) -> Candidate:
 
 def _compute_least_s(plan: Plan, flushes: bool) -> float:
     """The lower bound of the module docstring."""
-    m, stages, sites = plan.microbatches, plan.stages, plan.sites
+    m, stages, sites = plan.microbatches, plan.stages, plan.costs.sites
     if plan.runtime.overlap_device:  # each op then hides another part of what the runtime adds
         plan = replace(plan, runtime=RuntimeCosts())
     tied_sums, runtime = plan.costs.tied_s, plan.costs.runtime_s

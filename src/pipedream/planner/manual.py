@@ -70,7 +70,7 @@ def manual_plan(
     plan = space.build_plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
     if recompute == "auto":
         needs = (stage.peak_bytes for stage in space.with_bytes(plan).stages)
-        limits = (site.memory_bytes for site in plan.sites)
+        limits = (site.memory_bytes for site in plan.costs.sites)
         must = (limit is not None and need > limit for need, limit in zip(needs, limits, strict=True))
         plan = space.build_plan(places, counts, note="cut by hand", recompute=tuple(must))
     return apply_depth(space, plan, in_flight)

@@ -182,7 +182,7 @@ def _compute_needs(space: MeshSpace, choices: Sequence[StageChoice]) -> list[tup
     after = [*accumulate(reversed(plan.replicas))][::-1]
     needs = []
     for choice, workers, delay, rank_space, site in zip(
-        choices, after, plan.update_delay, space.of_stages(plan), plan.sites, strict=True
+        choices, after, plan.update_delay, space.of_stages(plan), plan.costs.sites, strict=True
     ):
         in_flight = (workers - 1) // choice.replicas + 1
         need = int(

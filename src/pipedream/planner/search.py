@@ -225,7 +225,7 @@ def _describe_sufficient(space: _Space, searches: Iterable[Callable[[_Space], Pl
     for search in searches:
         with suppress(PlanError):
             plan = larger.with_bytes(search(larger))
-            sites = zip(plan.stages, plan.sites, strict=True)
+            sites = zip(plan.stages, plan.costs.sites, strict=True)
             rows.append((max(stage.peak_bytes for stage, site in sites if site.memory_bytes is not None), plan))
     if not rows:
         return ""
@@ -292,7 +292,7 @@ def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan |
 
 
 def _count_missing_bytes(plan: Plan) -> int:
-    limits = [site.memory_bytes for site in plan.sites]
+    limits = [site.memory_bytes for site in plan.costs.sites]
     return max(stage.peak_bytes - (limit or stage.peak_bytes) for stage, limit in zip(plan.stages, limits, strict=True))
 
 

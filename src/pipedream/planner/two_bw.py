@@ -47,7 +47,7 @@ def two_bw_s(plan: Plan, microbatches: int) -> float:
         for stage, link in zip(plan.stages, links, strict=False)
     ]
     for stage, site, sum_s, before_s, after_s in zip(
-        plan.stages, plan.sites, plan.costs.sync_s, [0.0, *sends], [*sends, 0.0], strict=True
+        plan.stages, plan.costs.sites, plan.costs.sync_s, [0.0, *sends], [*sends, 0.0], strict=True
     ):
         forward_s, backward_s = stage.split_s(microbatches)
         compute_s = (forward_s * (2 if stage.recompute else 1) + backward_s) / site.speed

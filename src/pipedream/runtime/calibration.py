@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from statistics import median
@@ -18,10 +19,12 @@ from torch.utils.data import DataLoader
 
 from pipedream.core.cold import busy_wait_cold_cache
 from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.plan.messages import ENCODINGS
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.runtime.assemble import Blueprint, Settings
-from pipedream.runtime.comm.process_group import gather_texts, world_group
+from pipedream.runtime.comm.encoding import decode, encode
+from pipedream.runtime.comm.process_group import gather_texts, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session.measured import collect_timeline
@@ -29,6 +32,7 @@ from pipedream.runtime.session.session import Session
 
 _NUMBERS = (1 << 4, 1 << 15)  # in a small and in a large message: so few that torch computes them in one thread
 _COUNTED = (48, 24)  # minibatches of each size
+_CODED_NUMBERS = 1 << 16
 _WARM_UP = 30  # further ones, before them: buffers grow, caches fill
 
 
@@ -115,6 +119,19 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
         )
 
     return summarize(0, small), summarize(1, large)
+
+
+def measure_encodings() -> dict[str, float]:
+    """Returns for each encoding the seconds of encoding or decoding, per byte in memory; the same on every rank."""
+    tensor = torch.randn(_CODED_NUMBERS, generator=torch.Generator().manual_seed(0))
+
+    def code(encoding: str) -> None:
+        decode(*encode(tensor, encoding))
+
+    seconds = {encoding: _measure_s(partial(code, encoding), _COUNTED[1]) for encoding in ENCODINGS[1:]}
+    everyone = world_group() if is_distributed() else None
+    rows = [json.loads(text) for text in gather_texts(json.dumps(seconds), everyone)]
+    return {encoding: median(row[encoding] for row in rows) / 2 / tensor.nbytes for encoding in seconds}
 
 
 def _mean_product(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -228,7 +228,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
     parts = split if plan.unit == "minibatch" else 1
     stages, cluster = plan.stages, plan.costs.cluster
     splits = [stage.split_s(parts) for stage in stages]
-    links = [(site.sum_bytes_per_s, site.sum_latency_s) for site in plan.sites]
+    links = [(site.sum_bytes_per_s, site.sum_latency_s) for site in plan.costs.sites]
     return Costs(
         forward_s=tuple(forward_s for forward_s, _ in splits),
         backward_s=tuple(b + f if stage.recompute else b for stage, (f, b) in zip(stages, splits, strict=True)),

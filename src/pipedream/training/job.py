@@ -19,6 +19,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import meshes_of, ranks_of
+from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.sums import FULL
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
@@ -227,6 +228,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             chunks=options.chunks,
             allow_asynchronous=options.allow_asynchronous and job.schedule == AUTO,
             mesh=options.mesh,
+            messages=Messages.read(options.messages or (recipe.messages if saved is None else saved.messages)),
             sums=options.sums or (recipe.sums or FULL if saved is None else saved.sums),
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
@@ -235,6 +237,9 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         plan = plan.with_depth(options.in_flight)
     sums = _choose_sums(job, plan)
     plan = plan if sums is None else replace(plan, sums=sums)
+    messages = options.messages or (recipe.messages if job.resumed is None and not plan.messages else None)
+    if messages is not None:
+        plan = replace(plan, messages=Messages.read(messages, plan.messages.value_bits))
     if options.recompute:
         plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
     plan = replace(plan, runtime=runtime).with_layout(recipe.layout or Layout())

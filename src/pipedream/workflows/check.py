@@ -235,8 +235,8 @@ def _check_stage_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
         raise PlanError(
             f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {usage.in_flight} in flight and "
             f"{usage.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}{others}, a "
-            f"worker has {format_bytes(plan.sites[s].memory_bytes or 0)}; move layers to another stage, use a smaller "
-            "depth or more microbatches"
+            f"worker has {format_bytes(plan.costs.sites[s].memory_bytes or 0)}; move layers to another stage, use a "
+            "smaller depth or more microbatches"
         )
 
 

@@ -13,6 +13,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
+from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
@@ -47,12 +48,12 @@ def plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
 
 def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
     """Plans as `plan` does."""
-    request = _complete(request, profile)
+    profile, request = _complete(request, profile)
     if request.mesh == AUTO:
-        return _add_sums(_search_meshes(profile, request).plan, request)
+        return _describe_exchange(_search_meshes(profile, request).plan, profile, request)
     with suggest_mesh_on_shortage(profile, request):
         comparison = _compare(*_plan_on_mesh(profile, request))
-        return _add_sums(add_mesh(comparison.plan, request.mesh), request)
+        return _describe_exchange(add_mesh(comparison.plan, request.mesh), profile, request)
 
 
 def plan_and_compare(
@@ -73,7 +74,7 @@ def plan_and_compare(
     Raises:
         PlanError: no method works, or a name is not known. Also those of `plan`.
     """
-    request = _complete(request, profile)
+    profile, request = _complete(request, profile)
     if request.mesh == AUTO:
         comparison = _search_meshes(profile, request, names)
         chosen = comparison.plan
@@ -83,7 +84,7 @@ def plan_and_compare(
             profile, request = _plan_on_mesh(profile, request)
             comparison = _compare(profile, request, names)
         chosen = add_mesh(comparison.plan, mesh)
-    chosen = _add_sums(chosen, request)
+    chosen = _describe_exchange(chosen, profile, request)
     first, *rest = comparison.candidates
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
@@ -111,12 +112,19 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
     )
 
 
-def _add_sums(plan: Plan, request: PlanRequest) -> Plan:
+def _describe_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:
+    """Returns the plan with its encoding of messages, which its cluster and costs then need not have, and its sums."""
+    plan = replace(
+        plan,
+        cluster=replace(plan.cluster, message_shares=(1.0, 1.0)),
+        runtime=replace(plan.runtime, encoding_s_per_byte=0.0),
+        messages=Messages.read(request.messages, 8 * _read_profile(profile).value_bytes),
+    )
     return plan if max(plan.replicas) == 1 else replace(plan, sums=request.sums)
 
 
-def _complete(request: PlanRequest, profile: Profile | GraphText) -> PlanRequest:
-    """Returns the request with a cluster, once its options are checked."""
+def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profile | GraphText, PlanRequest]:
+    """Returns what to plan for: the request with a cluster, once its options are checked, and encoded messages."""
     check_options(vars(request))
     source = _read_profile(profile)
     if request.cluster is None:
@@ -135,7 +143,11 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> PlanRequest
             f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
             stacklevel=4,
         )
-    return request
+    messages = Messages.read(request.messages, 8 * source.value_bytes)
+    if messages:
+        profile = replace(source, runtime=messages.add_costs(source.runtime))
+        request = replace(request, cluster=messages.on(request.workers_and_links))
+    return profile, request
 
 
 def _read_profile(profile: Profile | GraphText) -> Profile:

@@ -128,6 +128,8 @@ def _build(plan: Plan, phase: Phase) -> Schedule:
     if not isinstance(built, Schedule):
         name, parts = resolve_method(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
-    elif (built.plan.tied_weights, built.plan.sums) != (plan.tied_weights, plan.sums):
-        built = replace(built, plan=replace(built.plan, tied_weights=plan.tied_weights, sums=plan.sums))
+    else:
+        exchanged = {name: getattr(plan, name) for name in ("tied_weights", "sums", "messages")}
+        if any(getattr(built.plan, name) != value for name, value in exchanged.items()):
+            built = replace(built, plan=replace(built.plan, **exchanged))
     return built if phase.compensation is None else built.with_compensation(phase.compensation)

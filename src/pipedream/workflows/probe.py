@@ -34,7 +34,7 @@ from pipedream.probe import (
     work_s,
 )
 from pipedream.profiler.device import name_device
-from pipedream.runtime.calibration import calibrate
+from pipedream.runtime.calibration import calibrate, measure_encodings
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.connections import has_nccl, name_card
 from pipedream.runtime.failure.launch import set_threads
@@ -274,6 +274,7 @@ def _measure_processes(processes: int) -> MeasuredRuntime:
         message_s_per_byte=max(0.0, large_s - small_s) / large_ends / rise_bytes,
         update_s=small.update_s,
         load_s=0.0 if processes == 1 else max(0.0, small.other_s[0] - 3 * message_s),
+        encodings_s_per_byte=measure_encodings(),
     )
     if processes == 1:
         return MeasuredRuntime(costs, _AT_ONCE_BYTES_PER_S, 0.0)

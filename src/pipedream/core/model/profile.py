@@ -5,6 +5,7 @@ After PipeDream, SOSP 2019, section 3.1, with the spread of each time, what auto
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -195,6 +196,12 @@ class Profile(Tabular, Artifact):
     update_fixed_s: float = 0.0
     parts: int = 2
     ranks: tuple[RankProfile, ...] = ()
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a number, from `dtype`."""
+        bits = re.search(r"\d+", self.dtype)
+        return int(bits[0]) // 8 if bits else 4
 
     def __post_init__(self) -> None:
         _check_not_negative(self)

@@ -47,7 +47,7 @@ class Messages:
                 )
 
     @classmethod
-    def read(cls, value: str | Sequence[str] | Messages | None) -> Messages:
+    def read(cls, value: str | Sequence[str] | Messages | None, value_bits: int = 32) -> Messages:
         """Returns what a user has written: ``"int8"``, ``"int8,bfloat16"`` or ``("int8", "bfloat16")``.
 
         Raises:
@@ -58,7 +58,7 @@ class Messages:
         names = value.split(",") if isinstance(value, str) else list(value or ["full"])
         if len(names) > 2 or not all(isinstance(name, str) for name in names):
             raise PipelineError(f"messages={value!r} was asked for; give one encoding, or two: activations, gradients")
-        return cls(names[0].strip(), names[-1].strip())
+        return cls(names[0].strip(), names[-1].strip(), value_bits)
 
     def __bool__(self) -> bool:
         return self.activations != "full" or self.gradients != "full"

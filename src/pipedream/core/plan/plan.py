@@ -218,10 +218,6 @@ class Plan(Tabular, Artifact):
         return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self.costs.stages_by_worker.items()}
 
     @property
-    def sites(self) -> tuple[Site, ...]:
-        return self.costs.sites
-
-    @property
     def costs(self) -> PlanCosts:
         """Predicted seconds of messages, sums and stages."""
         taken = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
@@ -258,7 +254,7 @@ class Plan(Tabular, Artifact):
             needs, memories = self.worker_bytes, self.cluster.memories
             full = {w for w, need in needs.items() if (limit := memories[w]) is not None and need > limit}
             return next((s for s in range(len(self.stages)) if full.intersection(self.workers_of(s))), None)
-        for s, (stage, site) in enumerate(zip(self.stages, self.sites, strict=True)):
+        for s, (stage, site) in enumerate(zip(self.stages, self.costs.sites, strict=True)):
             if site.memory_bytes is not None and stage.peak_bytes > site.memory_bytes:
                 return s
         return None
@@ -380,6 +376,8 @@ def _format_plan(plan: Plan) -> str:
         f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
         for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
     ]
+    if plan.messages:
+        rows.append(f"messages: {plan.messages}")
     if plan.runtime:
         rows.append(str(plan.runtime))
     return "\n".join(

@@ -107,7 +107,7 @@ class MeshSpace(SearchSpace):
         return crossing
 
     def site_at(self, first: int, replicas: int, mesh: Mesh) -> MeshSite | None:
-        """Returns where a stage from a rank on lies, as `Plan.sites` does; None if its workers may not lie there."""
+        """Returns where a stage from a rank on lies (`PlanCosts.sites`); None if its workers may not lie there."""
         key = (0 if self.cluster.is_flat else first), replicas, mesh
         if key not in self._sites:
             self._sites[key] = self._find_site(first, replicas, mesh)

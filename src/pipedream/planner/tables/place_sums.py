@@ -13,7 +13,6 @@ minus what is before the stage: one table of maxima over runs answers for every 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -310,5 +309,4 @@ def _sum_prefixes(values: list[int], steps: Sequence[tuple[list[int], list[int]]
 
 def _count_input_bytes(profile: Profile) -> int:
     """The profile has only one dtype, which inputs of another are counted as."""
-    bits = re.search(r"\d+", profile.dtype)
-    return sum(prod(shape) for shape in profile.input_shapes) * (int(bits[0]) // 8 if bits else 4)
+    return sum(prod(shape) for shape in profile.input_shapes) * profile.value_bytes

@@ -337,7 +337,7 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
             most[0] = depth[0] - 1  # a deeper neighbour may send too many messages
     deep = space.with_bytes(plan.with_depth(in_flight))
     if (s := deep.first_stage_over_memory) is not None:
-        stage, admitted, limit = deep.stages[s], deep.in_flight[s], deep.sites[s].memory_bytes or 0
+        stage, admitted, limit = deep.stages[s], deep.in_flight[s], deep.costs.sites[s].memory_bytes or 0
         less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
         raise PlanError(
             f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
@@ -349,7 +349,7 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
 
 
 def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int) -> int:
-    recompute, limit = plan.stages[s].recompute, plan.sites[s].memory_bytes
+    recompute, limit = plan.stages[s].recompute, plan.costs.sites[s].memory_bytes
     ends, admitted, count = space.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
     peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in space.occupancy_rule.of_plan(plan)])[s]
     while limit is not None and admitted > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, sqrt
@@ -68,18 +68,15 @@ class _Run:
     outputs: tuple[Any, ...]
 
 
-class ReferenceRun:
-    """Runs the model, or helps to run the layers of a stage, for the comparison on one rank.
+class _ModelRunner:
+    """Runs the model on parts of a minibatch.
 
     Args:
         split: microbatches of a minibatch.
         base: minibatches before.
-        messages: their encoding, which the reference has at the cuts.
+        placement: which says what is sent to another worker.
         unit: by which gradients are multiplied when they are sent; None if they are those of a mean. Encodings may
             round others differently.
-        values: parameters and buffers that are on the meta device here, where `read` is called.
-        publish: hands a text to all ranks; None in one process.
-        receive: returns that text elsewhere.
     """
 
     def __init__(
@@ -87,191 +84,51 @@ class ReferenceRun:
         plain: UserModel,
         loss: Loss,
         *,
-        rank: int,
         split: int,
         base: int,
         seed: int,
         device: torch.device,
         autocast: torch.dtype | None,
-        compiles: bool,
-        messages: Messages | None = None,
         placement: Placement | None = None,
         unit: float | None = 1.0,
-        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
-        publish: Callable[[str], None] | None = None,
-        receive: Callable[[], str] = str,
     ) -> None:
-        self._plain = plain
-        self._loss = loss
+        self.plain = plain
+        self.loss = loss
+        self.modules_of_loss = _list_modules(loss.function)
+        self.device = device
         self.split = split
         self._base = base
-        self._messages = messages or Messages()
         self._placement = placement
         self._unit = unit
         self._generators = LayerGenerators(seed, device)
-        self._device = device
         self._autocast = autocast
-        self._compiles = compiles
-        self._values = values
-        self._publish = publish
-        self.comparer = Comparer(rank, plain.fingerprint, receive)
-        self._modules_of_loss = _list_modules(loss.function)
         self._kinds = set() if autocast is None else {autocast}  # of floating-point numbers
 
-    @property
-    def model(self) -> nn.Module:
-        return self._plain.model
-
-    # -- the model --------------------------------------------------------------------------------------
-
-    def read(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> None:
-        """Runs the model on the first minibatch; `parts` are its microbatches, inputs and targets.
-
-        Raises:
-            WorkerError: the parts do not give the loss of the whole, or the model cannot be trained as it is.
+    def restoring_state(self, values: Mapping[str, torch.Tensor], **how: bool) -> AbstractContextManager[Any]:
+        """A context after which the model, whose missing weights are `values`, the loss and the generators are as
+        before.
         """
-        try:
-            reference = self._run(inputs, targets, [pair for pair in parts if pair[0].content is Content.DATA])
-        except PipelineError as error:
-            raise error if isinstance(error, WorkerError) else self.comparer.make_error(str(error)) from error
-        except Exception as error:  # which the pipeline should raise itself, at the stage that it concerns
-            reference = Reference(incomparable=f"the model raised {with_place(error)}")
-        self.comparer.reference = reference
-        self._values = {}
-        self.release_memory()
-        if self._publish is not None:
-            self._publish(reference.to_json())
+        return self.plain.restoring_state(values, [self.loss.function, *self.modules_of_loss], **how)
 
-    def release_memory(self) -> None:
-        """Gives a GPU the memory of the comparison back, and lets the reported peak be that of training."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # first: the peak of what is reserved begins at what is reserved now
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> Reference:
-        plain = self._plain
-        placed = {id(value): value.to(self._device) for value in self._values.values()}
-        values = {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
-        with self._training(values):
-            drawn = plain.python_draws()
-            run = self._forward(parts, backward=True)
-            reference = Reference(run.loss, tolerance=self._choose_tolerance(inputs))
-            draws = plain.draws
-            if draws and self._compiles:
-                reference.incomparable = "compiled modules draw other random numbers"
-            elif plain.draws_unseeded:
-                reference.incomparable = (
-                    "the model draws random numbers where it drew none when it was profiled, so that they depend on "
-                    "the cuts; profile it as it is trained"
-                )
-            elif drawn():
-                reference.incomparable = "the forward draws from the generators of Python or NumPy"
-            self._check_training(run)
-            self._note(reference, run.divisor)
-            norm = self._measure_gradient(run.divisor)
-        if self._messages:
-            reference = self._encode(reference, norm, parts, values)
-        if len(parts) > 1:
-            try:
-                reference.parts = self._compare_parts(inputs, targets, parts, values, draws)
-            except PipelineError:
-                raise
-            except Exception as error:  # in evaluation mode, for instance
-                reference.parts = f"the whole minibatch raised {with_place(error)}"
-        return reference
-
-    def _training(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-        """A context in which the model, its weights given by `values`, may be trained; afterwards all is as before."""
-        context = ExitStack()
-        context.enter_context(self._plain.restoring_state(values, [self._loss.function, *self._modules_of_loss]))
-        context.enter_context(torch.enable_grad())
-        return context
-
-    def _encode(
-        self,
-        plain: Reference,
-        norm: float,
-        parts: Sequence[tuple[Message, Message]],
-        values: Mapping[str, torch.Tensor],
-    ) -> Reference:
-        """Returns what the model gives with encoded messages at the cuts, and notes what the encoding changed.
-
-        The stages run in turn, first with messages as they are: that must give what the model gives.
-
-        Raises:
-            WorkerError: it does not, or the messages hold nothing that could be encoded.
-        """
-        references = []
-        for messages in (Messages(), self._messages):
-            with self._training(values):
-                run = self._forward(parts, backward=True, messages=messages)
-                references.append(replace(plain, loss=run.loss, gradients={}, buffers={}))
-                self._note(references[-1], run.divisor)
-                encoded_norm = self._measure_gradient(run.divisor)
-        stages, encoded = references
-        if not plain.incomparable:
-            comparer = Comparer(self.comparer.rank, self._plain.fingerprint, str)
-            comparer.reference = plain
-            comparer.compare_stages(stages)
-        encoded.encoding = (
-            f"messages={self._messages} changed the loss of the first minibatch from {plain.loss:.6g} to "
-            f"{encoded.loss:.6g}, and the norm of its gradient from {norm:.6g} to {encoded_norm:.6g}"
-        )
-        return encoded
-
-    def _measure_gradient(self, divisor: float) -> float:
-        """Returns the norm of the minibatch's gradient."""
-        gradients = [p.grad.to_dense() for p in self.model.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients)) / (divisor or 1.0)
-
-    def _check_training(self, run: _Run) -> None:
-        """Raises a WorkerError if the loss trains nothing, or what no stage trains."""
-        model_parameters = {id(parameter) for parameter in self.model.parameters()}
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if trained and isfinite(run.loss) and run.weight and all(p.grad is None for p in trained):
-            raise self.comparer.make_error(
-                "the loss gives no parameter of the model a gradient, so nothing would be trained; compute it from the "
-                "model's output, without detach(), .item(), torch.no_grad() or a tensor made anew"
-            )
-        for module in self._modules_of_loss:
-            for name, parameter in module.named_parameters():
-                if parameter.grad is not None and id(parameter) not in model_parameters:
-                    raise self.comparer.make_error(
-                        f"the loss has a trained parameter of its own, {name!r}, which no stage would train; let the "
-                        "model hold and use it, or freeze it: requires_grad_(False)"
-                    )
-
-    def _note(self, reference: Reference, divisor: float) -> None:
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                gradient = parameter.grad
-                numbers = None if gradient is None else self.comparer.fingerprint(gradient, divisor)
-                reference.gradients[name] = numbers
-                if numbers is not None and gradient is not None and gradient.numel():
-                    reference.scale = max(reference.scale, numbers[2] / gradient.numel())
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            if not buffer.is_meta:
-                reference.buffers[name] = self.comparer.fingerprint(buffer)
-
-    def _forward(
+    def run(
         self, parts: Sequence[tuple[Message, Message]], *, backward: bool, messages: Messages | None = None
     ) -> _Run:
         """Runs the model on each part; with `messages` its stages in turn."""
-        loss = self._loss.anew()
+        loss = self.loss.anew()
         total = weights = divisor = 0.0
         losses, outputs = [], []
         for message, aim in parts:
-            value = to_device(map_tensors(_unpack_value(message), _clone), self._device)
+            value = to_device(map_tensors(_unpack_value(message), _clone), self.device)
             targets = map_tensors(_unpack_value(aim), _clone)
             with self._enter_autocast():
                 with loss.watching(value, message.samples):
                     send = None if messages is None else partial(self._send, messages, message.microbatch)
-                    output = self._plain.forward(value, self._reseed(message.microbatch), send)
-                placed = to_device(targets, self._device)
+                    output = self.plain.forward(value, self._reseed(message.microbatch), send)
+                placed = to_device(targets, self.device)
                 part_loss, weight, is_sum = loss(
                     output, placed, message.samples, message.share, message.minibatch, received=targets
                 )
-            self._kinds |= {tensor.dtype for tensor in (part_loss, *tensors_in(output)) if tensor.is_floating_point()}
+            self.note_kinds((part_loss, *tensors_in(output)))
             factor = 1.0 if is_sum else weight
             weights += weight
             if weight:
@@ -297,7 +154,7 @@ class ReferenceRun:
         tensors = tensors_in(value)
         if messages and not any(map(torch.is_floating_point, tensors)):
             held = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensor"
-            raise self.comparer.make_error(
+            raise PipelineError(
                 f"messages={messages} was asked for, but what stage {stage} sends on has no floating-point numbers, "
                 f"only {held}; choose other cuts, or leave messages out"
             )
@@ -307,12 +164,181 @@ class ReferenceRun:
         return lambda layer: self._generators.seed(self._base * self.split + microbatch, layer)
 
     def _enter_autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
 
-    def _choose_tolerance(self, inputs: Any) -> float:
-        tensors = [*self.model.parameters(), *tensors_in(inputs)]
+    def choose_tolerance(self, inputs: Any) -> float:
+        tensors = [*self.plain.model.parameters(), *tensors_in(inputs)]
         kinds = self._kinds | {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
         return max([_LEAST, *(sqrt(torch.finfo(kind).eps) for kind in kinds)])
+
+    def note_kinds(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes numbers that were computed with, by which the tolerance is chosen."""
+        self._kinds |= {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+
+
+class ReferenceRun:
+    """Runs the model, or helps to run the layers of a stage, for the comparison on one rank.
+
+    Args:
+        messages: their encoding, which the reference has at the cuts.
+        runs: further arguments of `_ModelRunner`.
+        values: parameters and buffers that are on the meta device here, where `read` is called.
+        publish: hands a text to all ranks; None in one process.
+        receive: returns that text elsewhere.
+    """
+
+    def __init__(
+        self,
+        plain: UserModel,
+        loss: Loss,
+        *,
+        rank: int,
+        compiles: bool,
+        messages: Messages | None = None,
+        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        publish: Callable[[str], None] | None = None,
+        receive: Callable[[], str] = str,
+        **runs: Any,
+    ) -> None:
+        self._runner = _ModelRunner(plain, loss, **runs)
+        self._compiles = compiles
+        self._messages = messages or Messages()
+        self._values = values
+        self._publish = publish
+        self.comparer = Comparer(rank, plain.fingerprint, receive)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._runner.plain.model
+
+    @property
+    def split(self) -> int:
+        """Microbatches of a minibatch."""
+        return self._runner.split
+
+    # -- the model --------------------------------------------------------------------------------------
+
+    def read(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> None:
+        """Runs the model on the first minibatch; `parts` are its microbatches, inputs and targets.
+
+        Raises:
+            WorkerError: the parts do not give the loss of the whole, or the model cannot be trained as it is.
+        """
+        try:
+            reference = self._run(inputs, targets, [pair for pair in parts if pair[0].content is Content.DATA])
+        except PipelineError as error:
+            raise error if isinstance(error, WorkerError) else self.comparer.make_error(str(error)) from error
+        except Exception as error:  # which the pipeline should raise itself, at the stage that it concerns
+            reference = Reference(incomparable=f"the model raised {with_place(error)}")
+        self.comparer.reference = reference
+        self._values = {}
+        self.release_memory()
+        if self._publish is not None:
+            self._publish(reference.to_json())
+
+    def release_memory(self) -> None:
+        """Gives a GPU the memory of the comparison back, and lets the reported peak be that of training."""
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()  # first: the peak of what is reserved begins at what is reserved now
+            torch.cuda.reset_peak_memory_stats(self._runner.device)
+
+    def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> Reference:
+        plain = self._runner.plain
+        placed = {id(value): value.to(self._runner.device) for value in self._values.values()}
+        values = {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
+        with self._runner.restoring_state(values), torch.enable_grad():
+            drawn = plain.python_draws()
+            run = self._runner.run(parts, backward=True)
+            reference = Reference(run.loss, tolerance=self._runner.choose_tolerance(inputs))
+            draws = plain.draws
+            if draws and self._compiles:
+                reference.incomparable = "compiled modules draw other random numbers"
+            elif plain.draws_unseeded:
+                reference.incomparable = (
+                    "the model draws random numbers where it drew none when it was profiled, so that they depend on "
+                    "the cuts; profile it as it is trained"
+                )
+            elif drawn():
+                reference.incomparable = "the forward draws from the generators of Python or NumPy"
+            self._check_training(run)
+            self._note(reference, run.divisor)
+            norm = self._measure_gradient(run.divisor)
+        if self._messages:
+            reference = self._encode(reference, norm, parts, values)
+        if len(parts) > 1:
+            try:
+                reference.parts = self._compare_parts(inputs, targets, parts, values, draws)
+            except PipelineError:
+                raise
+            except Exception as error:  # in evaluation mode, for instance
+                reference.parts = f"the whole minibatch raised {with_place(error)}"
+        return reference
+
+    def _encode(
+        self,
+        plain: Reference,
+        norm: float,
+        parts: Sequence[tuple[Message, Message]],
+        values: Mapping[str, torch.Tensor],
+    ) -> Reference:
+        """Returns what the model gives with encoded messages at the cuts, and notes what the encoding changed.
+
+        The stages run in turn, first with messages as they are: that must give what the model gives.
+
+        Raises:
+            WorkerError: it does not, or the messages hold nothing that could be encoded.
+        """
+        references = []
+        for messages in (Messages(), self._messages):
+            with self._runner.restoring_state(values), torch.enable_grad():
+                run = self._runner.run(parts, backward=True, messages=messages)
+                references.append(replace(plain, loss=run.loss, gradients={}, buffers={}))
+                self._note(references[-1], run.divisor)
+                encoded_norm = self._measure_gradient(run.divisor)
+        stages, encoded = references
+        if not plain.incomparable:
+            comparer = Comparer(self.comparer.rank, self._runner.plain.fingerprint, str)
+            comparer.reference = plain
+            comparer.compare_stages(stages)
+        encoded.encoding = (
+            f"messages={self._messages} changed the loss of the first minibatch from {plain.loss:.6g} to "
+            f"{encoded.loss:.6g}, and the norm of its gradient from {norm:.6g} to {encoded_norm:.6g}"
+        )
+        return encoded
+
+    def _measure_gradient(self, divisor: float) -> float:
+        """Returns the norm of the minibatch's gradient."""
+        gradients = [p.grad.to_dense() for p in self.model.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients)) / (divisor or 1.0)
+
+    def _check_training(self, run: _Run) -> None:
+        """Raises a WorkerError if the loss trains nothing, or what no stage trains."""
+        model_parameters = {id(parameter) for parameter in self.model.parameters()}
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if trained and isfinite(run.loss) and run.weight and all(p.grad is None for p in trained):
+            raise self.comparer.make_error(
+                "the loss gives no parameter of the model a gradient, so nothing would be trained; compute it from the "
+                "model's output, without detach(), .item(), torch.no_grad() or a tensor made anew"
+            )
+        for module in self._runner.modules_of_loss:
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None and id(parameter) not in model_parameters:
+                    raise self.comparer.make_error(
+                        f"the loss has a trained parameter of its own, {name!r}, which no stage would train; let the "
+                        "model hold and use it, or freeze it: requires_grad_(False)"
+                    )
+
+    def _note(self, reference: Reference, divisor: float) -> None:
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                numbers = None if gradient is None else self.comparer.fingerprint(gradient, divisor)
+                reference.gradients[name] = numbers
+                if numbers is not None and gradient is not None and gradient.numel():
+                    reference.scale = max(reference.scale, numbers[2] / gradient.numel())
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            if not buffer.is_meta:
+                reference.buffers[name] = self.comparer.fingerprint(buffer)
 
     # -- the whole and its parts --------------------------------------------------------------------------
 
@@ -328,7 +354,7 @@ class ReferenceRun:
 
         In evaluation mode, if they may differ by random numbers or by the statistics of a batch.
         """
-        if self._loss.function is None and self._loss.weight is not None:
+        if self._runner.loss.function is None and self._runner.loss.weight is not None:
             return ""  # by which the user has said how much each part counts
         samples, model = sum(message.samples for message, _ in parts), self.model
         for name, module in model.named_modules():
@@ -337,17 +363,16 @@ class ReferenceRun:
         first = replace(parts[0][0], samples=samples, share=1.0)
         whole = [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]
         for training in (False,) if draws else (True, False):
-            others = [self._loss.function, *self._modules_of_loss]
-            with self._plain.restoring_state(values, others), torch.no_grad():
+            with self._runner.restoring_state(values), torch.no_grad():
                 for module in model.modules():
                     module.training = module.training and training
                 before = self._read_state_of_loss()
-                undivided = self._forward(whole, backward=False)
-                split = self._forward(parts, backward=False)
-                limit = self._choose_tolerance(inputs) * max(map(abs, (undivided.loss, *split.losses)))
+                undivided = self._runner.run(whole, backward=False)
+                split = self._runner.run(parts, backward=False)
+                limit = self._runner.choose_tolerance(inputs) * max(map(abs, (undivided.loss, *split.losses)))
                 if not isfinite(undivided.loss) or abs(undivided.loss - split.loss) <= limit:
                     return ""
-                again = self._forward([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
+                again = self._runner.run([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
                 changed = [name for name, number in self._read_state_of_loss().items() if before.get(name) != number]
         if abs(undivided.loss - again.loss) > limit:
             if changed:
@@ -365,7 +390,7 @@ class ReferenceRun:
         """Returns the buffers, as numbers, and the counters of the loss's modules that are not the model's."""
         models = {id(module) for module in self.model.modules()}
         state: dict[str, Any] = {}
-        for root in self._modules_of_loss:
+        for root in self._runner.modules_of_loss:
             for path, module in root.named_modules():
                 if id(module) not in models:
                     numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
@@ -374,7 +399,7 @@ class ReferenceRun:
         return state
 
     def _explain_parts(self, undivided: _Run, split: _Run, limit: float) -> str:
-        if not _are_parts(undivided.outputs[0], split.outputs, self._choose_tolerance(())):
+        if not _are_parts(undivided.outputs[0], split.outputs, self._runner.choose_tolerance(())):
             return (
                 "the model's outputs for the microbatches are not those for the minibatch, so that its samples are not "
                 "along dimension 0 of each input, or it computes with several samples at once; say where the samples "
@@ -384,7 +409,7 @@ class ReferenceRun:
         alone = "or, if it compares samples with each other or broadcasts over them, train with microbatches=1"
         if abs(undivided.losses[0] - sum(split.losses)) <= limit:
             return f"the loss is a sum: let it return (sum, weight), for instance (loss, len(targets)), {alone}"
-        if self._loss.weight is not None:
+        if self._runner.loss.weight is not None:
             return f"weight=... does not give what the loss is a mean over; correct it, {alone}"
         return (
             "the loss is not a mean over samples; give weight=..., a function from a batch to the amount that the loss "
@@ -398,23 +423,23 @@ class ReferenceRun:
 
         Their weights are copied to the CPU: stages are compared one by one where a GPU's memory is short.
         """
-        return self._plain.restoring_state({}, [self._loss.function, *self._modules_of_loss], copies_on_cpu=True)
+        return self._runner.restoring_state({}, copies_on_cpu=True)
 
     def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
         """Returns the loss of the last stage's output, computed anew; the model's own loss is what it returned."""
-        placed = to_device(map_tensors(targets, _clone), self._device)
-        return self._loss.anew()(output, placed, message.samples, message.share, received=targets)[0]
+        placed = to_device(map_tensors(targets, _clone), self._runner.device)
+        return self._runner.loss.anew()(output, placed, message.samples, message.share, received=targets)[0]
 
     def note_kinds(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes numbers that were computed with, by which the tolerance is chosen."""
-        self._kinds |= {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        """Notes numbers that a stage computed with, by which the tolerance is chosen."""
+        self._runner.note_kinds(tensors)
 
     def refer_to(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Takes a stage's own gradients as those that `Comparer.compare_gradients` expects."""
         fingerprints = {name: None if g is None else self.comparer.fingerprint(g) for name, g in gradients.items()}
         sizes = [self.comparer.fingerprint(g)[2] / g.numel() for g in gradients.values() if g is not None and g.numel()]
         self.comparer.reference = Reference(
-            gradients=fingerprints, tolerance=self._choose_tolerance(()), scale=max(sizes, default=0.0)
+            gradients=fingerprints, tolerance=self._runner.choose_tolerance(()), scale=max(sizes, default=0.0)
         )
 
 
