@@ -16,7 +16,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
-from pipedream.core.plan.cost import Site
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.messages import Messages
