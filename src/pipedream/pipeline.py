@@ -63,11 +63,10 @@ _IN_PROGRAMS = {"schedule", "microbatches", "phases", "compensation", "seed"}
 
 
 class Pipeline:
-    """One model, cut by a plan, trained by a schedule: ``Pipeline(model, plan, loss=..., optimizer=..., **options)``.
+    """One model, partitioned by a plan: ``Pipeline(model, plan, loss=..., optimizer=..., **options)``.
 
     Args:
-        model: any module (docs/models.md). It is not rewritten; on several processes the parameters of
-            other ranks' stages become meta tensors.
+        model: any module (docs/models.md); on several processes, parameters of other ranks' stages become meta tensors.
         options: keyword arguments, see `PipelineOptions`.
 
     Attributes:
