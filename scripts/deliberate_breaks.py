@@ -187,7 +187,7 @@ BREAKS = (
         "verifier/waits.py",
         'return all(self._meet(rank, ("tied", number, update)) for number in numbers)',
         "return numbers == numbers",
-        ("simulator/test_tied.py",),
+        ("simulator/test_clock.py",),
     ),
     # Simulator
     Break(
@@ -195,7 +195,7 @@ BREAKS = (
         "simulator/costs.py",
         "return [(max(at_s for at_s, _ in came), size, seconds)]",
         "return [(max(at_s for at_s, _ in came), 0.0, 0.0)]",
-        ("simulator/test_tied.py",),
+        ("simulator/test_clock.py",),
     ),
     Break(
         "simulator: stragglers are not slow",
@@ -537,7 +537,7 @@ BREAKS = (
         "core/seeds.py",
         "_name_seed(seed, layer) + microbatch * 0x9E3779B97F4A7C15",
         "_name_seed(seed, layer) + 0x9E3779B97F4A7C15",
-        ("core/test_seeds.py",),
+        ("core/test_core_nouns.py",),
     ),
     Break(
         "losses: padding counts in the mean",

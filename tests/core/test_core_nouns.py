@@ -1,10 +1,11 @@
-"""Units, graphs, plans, clusters: what is well formed and what is not."""
+"""Units, graphs, plans, clusters: what is well formed and what is not. Seeds, which differ."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
+from pipedream.core.seeds import layer_seed
 from pipedream.core.units import (
     format_bytes,
     format_excess,
@@ -275,3 +277,12 @@ class TestPlan:
     def test_levels(self) -> None:
         cluster = Cluster((Level(4, 1e10, 1e-6), Level(2, 1e9, 1e-4)))
         assert (cluster.workers, cluster.bandwidth_bytes_per_s, cluster.latency_s) == (8, 1e9, 1e-4)
+
+
+# -- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_layers_and_microbatches_draw_other_numbers() -> None:
+    seeds = [layer_seed(*each) for each in product((0, 1), range(5), ("", "a", "a@2", "b"))]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)

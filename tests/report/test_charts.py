@@ -1,15 +1,21 @@
-"""The loss curve: all of it inside its frame, and honest about what it leaves out."""
+"""The loss curve, inside its frame and honest about what it leaves out; ticks, lanes and colours of pictures."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.core.units import format_number
 from pipedream.report.charts import average_neighbours, curve_svg
+from pipedream.report.lanes import assign_rows, middle_window, start_window
+from pipedream.report.style import COLOURS, LINES, page_style, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 LOSSES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=500)
@@ -68,3 +74,109 @@ def test_labels_at_the_right_edge_are_whole() -> None:
         wide = 6 * len(label.text or "")
         right = {"end": 0.0, "middle": wide / 2, "start": wide}[label.get("text-anchor", "start")]
         assert float(label.get("x", "")) + right <= 400, label.text
+
+
+# -- ticks of an axis -------------------------------------------------------------------------------------------------
+
+
+@given(low=st.floats(-1e6, 1e6), length=st.floats(1e-3, 1e9), most=st.integers(2, 20))
+def test_ticks_are_few_round_and_inside(low: float, length: float, most: int) -> None:
+    marks = ticks(low, low + length, most)
+    assert len(marks) <= most
+    slack = 1e-6 * (length + abs(low))
+    assert all(low - slack <= tick <= low + length + slack for tick in marks)
+    steps = [b - a for a, b in pairwise(marks)]
+    assert all(step == pytest.approx(steps[0], rel=1e-3) for step in steps)
+    if steps and abs(low) < 1e4 * length:
+        assert f"{steps[0]:.0e}"[0] in "125"
+    # Not fewer than need be: half as many would be the next rounder step.
+    assert len(marks) >= most // 5
+
+
+def test_figures() -> None:
+    assert [format_number(value) for value in (0.1, 7411.9, 12.0, float("nan"))] == ["0.1", "7412", "12", "nan"]
+
+
+# -- lanes and windows of a timeline ----------------------------------------------------------------------------------
+
+
+Simulated = Callable[..., Timeline]
+TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30)
+
+
+@given(times=TIMES)
+def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, float]]) -> None:
+    spans = [Span(0, "send", 0, i, start, start + length) for i, (start, length) in enumerate(sorted(times))]
+    rows = assign_rows(spans)
+    for row in set(rows):
+        mine = [span for span, where in zip(spans, rows, strict=True) if where == row]
+        assert all(b.start_s >= a.end_s for a, b in pairwise(mine))
+    alive = [sum(a.start_s <= b.start_s < a.end_s for a in spans) for b in spans]
+    assert max(rows, default=-1) + 1 == max(alive, default=0)
+
+
+def test_steady_window_keeps_away_from_drains(simulated: Simulated) -> None:
+    timeline = simulated("pipedream", total=100)
+    window = middle_window(timeline, 12, [10, 30, 90])
+    assert window is not None
+    assert (window.first, window.last) == (54, 66)
+    assert window.length_s == 36.0
+    assert middle_window(timeline, 12, range(0, 100, 20)) is None
+
+
+def test_steady_window_shows_whole_minibatches(simulated: Simulated) -> None:
+    window = middle_window(simulated("gpipe", split=4, total=68), 8)
+    assert window is not None
+    assert (window.first, window.last) == (28, 36)  # the middle would be 30
+
+
+def test_start_window(simulated: Simulated) -> None:
+    timeline = simulated("pipedream", total=40)
+    window = start_window(timeline, 12)
+    assert window is not None
+    assert (window.first, window.last, window.start_s) == (0, 12, 0.0)
+    short = start_window(simulated("pipedream", total=3), 12)
+    assert short is not None
+    assert (short.last, short.end_s) == (3, simulated("pipedream", total=3).makespan_s)
+    assert start_window(Timeline("x", "measured", 1, (), 0), 12) is None
+
+
+# -- colours ----------------------------------------------------------------------------------------------------------
+
+
+ON = [("on-op", name) for name in COLOURS if name[0] in "FBIWU"] + [
+    (ink, paper) for ink in ("ink", "faint") for paper in ("paper", "lane")
+]
+BARS = [("ink", "F1"), ("ink", "wait")]
+
+
+def _compute_luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _compute_contrast(ink: str, paper: str) -> float:
+    low, high = sorted((_compute_luminance(ink), _compute_luminance(paper)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("screen", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize(("ink", "paper"), ON + BARS)
+def test_contrast(ink: str, paper: str, screen: int) -> None:
+    assert _compute_contrast(COLOURS[ink][screen], COLOURS[paper][screen]) >= 4.5
+
+
+@pytest.mark.parametrize("screen", [0, 1], ids=["light", "dark"])
+def test_lines_and_kinds_are_seen(screen: int) -> None:
+    for pair in (COLOURS["send"], COLOURS["mark"], *LINES.values()):
+        assert _compute_contrast(pair[screen], COLOURS["paper"][screen]) >= 3
+    assert len({COLOURS[name][screen] for name in COLOURS if name[0] in "FBIW"}) == 8
+    assert len({pair[screen] for pair in LINES.values()}) == len(LINES)
+
+
+def test_all_variables_are_defined() -> None:
+    import re
+
+    style = page_style()
+    assert set(re.findall(r"var\(--pd-([\w-]+)\)", style)) <= set(COLOURS)
