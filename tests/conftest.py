@@ -6,6 +6,7 @@ import ast
 import gc
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -58,25 +59,31 @@ def _lacking(marker: str) -> str | None:
     return None
 
 
-class _ProcessTestsTogether(LoadScopeScheduling):
+class _TestsTogether(LoadScopeScheduling):
     """Where tests run side by side, those that start processes stay with one of the runners, or two.
 
     They would take each other's time, and some of them measure it; those that only compute have a runner of their own.
+    Tests that share what takes long stay with one runner, too, which makes it once.
     pytest-xdist's own groups do not work with this pytest, which no longer lets names of tests be changed; here the
     marks are read off the files.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
-        if test.partition("[")[0] not in _starting_processes(file):
-            return nodeid
-        return "processes that compute" if file.startswith(COMPUTING) else "processes"
+        if test.partition("[")[0] in _starting_processes(file):
+            return "processes that compute" if file.startswith(COMPUTING) else "processes"
+        return file if re.search(r"^@(functools\.)?cache$|scope=.module", _read(file), re.M) else nodeid
+
+
+@cache
+def _read(file: str) -> str:
+    return (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
 
 
 @cache
 def _starting_processes(file: str) -> frozenset[str]:
     """Returns the tests of a file that are marked `processes`, one by one or all of them."""
-    parsed = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8")).body
+    parsed = ast.parse(_read(file)).body
     tests = [node for node in parsed if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     marks = [node for node in parsed if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
     if any(PROCESSES in ast.unparse(node) for node in marks):
@@ -87,7 +94,7 @@ def _starting_processes(file: str) -> frozenset[str]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Deals the tests to the runners, the longest row first."""
-    return _ProcessTestsTogether(config, log)
+    return _TestsTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -45,7 +45,7 @@ class SumMethod:
     @classmethod
     def read(cls, text: str) -> Self:
         """Reads a text such as ``powersgd:4``. Raises a `PlanError` if it is not one of `_METHODS`."""
-        head, *settings = text.split(",")
+        head, *settings = str(text).split(",")  # whatever a recipe says
         name, has_number, number = head.partition(":")
         if name not in _NUMBERS and (name not in (FULL, *_SIXTEEN_BITS) or has_number or settings):
             raise PlanError(f"sums={text!r} is not known; write one of {', '.join(_METHODS)}")
