@@ -122,7 +122,17 @@ OTHERS = [
     Case("mlp", "pipedream", 3, drain_at=-1, leave_at=5),
     Case("mlp", "pipedream_2bw", 3, drain_at=-1, leave_at=5),
     Case("mlp", "gpipe", 2, microbatches=3, drain_at=-1, leave_at=4),
-    # Single precision.
+    # Halves of a backward: deeper than the microbatches reach, and not so deep; sums over replicas, of two stages with
+    # a different number of them, begin in the last weight gradients; the forward is done again in I.
+    Case("mlp", "zb_h2", 4, microbatches=3),
+    Case("mlp", "zb_h1", 3, microbatches=4, depth=(2, 1, 1)),
+    Case("mlp", "zb_h1", 2, replicas=(2, 1), microbatches=4),
+    Case("mlp", "zb_h2", 2, replicas=(1, 3), microbatches=6, optimizer="adamw"),
+    Case("cnn", "zb_h1", 3, microbatches=4, recompute=True),
+    Case("mlp", "zb_h1", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
+    Case("mlp", "zb_h2", 2, microbatches=4, drain_at=-1, leave_at=5),
+    # Single precision, in which the CPU has a kernel of its own for recurrent layers.
+    Case("lstm", "zb_h1", 3, microbatches=3, dtype=torch.float32),
     *(
         pytest.param(case, id=str(case), marks=pytest.mark.slow if case.animal != "mlp" else ())
         for animal in zoo.NAMES
@@ -147,7 +157,7 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
             assert outcome.storages[stage] <= in_flight
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", pytest.param("roundpipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream", pytest.param("roundpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("animal", thinned(["mlp", "cnn", "transformer"]))
 def test_autocast_equals_autocast_in_one_process(animal: str, schedule: str) -> None:
     case = Case(
@@ -191,6 +201,9 @@ IN_PROCESSES = {
         Case("lstm", "roundpipe", 4, workers=3, microbatches=3, clip_grad_norm=0.1),
         Case("mlp", "pipedream", 2, replicas=(1, 2), depth="full"),
         Case("mlp", "gpipe", 2, replicas=(2, 1), microbatches=4),
+        Case("transformer", "zb_h1", 3, microbatches=4, optimizer="adamw"),
+        Case("cnn", "zb_h2", 3, microbatches=5),
+        Case("mlp", "zb_h1", 2, replicas=(2, 1), microbatches=4),
     ],
     4: [
         _case("cnn", "chimera", 4),
