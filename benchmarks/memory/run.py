@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,8 +18,10 @@ from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 from pipedream.workflows.methods import versions_of
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import TIGHT_MALLOC, Environment, format_head, local_world, make_parser
+from scaffold import TIGHT_MALLOC, Environment, format_head, make_parser, run_processes
 from scatter import Pair, scatter_svg
+
+WORKER = Path(__file__).with_name("worker.py")
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def main() -> int:
 
 def _profile(request: dict[str, int], optimizer: str, folder: Path) -> Profile:
     file = folder / f"{optimizer}.json"
-    _wait([_start("profile", request | {"optimizer": optimizer, "file": str(file)}, TIGHT_MALLOC)])
+    run_processes(WORKER, request | {"do": "profile", "optimizer": optimizer, "file": str(file)}, 1, TIGHT_MALLOC)
     return Profile.load(file)
 
 
@@ -149,16 +148,14 @@ def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], f
     plan = _plan(variant, profile, request["blocks"])
     plan.save(folder / "plan.json")
     job = request | {
+        "do": "train",
         "plan": str(folder / "plan.json"),
-        "out": str(folder),
         "schedule": variant.schedule,
         "microbatches": variant.microbatches,
         "optimizer": variant.optimizer,
     }
     malloc = TIGHT_MALLOC if variant.malloc else {}
-    _wait([_start("train", job, world | malloc) for world in local_world(plan.workers)])
-    for rank in range(plan.workers):
-        answer = json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+    for answer in run_processes(WORKER, job, plan.workers, malloc):
         peak = plan.stages[answer["stage"]].peak_bytes
         yield Row(
             str(variant),
@@ -169,16 +166,6 @@ def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], f
             peak - answer["start_bytes"],
             answer["resident_rise_bytes"],
         )
-
-
-def _start(command: str, request: dict[str, object], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    worker = Path(__file__).with_name("worker.py")
-    return subprocess.Popen([sys.executable, str(worker), command, json.dumps(request)], env=os.environ | environment)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    if any([process.wait() for process in processes]):
-        raise SystemExit("a process of the benchmark failed; its error stands above")
 
 
 if __name__ == "__main__":

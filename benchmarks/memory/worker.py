@@ -1,9 +1,8 @@
-"""One process of the memory benchmark: profiles the model, or trains as one rank and tells what it held."""
+"""One process of the memory benchmark: profiles the model, or trains as one rank and tells what all ranks held."""
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +19,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.profiler.sizes import Allocations
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import read_memory, restart_peak
+from scaffold import answer_request, gather, read_memory, restart_peak
 
 FEATURES, CLASSES = 256, 10
 OPTIMIZERS = {
@@ -74,9 +73,8 @@ def profile(request: dict[str, Any]) -> None:
     ).save(request["file"])
 
 
-def train(request: dict[str, Any]) -> None:
-    """Trains as one rank, and writes what it held into a file of its own."""
-    dist.init_process_group("gloo")
+def train(request: dict[str, Any]) -> list[dict[str, int]]:
+    """Trains as one rank; returns what each rank held."""
     plan = Plan.load(request["plan"])
     with Allocations(torch.device("cpu")) as watch:
         gc.enable()
@@ -95,20 +93,11 @@ def train(request: dict[str, Any]) -> None:
                 pass
             watch.mark()
             highest = read_memory("VmHWM")
-    section = watch.sections[1]
-    rank = dist.get_rank()
+    section, rank = watch.sections[1], dist.get_rank()
     stage = next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row)
-    answer = {
-        "rank": rank,
-        "stage": stage,
-        "start_bytes": section.start_bytes,
-        "live_bytes": section.peak_bytes,
-        "resident_rise_bytes": highest - before,
-    }
-    Path(request["out"]).joinpath(f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
-    dist.destroy_process_group()
+    sizes = {"start_bytes": section.start_bytes, "live_bytes": section.peak_bytes}
+    return gather({"stage": stage, "resident_rise_bytes": highest - before} | sizes)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    {"profile": profile, "train": train}[sys.argv[1]](json.loads(sys.argv[2]))
+    answer_request(lambda request: {"profile": profile, "train": train}[request["do"]](request))

@@ -20,15 +20,10 @@ from wide_resnet import Bottleneck, wide_resnet
 
 @dataclass(frozen=True)
 class Model:
-    """A model and the shape of its minibatch.
-
-    Attributes:
-        has_loss: the mean of the squared outputs; without one, the gradient of the output is an input.
-    """
+    """A model and the shape of its minibatch; the loss is the mean of the squared outputs."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    has_loss: bool = True
 
     def traced(self, device: str = "cpu", *, updates: bool = False) -> tuple[nn.Module, torch.Tensor, TracedStep]:
         """Returns the model, a minibatch and their step.
@@ -39,17 +34,12 @@ class Model:
         torch.manual_seed(0)
         with torch.device(device):
             model, sample = self.make(), torch.randn(self.shape)
-        loss = _mean_square if self.has_loss else None
         optimizer = partial(torch.optim.SGD, momentum=0.9) if updates else None
-        return model, sample, trace(model, sample, loss=loss, optimizer=optimizer)
+        return model, sample, trace(model, sample, loss=_mean_square, optimizer=optimizer)
 
 
 def _mean_square(output: torch.Tensor) -> torch.Tensor:
     return (output * output).mean()
-
-
-def _make_square_layers(layers: int, width: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
 def _make_perceptron() -> nn.Module:
@@ -57,37 +47,17 @@ def _make_perceptron() -> nn.Module:
     return nn.Sequential(*wide, nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 512))
 
 
-def _make_for_pictures(layers: int, width: int, *, small: bool) -> nn.Module:
-    """Returns a wide residual network for pictures of the size of ImageNet's, or for small ones."""
-    if small:
-        stem = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    else:
-        stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+def _make_wide_resnet(layers: int, width: int) -> nn.Module:
+    """Returns a wide residual network for pictures of the size of ImageNet's."""
+    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     return wide_resnet(layers, width, 1000, *stem)
 
 
 PUBLISHED = {
-    "WResNet-152, widened 10 times": Model(partial(_make_for_pictures, 152, 640, small=False), (32, 3, 224, 224)),
+    "WResNet-152, widened 10 times": Model(partial(_make_wide_resnet, 152, 640), (32, 3, 224, 224)),
     "RNN, 10 layers, 20 time steps, 4096 units": Model(partial(stacked, 10, 4096), (128, 1, 20, 8)),
 }
 """Only searched, on meta."""
-
-SQUARE = ((512, 8192), (4096, 4096), (8192, 1024))
-"""Batch and width of four layers."""
-
-SCALE = 8
-"""Square layers are computed this many times smaller, so that elements are the square of it fewer."""
-
-COUNTED = {
-    f"4 layers, {batch} x {width}": Model(
-        partial(_make_square_layers, 4, width // SCALE), (batch // SCALE, width // SCALE), False
-    )
-    for batch, width in SQUARE
-} | {
-    "WResNet-14": Model(partial(_make_for_pictures, 14, 64, small=True), (16, 3, 32, 32)),
-    "RNN, 2 layers, 4 time steps": Model(partial(stacked, 2, 256), (64, 1, 4, 8)),
-}
-"""Run on simulated ranks."""
 
 TIMED = {
     "perceptron": Model(_make_perceptron, (512, 1024)),

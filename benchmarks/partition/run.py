@@ -1,4 +1,4 @@
-"""Tofu's partition beside its baselines: elements, bytes, predicted and real seconds of a step, seconds of search."""
+"""Tofu's partition beside its baselines: predicted and real seconds of a step, seconds of search."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import COUNTED, PUBLISHED, SCALE, SQUARE, TIMED, Model
+from models import PUBLISHED, TIMED, Model
 
 from pipedream import partition
-from pipedream.core.errors import PlanError
-from pipedream.layouts import METHODS, PartitionedStep, SimulatedRanks
 from pipedream.slow_links import slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -25,13 +23,6 @@ from worker_processes import Disturbance, Workers, worker_processes
 
 SEARCH_S = {"WResNet-152, widened 10 times": 8.3, "RNN, 10 layers, 20 time steps, 4096 units": 66.6}
 """Published, on 8 ranks (EuroSys 2019, section 7)."""
-
-EXPECTED = {
-    (512, 8192): {2: 25_165_824, 4: 58_720_256, 8: 109_051_904},
-    (4096, 4096): {2: 100_663_296, 4: 218_103_808, 8: 360_710_144},
-    (8192, 1024): {2: 8_388_608, 4: 25_165_824, 8: 58_720_256},
-}
-"""Elements that the recursion moves by the published costs, from another implementation: batch, width -> ranks."""
 
 SLOW_METHODS = ("recursive", "data", "all-row", "model")
 """Whose steps are timed."""
@@ -45,14 +36,14 @@ def main() -> int:
     options = _parse_options()
     torch.set_num_threads(1)
     environment = Environment()
-    print_sections({"search": _ask_search, "bytes": _ask_bytes, "seconds": _ask_seconds}, options)
+    print_sections({"search": _ask_search, "seconds": _ask_seconds}, options)
     print("\n" + environment.describe())
     return 0
 
 
 def _parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__, "few steps, few models")
-    parser.add_argument("--only", choices=("search", "bytes", "seconds"))
+    parser.add_argument("--only", choices=("search", "seconds"))
     parser.add_argument("--rate", type=float, default=25e6, help="of a link, in bytes per second")
     parser.add_argument("--rounds", type=int, default=7, help="steps that are timed")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for other processes to end")
@@ -85,41 +76,6 @@ def _ask_search(options: argparse.Namespace) -> Iterator[str]:
         yield (
             f"| {name} | {len(operators.steps):,} | {SEARCH_S[name]} s | {cells[0]} | {cells[1]} | {traced_s:.0f} s |"
         )
-    yield ""
-
-
-def _ask_bytes(options: argparse.Namespace) -> Iterator[str]:
-    yield "| model | ranks | method | elements expected | moved | bytes predicted | bytes sent | of recursive |"
-    yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |"
-    for name, model in _choose_models(COUNTED, options):
-        module, sample, step = model.traced()
-        sizes = next((size for size in SQUARE if f"{size[0]} x {size[1]}" in name), None)
-        larger = SCALE**2 if sizes else 1
-        values = {step.parameters[key]: tensor.detach() for key, tensor in module.named_parameters()}
-        values |= {step.buffers[key]: tensor for key, tensor in module.named_buffers()} | {step.inputs[0]: sample}
-        values |= {tensor: torch.randn(step.operators.tensors[tensor]) for tensor in step.tangents}
-        results = {*step.gradients.values(), *step.input_gradients, *step.updated.values(), *step.outputs}
-        for count in (2, 4, 8):
-            least = 0
-            for method in METHODS:
-                try:
-                    plan = partition(step.operators, count, method, batch="x0")
-                except PlanError:
-                    yield f"| {name} | {count} | {method} | | too large to search | | | |"
-                    continue
-                ranks = SimulatedRanks(count)
-                run = PartitionedStep(step, plan, ranks)
-                run.run({key: run.part(key, tensor) for key, tensor in values.items()}, results)
-                least = least or ranks.sent_bytes
-                expected = EXPECTED[sizes][count] if sizes and method == "recursive" else None
-                cells = (
-                    "" if expected is None else f"{expected:,}",
-                    f"{larger * plan.elements:,}",
-                    f"{larger * run.sent_bytes:,}",
-                    f"{larger * ranks.sent_bytes:,}",
-                    f"{ranks.sent_bytes / least:.2f}",
-                )
-                yield f"| {name} | {count} | {method} | {' | '.join(cells)} |"
     yield ""
 
 
