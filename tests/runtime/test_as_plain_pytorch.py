@@ -328,17 +328,17 @@ def list_mse(output: Tensor, batch: Any) -> Tensor:
     return torch.stack([(o - t).square().mean() for o, t in zip(output, batch[1], strict=False)]).mean()
 
 
+NO_PARTS = r"must match the size of tensor b .* does not for the whole minibatch; say where .*batch_dim="
 BATCHES = {
     "batch second": Case(lambda: Recurrent().double(), mse, STEPS, r"say where the samples are \(batch_dim="),
     "batch second, batch_dim=1": Case(lambda: Recurrent().double(), mse, STEPS, options={"batch_dim": 1}),
     "batch second, m = 1": Case(lambda: Recurrent().double(), mse, STEPS, m=1),
     "list of tensors": Case(lambda: OfLists().double(), mse, LISTED, "microbatches make"),
     "list of tensors, m = 1": Case(lambda: OfLists().double(), mse, LISTED, m=1),
-    "list of numbers": Case(
-        lambda: OfLists().double(), mse, with_entries([float(i) for i in range(8)]), "must match the size of tensor b"
-    ),
-    "list of texts": Case(
-        lambda: OfLists().double(), mse, with_entries(["x" * i for i in range(8)]), "must match the size of tensor b"
+    "list of numbers": Case(lambda: OfLists().double(), mse, with_entries([float(i) for i in range(8)]), NO_PARTS),
+    "list of texts": Case(lambda: OfLists().double(), mse, with_entries(["x" * i for i in range(8)]), NO_PARTS),
+    "one sample in a part, BatchNorm": Case(
+        lambda: sequence(linear(), nn.BatchNorm1d(4), linear()), mse, pairs(), "more than 1 value .*fewer micro", m=8
     ),
     "targets in a list": Case(net, list_mse, [(x, [*y]) for x, y in pairs()], "microbatches make .* give weight="),
     "targets in a flat tensor with lengths": Case(
@@ -696,13 +696,54 @@ class Frozen(nn.Module):
         return self.b(self.norm(self.a(x)))
 
 
+def halve(module: nn.Module, *gradients: Any) -> Any:
+    return tuple(None if gradient is None else gradient / 2 for gradient in gradients[0])
+
+
+def hooked(numbers: Sequence[int], kind: str) -> nn.Module:
+    model = sequence(linear(), nn.ReLU(), linear(), nn.Tanh(), linear())
+    for number in numbers:
+        getattr(model[number], kind)(halve)
+    return model
+
+
+def hooked_twice() -> nn.Module:
+    model = Runs(lambda self, x: self.out(self.linear(self.inner(self.linear(x)))), between_both).double()
+    model.linear.register_full_backward_hook(halve)
+    return model
+
+
+def between_both(self: Any) -> None:
+    self.inner, self.out = linear(), linear()
+
+
+def hooked_outside() -> nn.Module:
+    """A block of two layers between two; its hook keeps it in one stage."""
+    inner = Runs(
+        lambda self, x: x + self.inner(torch.tanh(self.linear(x))), lambda self: setattr(self, "inner", linear())
+    )
+    inner.register_full_backward_hook(halve)
+    return sequence(linear(), inner, linear())
+
+
 def change(how: str) -> Callable[[Any], None]:
     return lambda model: setattr(model, "how", how)
 
 
 RUNS = "runs the layers .* where the pipeline runs"
 IN_REPLICAS = "differs between the replicas"
+HOOKED = {
+    f"backward hooks of {'every module' if len(numbers) > 1 else f'module {numbers[0]}'}, {schedule}": Case(
+        partial(hooked, numbers, "register_full_backward_hook"), mse, pairs(), schedule=schedule, cut=2
+    )
+    for numbers in ((1,), (2,), (4,), (0, 1, 2, 3, 4))
+    for schedule in ("gpipe", "zb_h1")
+}
 FORWARDS = {
+    **HOOKED,
+    "backward pre-hooks": Case(partial(hooked, (1, 2, 4), "register_full_backward_pre_hook"), mse, pairs(), cut=2),
+    "backward hook of a module that is called on both stages": Case(hooked_twice, mse, pairs(), cut=2),
+    "backward hook of a module with modules": Case(hooked_outside, mse, pairs(), cut=1),
     "LayerDrop by count": Case(lambda: Drops("count").double(), mse, pairs(5), m=1),
     "LayerDrop by count, m = 2": Case(lambda: Drops("count").double(), mse, pairs(5)),
     "LayerDrop by value": Case(lambda: Drops("value").double(), mse, pairs(5)),

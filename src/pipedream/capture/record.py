@@ -73,7 +73,8 @@ class CallRecord:
     Attributes:
         depending: operations inside whose results depend.
         opaque: an object in the output that is neither a tensor, a plain value nor an argument.
-        whole: why it and the calls inside cannot be cut, or "".
+        whole: why it and the calls inside cannot be cut, or "". Before a "checkpointed" call, or one "hooked" by a full
+            backward hook, which takes the gradients of the whole call, there may be a cut.
     """
 
     name: str
@@ -234,7 +235,9 @@ class _Recorder(TorchFunctionMode):
         path = self.names[id(module)]
         count = self.counts[path] = self.counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}@{count}"
-        call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=self._explain_whole())
+        hooked = module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook)
+        whole = self._explain_whole() or ("hooked" if hooked else "")
+        call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=whole)
         self.stack[-1].inner.append(call)
         self.stack.append(call)
         for where, leaf in walk_arguments(args, kwargs):

@@ -71,7 +71,8 @@ class ModelSlice(SliceCalls):
         self.begin_at = None if self.is_first else graph.layers[first].name
         self.stop_at = None if self.is_last else graph.layers[last].name
         begin = -1 if self.begin_at is None else starts[self.begin_at]
-        stop = max(starts.values(), default=0) + 1 if self.stop_at is None else starts[self.stop_at]
+        end = max((call.end for call in graph.calls), default=0) + 1
+        stop = end if self.stop_at is None else starts[self.stop_at]
         skipped = {call.name for call in list_skipped_calls(graph.calls, begin)}
         open_calls = {call.name for call in graph.calls if call.start <= begin < call.end}
         own_calls = [call for call in tables.leaves if begin <= call.start < stop]
@@ -100,9 +101,11 @@ class ModelSlice(SliceCalls):
             watched |= self.open_at_stop | open_calls
         paths = dict.fromkeys(name.partition("@")[0] for name in sorted(watched - {""}))
         self.watched = [(modules[path], path) for path in paths]
-        around = skipped | self.open_at_stop | open_calls - {self.begin_at}
-        is_whole = self.is_first and self.is_last
-        self.shared_modules = [] if is_whole else [modules[name.partition("@")[0]] for name in sorted(around)]
+        around = skipped | self.open_at_stop | open_calls | {name for name in (self.begin_at, self.stop_at) if name}
+        shared = {name.partition("@")[0] for name in around}
+        self.shared_modules = (
+            [] if self.is_first and self.is_last else [(path, modules[path]) for path in sorted(shared)]
+        )
         self._watched_calls, self._interval = watched, (begin, math.inf if self.is_last else stop)
         self.compiled = {}
         self.calls_inside = {

@@ -25,6 +25,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import BackwardHook
 
 from pipedream.capture.errors import CutFailed, SliceErrors
 from pipedream.capture.placeholder import (
@@ -104,7 +105,7 @@ class SliceCalls(nn.Module):
         watched: modules whose calls are seen, with their paths.
         seeded: paths of modules before whose calls the generator is seeded.
         compiled: call -> what runs in place of its forward.
-        shared_modules: whose calls are not all in this slice.
+        shared_modules: paths and modules with calls that begin or end outside of this slice.
         foreign_glue: parameters and buffers that the forward reads but the slice does not own.
         open_at_stop: calls that have begun and not ended at the end of the slice; "" is the model.
     """
@@ -128,7 +129,7 @@ class SliceCalls(nn.Module):
     watched: list[tuple[nn.Module, str]]
     seeded: set[str]
     compiled: dict[str, Callable[..., Any]]
-    shared_modules: list[nn.Module]
+    shared_modules: list[tuple[str, nn.Module]]
     foreign_glue: list[str]
     open_at_stop: set[str]
 
@@ -187,6 +188,7 @@ class SliceForward:
         self.place = tensors[0].device if tensors else torch.device("cpu")
         self.frames: list[str] = [""]  # calls that are open, the innermost last
         self.frame_counts: dict[str, int] = {}
+        self.backward_hooks: dict[str, Callable[[], BackwardHook]] = {}
         self.left = False  # at the first call of a later stage
         self.last_call = ""
 
@@ -310,11 +312,14 @@ class SliceForward:
         saved: list[tuple[dict[str, Any], str, Any]] = []
         try:
             _wrap(part.watched, self._call, saved)
-            for module in part.shared_modules:
-                for hooks in ("_backward_hooks", "_backward_pre_hooks"):
-                    if module.__dict__[hooks]:  # they need all gradients of the call in one place
-                        saved.append((module.__dict__, hooks, module.__dict__[hooks]))
-                        module.__dict__[hooks] = {}
+            for path, module in part.shared_modules:
+                # Torch would begin their call with placeholders, or end it at another stage than it begins.
+                if module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook):
+                    hooks = module._backward_hooks, module._backward_pre_hooks
+                    self.backward_hooks[path] = partial(BackwardHook, module, *(list(each.values()) for each in hooks))
+                    for slot, each in zip(("_backward_hooks", "_backward_pre_hooks"), hooks, strict=True):
+                        saved.append((module.__dict__, slot, each))
+                        module.__dict__[slot] = {}
             for name in part.foreign_glue:
                 owner, _, slot = name.rpartition(".")
                 module = part.model.get_submodule(owner)
@@ -348,11 +353,17 @@ class SliceForward:
                 raise _Left
             if path in part.seeded and part.reseed is not None:
                 part.reseed(name)
+        hook = None
+        if self.begun and path in self.backward_hooks and name not in part.open_at_stop:
+            hook = self.backward_hooks[path]()
+            args = hook.setup_input_hook(args)
         self.frames.append(name)
         try:
             output = part.compiled.get(name, original)(*args, **kwargs)
         finally:
             self.frames.pop()
+        if hook is not None:
+            output = hook.setup_output_hook(output)
         if self.begun:
             self.values.update(_find_outputs(part.leave_out.get(name, ()), output))
             if name in part.described:

@@ -114,7 +114,9 @@ def _iterate_leaves(call: CallRecord) -> Iterable[CallRecord]:
 def _refuse_cuts(recording: Recording, leaves: Sequence[CallRecord], values: Sequence[TensorRecord]) -> Refused:
     refused: Refused = {}
     for leaf in leaves[1:]:
-        if leaf.whole and leaf.whole != "checkpointed":
+        if recording.root.whole:
+            refused[leaf.name] = "the model itself has a full backward hook, which takes the gradients of a whole call"
+        if leaf.whole not in ("", "checkpointed", "hooked"):
             refused[leaf.name] = f"it runs {leaf.whole}"
         if same := _find_written_alias(recording, values, leaf.start):
             refused[leaf.name] = f"a tensor made by {same.made_by} is written later through another tensor"

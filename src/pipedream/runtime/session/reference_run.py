@@ -224,11 +224,13 @@ class ReferenceRun:
         Raises:
             WorkerError: the parts do not give the loss of the whole, or the model cannot be trained as it is.
         """
+        parts = [pair for pair in parts if pair[0].content is Content.DATA]
         try:
-            reference = self._run(inputs, targets, [pair for pair in parts if pair[0].content is Content.DATA])
+            reference = self._run(inputs, targets, parts)
         except PipelineError as error:
             raise error if isinstance(error, WorkerError) else self.comparer.make_error(str(error)) from error
         except Exception as error:  # which the pipeline should raise itself, at the stage that it concerns
+            self._check_split(inputs, targets, parts, error)
             reference = Reference(incomparable=f"the model raised {with_place(error)}")
         self.comparer.reference = reference
         self._values = {}
@@ -244,8 +246,7 @@ class ReferenceRun:
 
     def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> Reference:
         plain = self._runner.plain
-        placed = {id(value): value.to(self._runner.device) for value in self._values.values()}
-        values = {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
+        values = self._place_values()
         with self._runner.restoring_state(values), torch.enable_grad():
             drawn = plain.python_draws()
             run = self._runner.run(parts, backward=True)
@@ -311,6 +312,10 @@ class ReferenceRun:
         gradients = [p.grad.to_dense() for p in self.model.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) / (divisor or 1.0)
 
+    def _place_values(self) -> dict[str, torch.Tensor]:
+        placed = {id(value): value.to(self._runner.device) for value in self._values.values()}
+        return {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
+
     def _check_training(self, run: _Run) -> None:
         """Raises a WorkerError if the loss trains nothing, or what no stage trains."""
         model_parameters = {id(parameter) for parameter in self.model.parameters()}
@@ -342,6 +347,21 @@ class ReferenceRun:
 
     # -- the whole and its parts --------------------------------------------------------------------------
 
+    def _check_split(
+        self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]], error: Exception
+    ) -> None:
+        """Raises a WorkerError if the model, which raised an error for a part, runs on the whole minibatch."""
+        try:
+            with self._runner.restoring_state(self._place_values()), torch.no_grad():
+                self._runner.run(_join_parts(inputs, targets, parts), backward=False)
+        except Exception:
+            return
+        raise self.comparer.make_error(
+            f"the model or the loss raised {with_place(error)} for one of {len(parts)} microbatches, and does not for "
+            "the whole minibatch; say where the samples are (batch_dim=...), give tensors with one entry per sample "
+            "instead of lists, or train with fewer microbatches"
+        ) from error
+
     def _compare_parts(
         self,
         inputs: Any,
@@ -356,12 +376,11 @@ class ReferenceRun:
         """
         if self._runner.loss.function is None and self._runner.loss.weight is not None:
             return ""  # by which the user has said how much each part counts
-        samples, model = sum(message.samples for message, _ in parts), self.model
+        model = self.model
         for name, module in model.named_modules():
             if getattr(module, "mixes_samples", False):
                 return f"{name!r} computes with several samples at once, as its mixes_samples says"
-        first = replace(parts[0][0], samples=samples, share=1.0)
-        whole = [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]
+        whole = _join_parts(inputs, targets, parts)
         for training in (False,) if draws else (True, False):
             with self._runner.restoring_state(values), torch.no_grad():
                 for module in model.modules():
@@ -382,8 +401,8 @@ class ReferenceRun:
                 )
             return "its loss is another each time"
         raise self.comparer.make_error(
-            f"the loss of a minibatch of {samples} samples is {undivided.loss:.7g}, but the losses of its {len(parts)} "
-            f"microbatches make {split.loss:.7g}; {self._explain_parts(undivided, split, limit)}"
+            f"the loss of a minibatch of {whole[0][0].samples} samples is {undivided.loss:.7g}, but the losses of its "
+            f"{len(parts)} microbatches make {split.loss:.7g}; {self._explain_parts(undivided, split, limit)}"
         )
 
     def _read_state_of_loss(self) -> dict[str, Any]:
@@ -449,6 +468,14 @@ def _list_modules(function: Any) -> list[nn.Module]:
     arguments = [*function.args, *function.keywords.values()] if isinstance(function, partial) else []
     inner = [getattr(function, "func", None), getattr(function, "__self__", None)]
     return [candidate for candidate in (function, *inner, *cells, *arguments) if isinstance(candidate, nn.Module)]
+
+
+def _join_parts(
+    inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]
+) -> list[tuple[Message, Message]]:
+    """Returns the whole minibatch as its only part."""
+    first = replace(parts[0][0], samples=sum(message.samples for message, _ in parts), share=1.0)
+    return [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]
 
 
 def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
