@@ -125,6 +125,7 @@ class SavedStage:
         rest: what else its state dict holds.
         optimizer_class, scheduler_class: their names; '' if unknown, or without a scheduler.
         modules: module -> what its ``get_extra_state`` returned.
+        generators: path -> state of a random generator that a module holds.
         updates, scheduled: steps of the optimizer and the learning-rate scheduler.
         norm_square: square of the gradients' newest known global norm.
         skipped: updates with gradients that were not finite.
@@ -143,6 +144,7 @@ class SavedStage:
     rounds_before: int = 0
     common: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
     nested: dict[str, tuple[ParameterGroup, ...]] = field(default_factory=dict)
     rest: Any = None
     optimizer_class: str = ""

@@ -291,6 +291,7 @@ def _make_stage_state(
         settings.compile,
         sharding,
         boundary,
+        replicated=replica_group is not None,
     )
     low = low_precision_weights(layers, parameters, settings.autocast)
     parameters = copies or parameters

@@ -39,18 +39,41 @@ class Scale(nn.Module):
         self.factor = state["factor"]
 
 
+def generator_of(kind: str) -> Any:
+    """Returns a generator of one of the kinds."""
+    if kind == "torch":
+        return torch.Generator().manual_seed(1)
+    return {"python": random.Random, "numpy": np.random.default_rng}.get(kind, np.random.RandomState)(1)
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own, which it holds in a container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.generators = [generator_of(kind)]
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        (generator,) = self.generators
+        if self.kind == "torch":
+            return x * (1 + torch.rand((), generator=generator))
+        return x * (1 + float(generator.random() if self.kind != "numpy's older" else generator.rand()))
+
+
 class Model(nn.Module):
     """The unused head is in its state dict only."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "torch") -> None:
         super().__init__()
         self.first = nn.Linear(3, 4)
+        self.noise = Noise(kind)
         self.scale = Scale()
         self.last = nn.Linear(4, 1)
         self.unused = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.scale(self.first(x)))
+        return self.last(self.scale(self.noise(self.first(x))))
 
 
 class RunningLoss(nn.Module):
@@ -96,21 +119,18 @@ class Shuffled(Sampler[int]):
 
 def shuffled(kind: str) -> Shuffled:
     """Returns a sampler with a generator of one of the kinds."""
-    generator: Any
+    generator = generator_of(kind)
     if kind == "python":
-        generator = random.Random(1)
         return Shuffled(20, lambda n: generator.sample(range(n), n), generator)
     if kind == "torch":
-        generator = torch.Generator().manual_seed(1)
         return Shuffled(20, lambda n: torch.randperm(n, generator=generator).tolist(), generator)
-    generator = np.random.default_rng(1) if kind == "numpy" else np.random.RandomState(1)
     return Shuffled(20, lambda n: [int(i) for i in generator.permutation(n)], generator)
 
 
 def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[float], dict[str, Any]]:
     """Trains in as many stages as there are processes, or two; saves after each epoch."""
     torch.manual_seed(int(resume))
-    model = Model()
+    model = Model(kind)
     if not resume:
         nn.init.ones_(model.unused.weight)
     inputs = torch.linspace(-1, 1, 60).reshape(20, 3)

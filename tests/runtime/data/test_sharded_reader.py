@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from itertools import product
+from functools import partial
+from itertools import islice, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -306,30 +307,56 @@ def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
 
 
 class Noise(torch.utils.data.Dataset[torch.Tensor]):
-    """Draws from each global generator."""
+    """Draws from each global generator, and from three of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+        self.transforms = [random.Random(1).random, partial(np.random.default_rng(1).normal, 0.0)]
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), random.random(), np.random.rand(), float(torch.rand(()))])
+        own = [torch.rand((), generator=self.generator), *(transform() for transform in self.transforms)]
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()), *own], dtype=torch.float64)
+
+
+def rows_of(reader: LoaderReader, most: int | None = None) -> list[list[float]]:
+    return [row for minibatch in islice(reader, most) for row in minibatch.batch.tolist()]
 
 
 def test_replicas_draw_different_numbers_in_their_own_processes_and_the_same_after_a_resume() -> None:
-    loader = DataLoader(Noise(), batch_size=2)
-
     def rows(replica: int, extent: EpochRange, state: Any = None) -> list[list[float]]:
         seed_all(3)
-        reader = reader_of(loader, DataOrder(), extent, state, replica, 2)
+        reader = reader_of(DataLoader(Noise(), batch_size=2), DataOrder(), extent, state, replica, 2)
         state_at_start.append(reader.state(extent.first, extent.skip))
-        return [row for minibatch in reader for row in minibatch.batch.tolist()]
+        return rows_of(reader)
 
     state_at_start: list[Any] = []
     both = [rows(replica, EpochRange(end=2)) for replica in (0, 1)]
-    for column in (1, 2, 3):
+    for column in range(1, 7):
         assert len({row[column] for row in both[0] + both[1]}) == 24
     again = rows(1, EpochRange(first=0, end=2, skip=2), state_at_start[1])
     assert again == both[1][2:], "of minibatches 1, 3, 5, ... without the first two of both replicas"
+
+
+class Streamed(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.noise = Noise()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.noise[i] for i in range(12))
+
+
+@pytest.mark.parametrize("kind", [Noise, Streamed])
+def test_a_data_set_draws_on_from_generators_of_its_own_after_a_resume(kind: Any) -> None:
+    loader = DataLoader(kind(), 2)
+    expected = [row[4:] for _ in range(2) for batch in loader for row in batch.tolist()]
+    reader = reader_of(DataLoader(kind(), 2), DataOrder(), EpochRange(end=2))
+    before = rows_of(reader, 8)
+    state = json.loads(json.dumps(reader.state(1, 2)))
+    resumed = rows_of(reader_of(DataLoader(kind(), 2), DataOrder(), EpochRange(1, 2, 2), state))
+    assert [row[4:] for row in before + resumed] == expected
 
 
 @pytest.mark.parametrize("where", ["sampler", "batch_sampler", "dataset"])

@@ -15,15 +15,14 @@ import base64
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from pipedream.core.errors import ArtifactError, PipelineError
-
-_GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
+from pipedream.runtime.data.generators import find_in_loader
 
 
 class RngStates(NamedTuple):
@@ -87,41 +86,8 @@ def restore_rng(text: str, device: torch.device) -> None:
         raise ArtifactError(f"the checkpoint's random state is damaged: {error}; use another checkpoint") from None
 
 
-def find_torch_generators(loader: Any) -> dict[str, torch.Generator]:
-    """Returns attribute path -> generator of a loader and its samplers."""
-    generators = {}
-    for path in _GENERATORS:
-        value = loader
-        for name in path.split("."):
-            value = getattr(value, name, None)
-        if isinstance(value, torch.Generator) and value is not torch.default_generator:
-            generators[path] = value
-    return generators
-
-
-_READ = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
-
-
-def _find_generators(loader: Any) -> dict[str, Any]:
-    """Returns attribute path -> generator of Python, NumPy or torch that a loader or one of its samplers holds."""
-    numpy: Any = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    generators: dict[str, Any] = find_torch_generators(loader)
-    seen = {id(torch.default_generator), *map(id, generators.values())}
-    for path in _READ:
-        holder = loader
-        for name in path.split(".") if path else ():
-            holder = getattr(holder, name, None)
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if isinstance(value, kinds) and id(value) not in seen:
-                seen.add(id(value))
-                generators[f"{path}.{name}".lstrip(".")] = value
-    return generators
-
-
-def _read_state(generator: Any) -> Any:
+def read_state(generator: Any) -> Any:
+    """Returns a generator's state, for JSON."""
     if isinstance(generator, torch.Generator):
         return _encode_tensor(generator.get_state())
     if isinstance(generator, random.Random):
@@ -131,7 +97,8 @@ def _read_state(generator: Any) -> Any:
     return _encode_arrays(generator.get_state(legacy=False))
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
+    """Inverse of `read_state`."""
     if isinstance(generator, torch.Generator):
         generator.set_state(_decode_tensor(state))
     elif isinstance(generator, random.Random):
@@ -140,6 +107,26 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = _decode_arrays(state)
     else:
         generator.set_state(_decode_arrays(state))
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
+
+
+@contextmanager
+def preserved(generators: Iterable[Any]) -> Iterator[None]:
+    """Restores generators at the end."""
+    states = [(generator, read_state(generator)) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            set_state(generator, state)
 
 
 def _encode_arrays(state: Any) -> Any:
@@ -160,25 +147,26 @@ def _decode_arrays(state: Any) -> Any:
 def preserved_rng(loader: Any) -> Iterator[None]:
     """Restores all generators at the end, the loader's included."""
     states = RngStates.read()
-    generator_states = [(generator, generator.get_state()) for generator in find_torch_generators(loader).values()]
     try:
-        yield
+        with preserved(find_in_loader(loader).values()):
+            yield
     finally:
         states.apply()
-        for generator, state in generator_states:
-            generator.set_state(state)
 
 
 @contextmanager
-def seeded_rng(seed: int) -> Iterator[None]:
-    """Seeds the global CPU generators, and restores them at the end."""
+def seeded_rng(seed: int, generators: Sequence[Any] = ()) -> Iterator[None]:
+    """Seeds the global CPU generators, and `generators`, and restores them at the end."""
     states = RngStates.read()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
     try:
-        yield
+        with preserved(generators):
+            for generator in generators:
+                seed_generator(generator, seed)
+            yield
     finally:
         states.apply()
 
@@ -210,14 +198,14 @@ class DataOrder:
 
     def snapshot(self, loader: Any) -> dict[str, Any]:
         states = self._read_states()
-        generator_states = {path: _read_state(generator) for path, generator in _find_generators(loader).items()}
+        generator_states = {path: read_state(generator) for path, generator in find_in_loader(loader).items()}
         return states.to_json() | {"generators": generator_states}
 
     def restore(self, state: Mapping[str, Any], loader: Any) -> None:
         self._states = RngStates.from_json(state)
-        for path, generator in _find_generators(loader).items():
+        for path, generator in find_in_loader(loader).items():
             if path in state["generators"]:
-                _set_state(generator, state["generators"][path])
+                set_state(generator, state["generators"][path])
 
     def _read_states(self) -> RngStates:
         if self._states is None:

@@ -10,12 +10,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pipedream.core.seeds import layer_seed
+from pipedream.runtime.data.generators import find_generators, find_sample_generators
 from pipedream.runtime.data.reader import (
     EpochRange,
     LoaderReader,
@@ -24,7 +26,7 @@ from pipedream.runtime.data.reader import (
     set_epoch,
     shut_down_workers,
 )
-from pipedream.runtime.data.rng import DataOrder, seeded_rng
+from pipedream.runtime.data.rng import DataOrder, read_state, seed_generator, seeded_rng
 
 _END = object()
 
@@ -56,6 +58,7 @@ class ShardedLoader:
         self.epoch_seed = 0
         self._sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._only_torch = _is_torchs(self._sampler)
+        self.sample_generators = find_sample_generators(loader)
         self._own_sampler = _OwnSampler()
         self._seeds = torch.Generator()
         self._own_loader: DataLoader[Any] | None = None
@@ -96,7 +99,8 @@ class ShardedLoader:
             while True:
                 # Replicas' processes may have equal generators: what the data set draws here depends on the minibatch.
                 apart = self.replicas > 1 and not self.loader.num_workers and epoch.has_more
-                with seeded_rng(layer_seed(self.epoch_seed, epoch.position, "loader")) if apart else nullcontext():
+                seed = layer_seed(self.epoch_seed, epoch.position, "loader")
+                with seeded_rng(seed, [*self.sample_generators.values()]) if apart else nullcontext():
                     batch = next(iterator, _END)
                 if batch is _END:
                     return
@@ -119,11 +123,22 @@ class ShardedLoader:
         }  # fmt: skip
         if user.pin_memory_device:
             options["pin_memory_device"] = user.pin_memory_device
+        if self.replica:
+            options["worker_init_fn"] = partial(_begin_worker, user.worker_init_fn)
         if user.batch_sampler is None:  # the data set gives a whole minibatch for an index
             return DataLoader(
                 user.dataset, batch_size=None, sampler=self._own_sampler, generator=self._seeds, **options
             )
         return DataLoader(user.dataset, batch_sampler=self._own_sampler, generator=self._seeds, **options)
+
+
+def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
+    """Lets the data set of another replica's process draw other numbers from generators of its own."""
+    info: Any = get_worker_info()
+    for generator in find_generators({"dataset": info.dataset}).values():
+        seed_generator(generator, info.seed)
+    if then is not None:
+        then(number)
 
 
 class _OwnSampler:
@@ -218,6 +233,13 @@ class ShardedReader(LoaderReader):
 
     def _next(self) -> Minibatch:
         return next(self._minibatches)
+
+    def state(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Has the present states of generators by which samples are made: those before are not loaded again."""
+        state = super().state(epoch, batches)
+        now = {path: read_state(generator) for path, generator in self._sharded.sample_generators.items()}
+        order = state["order"]
+        return state | {"order": order | {"generators": order["generators"] | now}}
 
     def has_minibatch(self, number: int) -> bool:
         while number >= self._drawn:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from pipedream.core.errors import WorkerError
@@ -28,8 +27,9 @@ from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.data.generators import find_order_generators
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Reader, tee
-from pipedream.runtime.data.rng import DataOrder, find_torch_generators
+from pipedream.runtime.data.rng import DataOrder, read_state, set_state
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
 from pipedream.runtime.data.splitter import AdaptBatch, BatchDim, Parts, Splitter
 
@@ -233,7 +233,7 @@ class DataSources:
         self._batch_dim = batch_dim
         self._training = _OpenLoader(splits=max(program.microbatches for program in programs) > 1)
         self._evaluation = _OpenLoader(splits=False)
-        self._borrowed: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._borrowed: list[tuple[Any, Any]] = []
         self.channels = channels or DataChannels()
 
     @property
@@ -249,7 +249,7 @@ class DataSources:
 
     def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Source]:
         """Opens a loader for one epoch; the training's order stays as it is."""
-        self._borrowed = [(generator, generator.get_state()) for generator in find_torch_generators(loader).values()]
+        self._borrowed = [(generator, read_state(generator)) for generator in find_order_generators(loader).values()]
         self._evaluation.order = DataOrder()
         return self._open(self._evaluation, _DataRequest(loader, adapt, EpochRange(), None))
 
@@ -257,7 +257,7 @@ class DataSources:
         """Restores the loader's generators, which may be the training's."""
         self._evaluation.close_reader()
         for generator, state in self._borrowed:
-            generator.set_state(state)
+            set_state(generator, state)
         self._borrowed = []
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import set_extra_states
 from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.comm.process_group import gather_texts, leave_group, world_group
-from pipedream.runtime.data.rng import restore_rng, save_rng
+from pipedream.runtime.data.generators import find_generators
+from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.state import list_copies, share_with_replicas
 from pipedream.runtime.update.optimizer import Optimizer
@@ -50,6 +51,7 @@ class Checkpointer:
         self._group = world_group() if local.distributed else None
         loss = local.blueprint.settings.loss.module
         self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
+        self._generators = find_generators({name: vars(module) for name, module in self._model.named_modules()})
         self._owners: dict[str, int] = {}
         self._writer_group = dist.new_group(backend="gloo") if local.distributed else None
         self.writer = writer.Writer(local.rank, self._writer_group, self._device)
@@ -197,11 +199,13 @@ class Checkpointer:
                 places |= {name: place for name, place in parts.items() if place is not None}
                 stage_tensors = {name: tensor for name, tensor in stage_tensors.items() if parts[name] is not None}
             tensors |= stage_tensors
+            drawn = set(map(id, stage_state.module.own_generators))
             stages[stage] = encode(
                 replace(
                     optimizer_state.to_saved_stage(stage_state.optimizer),
                     norm_square=self._local.workers[0].update_barrier.norm_square,
                     modules=extra_states[stage],
+                    generators={name: read_state(g) for name, g in self._generators.items() if id(g) in drawn},
                 )
             )
             if stage == len(self._names.by_stage) - 1 and self._is_first:
@@ -264,6 +268,9 @@ class Checkpointer:
         parameters.load(self._model, values, self._names.loaded_from(values), {}, self._device)
         for saved_stage in manifest.stages:
             set_extra_states(self._model, saved_stage.modules)
+            for name, state in saved_stage.generators.items():
+                if name in self._generators:
+                    set_state(self._generators[name], state)
         with torch.no_grad():
             for name, tensor in self._loss.items():
                 if name in tensors:

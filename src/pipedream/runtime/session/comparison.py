@@ -29,6 +29,7 @@ from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.reference_run import ReferenceRun, UserModel
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
+from pipedream.runtime.stage.generators import list_own_generators
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_state import StageObserver, StageState
 from pipedream.sharding.stage import StageSharding
@@ -97,6 +98,7 @@ class Comparison:
 
     def _make_reference_run(self, **over_ranks: Any) -> ReferenceRun:
         local, settings = self._local, self._local.blueprint.settings
+        replicas = local.program.placement.replicas
         return ReferenceRun(
             self._plain,
             settings.loss,
@@ -110,6 +112,7 @@ class Comparison:
             device=local.blueprint.device,
             autocast=settings.autocast,
             compiles=settings.compile is not None,
+            reseeded=list_own_generators(self._plain.model.modules()) if max(replicas) > 1 else (),
             **over_ranks,
         )
 

@@ -21,6 +21,7 @@ from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.encoding import apply_messages
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
+from pipedream.runtime.data.rng import read_state
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session.comparer import Comparer, Reference
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
@@ -185,6 +186,7 @@ class ReferenceRun:
         values: parameters and buffers that are on the meta device here, where `read` is called.
         publish: hands a text to all ranks; None in one process.
         receive: returns that text elsewhere.
+        reseeded: generators of the model that a stage with replicas seeds for each microbatch.
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class ReferenceRun:
         values: Mapping[str, torch.Tensor] = MappingProxyType({}),
         publish: Callable[[str], None] | None = None,
         receive: Callable[[], str] = str,
+        reseeded: Sequence[Any] = (),
         **runs: Any,
     ) -> None:
         self._runner = _ModelRunner(plain, loss, **runs)
@@ -205,6 +208,7 @@ class ReferenceRun:
         self._messages = messages or Messages()
         self._values = values
         self._publish = publish
+        self._reseeded = reseeded
         self.comparer = Comparer(rank, plain.fingerprint, receive)
 
     @property
@@ -248,7 +252,7 @@ class ReferenceRun:
         plain = self._runner.plain
         values = self._place_values()
         with self._runner.restoring_state(values), torch.enable_grad():
-            drawn = plain.python_draws()
+            drawn, before = plain.python_draws(), [read_state(generator) for generator in self._reseeded]
             run = self._runner.run(parts, backward=True)
             reference = Reference(run.loss, tolerance=self._runner.choose_tolerance(inputs))
             draws = plain.draws
@@ -261,6 +265,8 @@ class ReferenceRun:
                 )
             elif drawn():
                 reference.incomparable = "the forward draws from the generators of Python or NumPy"
+            elif before != [read_state(generator) for generator in self._reseeded]:
+                reference.incomparable = "the model draws from a generator of its own, which replicas seed anew"
             self._check_training(run)
             self._note(reference, run.divisor)
             norm = self._measure_gradient(run.divisor)
@@ -470,9 +476,7 @@ def _list_modules(function: Any) -> list[nn.Module]:
     return [candidate for candidate in (function, *inner, *cells, *arguments) if isinstance(candidate, nn.Module)]
 
 
-def _join_parts(
-    inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]
-) -> list[tuple[Message, Message]]:
+def _join_parts(inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> list[tuple[Message, Message]]:
     """Returns the whole minibatch as its only part."""
     first = replace(parts[0][0], samples=sum(message.samples for message, _ in parts), share=1.0)
     return [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]

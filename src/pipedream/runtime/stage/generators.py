@@ -7,13 +7,17 @@ is seeded, except those of torch's own types that are known not to draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
 from pipedream.core.seeds import layer_seed
+from pipedream.runtime.data.generators import find_generators
+from pipedream.runtime.data.rng import RngStates, seeded_rng
 
 _NEVER_DRAW = frozenset(
     [
@@ -62,3 +66,38 @@ class LayerGenerators:
     def restore(self, states: Sequence[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+
+def list_own_generators(modules: Iterable[nn.Module]) -> list[Any]:
+    """Returns the generators that modules hold in their attributes."""
+    return list(find_generators({str(number): vars(module) for number, module in enumerate(modules)}).values())
+
+
+class OtherGenerators:
+    """The generators of Python and NumPy, and those that layers hold, at a stage with replicas.
+
+    Each replica has a copy with the same numbers. So they are seeded for each microbatch, as torch's own is.
+
+    Args:
+        seed: of the run.
+        first: name and module of the stage's first layer.
+
+    Attributes:
+        draw: whether the layers draw from them; so it seems until their first forward in training mode has not.
+    """
+
+    def __init__(self, seed: int, first: tuple[str, nn.Module], own_generators: Sequence[Any]) -> None:
+        self._seed = seed
+        self._name, self._layer = first
+        self._own_generators = own_generators
+        self.draw = True
+
+    @contextmanager
+    def seeding(self, microbatch: int) -> Iterator[None]:
+        """Context of a forward."""
+        with seeded_rng(layer_seed(self._seed, microbatch, self._name), self._own_generators):
+            before = RngStates.read().to_json()
+            yield
+            if self._layer.training and not self._own_generators:
+                after = RngStates.read().to_json()
+                self.draw = any(before[kind] != after[kind] for kind in ("python", "numpy") if kind in before)

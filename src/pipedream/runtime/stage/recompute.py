@@ -5,7 +5,7 @@ whole stages. The second forward gives the first one's numbers to the bit:
 
 - weights: the same version (newer ones under the backward rule 'recompute');
 - dropout: each layer's generator is seeded by microbatch and layer, and the loss draws from the earlier state;
-- generators of Python and NumPy, and plain attributes of modules such as counters: put back, and restored afterwards;
+- generators of Python, NumPy and the modules, and plain attributes such as counters: put back, and restored afterwards;
 - buffers: read in their earlier state; what is written is dropped, so that statistics change once;
 - input: the one that arrived; the first forward used a copy, because a layer may write into it.
 
@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.runtime.comm.message import Message
+from pipedream.runtime.data.rng import read_state, set_state
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 
 
@@ -113,15 +114,18 @@ class Recomputation:
             self._module.generators.restore(now)
             self._set_python_state(python_now)
 
-    def _read_python_state(self) -> tuple[Any, Any, list[dict[str, Any]]]:
-        """The generators of Python and NumPy, and the modules' attributes that a forward may count or keep in."""
+    def _read_python_state(self) -> tuple[Any, Any, list[Any], list[dict[str, Any]]]:
+        """The generators of Python, NumPy and the modules, and the attributes that a forward may count or keep in."""
         attributes = [{n: v for n, v in m.__dict__.items() if _is_plain(v)} for m in self._owners]
-        return random.getstate(), np.random.get_state(), attributes
+        own_states = [read_state(generator) for generator in self._module.own_generators]
+        return random.getstate(), np.random.get_state(), own_states, attributes
 
-    def _set_python_state(self, state: tuple[Any, Any, list[dict[str, Any]]]) -> None:
-        python, numpy, attributes = state
+    def _set_python_state(self, state: tuple[Any, Any, list[Any], list[dict[str, Any]]]) -> None:
+        python, numpy, own_states, attributes = state
         random.setstate(python)
         np.random.set_state(numpy)
+        for generator, own_state in zip(self._module.own_generators, own_states, strict=True):
+            set_state(generator, own_state)
         for module, values in zip(self._owners, attributes, strict=True):
             module.__dict__.update(values)
 

@@ -33,7 +33,7 @@ from pipedream.layouts import partition_layer
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, map_tensors, unflatten
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
-from pipedream.runtime.stage.generators import LayerGenerators, never_draws
+from pipedream.runtime.stage.generators import LayerGenerators, OtherGenerators, list_own_generators, never_draws
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet, requires_grad_changed
 from pipedream.sharding.stage import StageSharding
@@ -132,6 +132,11 @@ class StageModule:
         compile: arguments of torch.compile; None runs the layers as they are.
         sharding: None on a single rank.
         boundary: after this stage; None where no worker is a mesh.
+        replicated: whether there are other replicas, which must not draw the same numbers from generators that the
+            layers hold, nor from those of Python and NumPy.
+
+    Attributes:
+        own_generators: which the layers hold.
     """
 
     def __init__(
@@ -144,6 +149,7 @@ class StageModule:
         compile: Mapping[str, Any] | None = None,
         sharding: StageSharding | None = None,
         boundary: Boundary | None = None,
+        replicated: bool = False,
     ) -> None:
         self.sharding = sharding
         self._boundary = boundary
@@ -166,6 +172,8 @@ class StageModule:
         self.handles = handles
         names = {id(parameter): name for name, parameter in handles.items()}
         modules = {id(m): m for _, layer in layers for m in layer.modules()}
+        self.own_generators = list_own_generators(modules.values())
+        self._others = OtherGenerators(seed, layers[0], self.own_generators) if replicated else None
         if sharding is not None:
             sharding.prepare(modules.values())
         self._slots = [
@@ -212,7 +220,7 @@ class StageModule:
         storages = {} if self._checked else _list_storages(leaves)
         self._set_parameters(self._expose_weights(leaves))
         try:
-            with self.casting(), self._enter_run("forward"):
+            with self.casting(), self._enter_run("forward"), self._seed_others(microbatch):
                 for name, layer, call, is_slice, never in self._calls:
                     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
                     if hooked or not never:
@@ -235,6 +243,9 @@ class StageModule:
             self._set_parameters(self.handles)
             if states is not None:
                 self.generators.restore(states)
+
+    def _seed_others(self, microbatch: int) -> AbstractContextManager[None]:
+        return _NOTHING if self._others is None or not self._others.draw else self._others.seeding(microbatch)
 
     def check_unchanged(self) -> None:
         """Raises a `CaptureError` if the user has changed what is trained since the last forward."""
