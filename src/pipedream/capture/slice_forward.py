@@ -188,7 +188,7 @@ class SliceForward:
         self.place = tensors[0].device if tensors else torch.device("cpu")
         self.frames: list[str] = [""]  # calls that are open, the innermost last
         self.frame_counts: dict[str, int] = {}
-        self.backward_hooks: dict[str, Callable[[], BackwardHook]] = {}
+        self.backward_hooks: dict[str, Callable[[], Any]] = {}
         self.left = False  # at the first call of a later stage
         self.last_call = ""
 

@@ -109,8 +109,8 @@ def _explain_no_layer(graph: LayerGraph, cut: str, names: list[str], paths: list
             if graph.calls
             else "one module of a chain; profile with finest=True (--finest) to cut inside of it"
         )
-        near = _list_some(names[max(last, 1) : last + 2])
-        return f"which is within layer {names[last]!r}, {why}{near and f'; or cut before {near}'}"
+        others = _list_some(names[max(last, 1) : last + 2])
+        return f"which is within layer {names[last]!r}, {why}{others and f'; or cut before {others}'}"
     if len(names) <= _FEW:
         return f"the model's layers are {', '.join(names)}; name one"
     modules = dict.fromkeys(prefix for path in paths for prefix in accumulate(path.split("."), "{}.{}".format))
