@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class _Variant:
         runs: 'pipeline', 'torch', 'ddp' or 'fsdp' (worker.py).
         schedule, how: for `pipedream.plan`, whose simulation is the prediction.
         steps: that are timed.
+        torch: further arguments of the worker's 'ddp'.
     """
 
     name: str
@@ -56,24 +57,39 @@ class _Variant:
     schedule: str
     how: dict[str, Any]
     steps: int
+    torch: dict[str, Any] = field(default_factory=dict)
 
 
 _STRAIGHT: dict[str, Any] = {"shape": "straight"}
 _COPIES: dict[str, Any] = {"shape": "data-parallel"}
 _FULL = _STRAIGHT | {"in_flight": "full"}
+_HALVES, _BYTES = {"messages": "bfloat16"}, {"messages": "int8"}
 _CHUNKS: dict[str, Any] = {"chunks": 2}
 
 VARIANTS = (
     _Variant("torch DDP", 2, "ddp", "pipedream", _COPIES, 3),
     _Variant("torch DDP, accumulating", M, "ddp", "1f1b", _COPIES, 2),
+    _Variant("torch DDP, fp16", 2, "ddp", "pipedream", _COPIES | {"sums": "float16"}, 3, {"fp16": True}),
+    _Variant("torch DDP, fp16, accumulating", M, "ddp", "1f1b", _COPIES | {"sums": "float16"}, 2, {"fp16": True}),
+    _Variant("torch local SGD, every 8", 2, "ddp", "pipedream", _COPIES | {"sums": "every:8"}, 16, {"every": 8}),
+    _Variant("PowerSGD 1", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:1"}, 4),
+    _Variant("PowerSGD 4", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:4"}, 4),
+    _Variant("PowerSGD 4, accumulating", M, "pipeline", "1f1b", _COPIES | {"sums": "powersgd:4"}, 2),
+    _Variant("DiLoCo, every 30", 2, "pipeline", "pipedream", _COPIES | {"sums": "diloco:30"}, 30),
     _Variant("torch FSDP", 2, "fsdp", "pipedream", _COPIES, 3),
     _Variant("data parallel", 2, "pipeline", "pipedream", _COPIES, 3),
     _Variant("data parallel, accumulating", M, "pipeline", "1f1b", _COPIES, 2),
     _Variant("PipeDream, noam", 1, "pipeline", "pipedream", _STRAIGHT, 16),
     _Variant("PipeDream, full", 1, "pipeline", "pipedream", _FULL, 16),
+    _Variant("PipeDream, full, bfloat16", 1, "pipeline", "pipedream", _FULL | _HALVES, 16),
+    _Variant("PipeDream, full, int8", 1, "pipeline", "pipedream", _FULL | _BYTES, 16),
     _Variant("2BW, full", M, "pipeline", "pipedream_2bw", _FULL, 2),
+    _Variant("2BW, full, bfloat16", M, "pipeline", "pipedream_2bw", _FULL | _HALVES, 2),
+    _Variant("2BW, full, int8", M, "pipeline", "pipedream_2bw", _FULL | _BYTES, 2),
     _Variant("1F1B", M, "pipeline", "1f1b", _STRAIGHT, 2),
     _Variant("1F1B, full", M, "pipeline", "1f1b", _FULL, 2),
+    _Variant("1F1B, full, bfloat16", M, "pipeline", "1f1b", _FULL | _HALVES, 2),
+    _Variant("1F1B, full, int8", M, "pipeline", "1f1b", _FULL | _BYTES, 2),
     _Variant("torch 1F1B", M, "torch", "1f1b", _STRAIGHT, 2),
     _Variant("GPipe", M, "pipeline", "gpipe", _STRAIGHT, 2),
     _Variant("torch GPipe", M, "torch", "gpipe", _STRAIGHT, 2),
@@ -262,7 +278,7 @@ def _make_request(variant: _Variant | None, plan: Plan | None) -> dict[str, Any]
             return {"do": "pipeline", "plan": text, "steps": 4}
         return {"do": "pipeline", "plan": text, "steps": 16 if plan.microbatches == 1 else 2}
     if variant.runs == "ddp":
-        return {"do": "ddp", "microbatches": max(1, variant.samples // 2), "steps": variant.steps}
+        return {"do": "ddp", "microbatches": max(1, variant.samples // 2), "steps": variant.steps} | variant.torch
     if variant.runs == "fsdp":
         return {"do": "fsdp", "steps": variant.steps}
     if variant.runs == "torch":
@@ -349,6 +365,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
         )
         parts.append(_format_rates(points))
         parts.append(_format_speedups(points))
+        parts.append(_format_best_rival(points))
         if any(name in point for _, point in points for name in BESIDE):
             parts.append(_format_beside(points))
     parts += [_format_choices(rows), _format_bytes(rows)]
@@ -404,6 +421,36 @@ _OVER = (
 def _format_speedups(points: _Points) -> str:
     pairs = {f"{ours} / {theirs}": (ours, theirs) for ours, theirs in _OVER}
     return f"Times as many samples per second, measured (predicted):\n\n{_format_ratios('', pairs, points)}"
+
+
+def _is_pipeline(variant: _Variant) -> bool:
+    return variant.runs == "pipeline" and variant.how.get("shape") != "data-parallel"
+
+
+def _format_best_rival(points: _Points) -> str:
+    """This library's pipelines over the best of what keeps a whole model on each worker, or on one."""
+    rivals, ours = ["solo"], []
+    for name, variant in BY_NAME.items():
+        (ours if _is_pipeline(variant) else rivals).append(name)
+    best: list[dict[str, Any]] = []
+    for _, point in points:
+        ran = [point[name] for name in rivals if "samples_per_s" in point.get(name, {})]
+        best.append(max(ran, key=lambda row: row["samples_per_s"]))
+    if all(len(point) < 2 for _, point in points):
+        return ""
+    rows = [["best rival", *("one worker" if row["variant"] == "solo" else row["variant"] for row in best)]]
+    for name in ours:
+        cells = [
+            _format_floor(point[name]["samples_per_s"] / rival["samples_per_s"])
+            if "samples_per_s" in point.get(name, {})
+            else "-"
+            for (_, point), rival in zip(points, best, strict=True)
+        ]
+        if set(cells) != {"-"}:
+            rows.append([name, *cells])
+    titles = "|".join(["", *(f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}" for rho, point in points)])
+    head = "Times as many samples per second as the best rival, measured"
+    return f"{head}:\n\n{format_table(titles, 'lr', rows)}"
 
 
 def _format_ratios(

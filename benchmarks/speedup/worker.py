@@ -4,7 +4,8 @@
 {"do": "solo"}                                     each trains the whole model alone, with an update per microbatch
 {"do": "exchange", "message_bytes": ...}           the same, while a message goes each way per microbatch
 {"do": "pipeline", "plan": ...}                    this library runs a plan
-{"do": "ddp", "microbatches": ...}                 torch's DDP; so many microbatches a worker between two updates
+{"do": "ddp", "microbatches": ..., ...}            torch's DDP; so many microbatches a worker between two updates;
+                                                   "fp16": by torch's hook; "every": torch's local SGD, averaging so
 {"do": "fsdp"}                                     torch's FSDP, each layer sharded; a microbatch a worker
 {"do": "torch", "schedule": ..., "plan": ...}      torch's schedule of that name, on the stages of the plan
 
@@ -27,8 +28,12 @@ import torch
 import torch.distributed as dist
 from models import MODELS, Job, optimizer
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,17 +107,23 @@ class _Worker:
 
         return self._time_steps(step, steps, 1)
 
-    def ddp(self, steps: int, microbatches: int) -> dict[str, float]:
-        """Runs torch's data parallelism with its own settings."""
-        model: nn.Module = DistributedDataParallel(self.job.make(), process_group=self.group)
+    def ddp(self, steps: int, microbatches: int, fp16: bool = False, every: int = 0) -> dict[str, float]:
+        """Runs torch's data parallelism with its own settings, its fp16 hook, or its local SGD."""
+        model = DistributedDataParallel(self.job.make(), process_group=self.group)
         update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+        if fp16:
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if every:
+            state = PostLocalSGDState(self.group, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+            model.register_comm_hook(state, post_localSGD_hook)
+            update = PostLocalSGDOptimizer(update, PeriodicModelAverager(every, process_group=self.group))
 
         def backward() -> None:
             torch.autograd.backward(self.job.loss(model(inputs), targets) / microbatches)
 
         def step() -> None:
             update.zero_grad()
-            with model.no_sync():  # type: ignore[operator]
+            with model.no_sync():
                 for _ in range(microbatches - 1):
                     backward()
             backward()
