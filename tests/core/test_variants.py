@@ -35,6 +35,16 @@ def test_verdict_of_a_link(link: OverLink, words: str) -> None:
     assert link.verdict() == words
 
 
+def test_an_approximate_answer_has_an_exact_one_beside_it() -> None:
+    link = over(50e6, one_worker=30, ddp=10, ours=42)
+    fast = Variant("data parallel, powersgd:4", 2, samples_per_s=60.0, approximation="sums=powersgd:4")
+    assert OverLink(link.bytes_per_s, (*link.variants, fast)).verdict() == (
+        "over 400 Mbit/s data parallel, powersgd:4 trains 6.0 times as many samples per second as DDP, 2.0 times as "
+        "fast as one worker (approximate: sums=powersgd:4); with exact gradients PipeDream, noam trains 4.2 times as "
+        "many samples per second as DDP, 1.4 times as fast as one worker"
+    )
+
+
 def test_verdict_is_one_sentence() -> None:
     links = over(1.25e9, ddp=60, ours=42), over(50e6, ddp=10, ours=42), over(25e6, ddp=10, ours=88)
     assert RecipeComparison("vgg", 2, None, links).verdict == (

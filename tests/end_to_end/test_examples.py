@@ -19,6 +19,7 @@ import torch
 
 import pipedream
 from pipedream import cli
+from pipedream.core.variants import TORCH
 from pipedream.recipe import Recipe, load_recipe
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -373,7 +374,7 @@ def test_compare(tmp_path: Path) -> None:
     (link,) = comparison["links"]
     assert [(row["name"], row["workers"]) for row in link["variants"]] == [
         ("one worker", 1),
-        *[(name, 2) for name in ("DDP", "DDP, minibatch shared", "DDP, accumulating 8", "torch Schedule1F1B")],
+        *[(name, 2) for name in TORCH],
         *[(name, 2) for name in ("PipeDream, noam", "PipeDream, full")],
     ]
     for row in link["variants"]:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pipedream
 from pipedream.core.errors import RecipeError
 from pipedream.core.model.profile import LayerProfile
+from pipedream.core.variants import TORCH
 from pipedream.runtime import torch_baselines
 from pipedream.runtime.torch_baselines import Baseline, Task, data_parallel, one_f_one_b, plain_loop
 from pipedream.training import compare as comparing
@@ -122,6 +123,8 @@ def _metrics_of(way: str) -> dict[str, Any]:
     ways: dict[str, Callable[[], Baseline]] = {
         "shared": lambda: data_parallel(Task(trained, rank, workers, CPU, 4)),
         "own": lambda: data_parallel(Task(trained, rank, workers, CPU)),
+        "fp16": lambda: data_parallel(Task(trained, rank, workers, CPU), sums="float16"),
+        "every:1": lambda: data_parallel(Task(trained, rank, workers, CPU), sums="every:1"),
         "accumulated": lambda: data_parallel(Task(trained, rank, workers, CPU), 2),
         "1f1b": lambda: one_f_one_b(Task(trained, rank, workers, CPU, 4), [layers[:3], layers[3:]]),
     }
@@ -141,13 +144,15 @@ def test_torchs_ways_give_the_plain_loops_weights(way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ddp_takes_a_minibatch_a_worker() -> None:
+@pytest.mark.parametrize(("way", "bound"), [("own", 1e-5), ("fp16", 1e-2), ("every:1", 1e-5)])
+def test_ddp_takes_a_minibatch_a_worker(way: str, bound: float) -> None:
     data = recipe().train.dataset  # type: ignore[attr-defined]
     # 5 minibatches of 8: two updates of 16 an epoch, and the last is left out.
     kept = torch.utils.data.Subset(data, range(32))
     alone = plain_loop(Task(recipe(train=DataLoader(kept, batch_size=16)), 0, 1, CPU)).train(2, None)
-    for figures in processes.results(partial(_metrics_of, "own"), 2):
-        assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+    # SGD of averaged gradients is the average of SGD's steps.
+    for figures in processes.results(partial(_metrics_of, way), 2):
+        assert figures["metrics"] == pytest.approx(alone["metrics"], rel=bound)
         assert figures["samples_per_update"] == 16
 
 
@@ -330,7 +335,8 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     """All rows, with the bytes that crossed the links; then again, into a new folder."""
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     command = ("-m", "pipedream", "compare", "small.py", "--hosts", "1x2", "--link", "80mbit/s,40mbit/s",
-               "--schedule", "data-parallel", "--schedule", "1f1b", "--schedule", "auto",
+               "--schedule", "data-parallel", "--schedule", "data-parallel+powersgd:1", "--schedule", "1f1b",
+               "--schedule", "1f1b+int8", "--schedule", "auto",
                "--microbatches", "4", "--json")  # fmt: skip
     ended = commands.run(*command, folder=tmp_path, timeout_s=400.0)
     assert ended.status == 0, ended.err
@@ -339,10 +345,13 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     (link,) = comparison["links"]
     rows = {row["name"]: row for row in link["variants"]}
     assert list(rows) == [
-        *("one worker", "DDP", "DDP, minibatch shared", "DDP, accumulating 8", "torch Schedule1F1B"),
-        *("data parallel", "1F1B", "planner's choice"),
+        *("one worker", *TORCH),
+        *("data parallel", "data parallel, powersgd:1", "data parallel, powersgd:1, accumulating 8"),
+        *("1F1B", "1F1B, int8", "planner's choice"),
     ]
-    assert [row["why"] for row in rows.values()] == [""] * 8
+    assert [row["why"] for row in rows.values()] == [""] * 14
+    assert rows["1F1B, int8"]["approximation"] == "messages=int8"
+    assert rows["DDP, fp16"]["approximation"] == "sums=float16"
     assert rows["DDP"]["samples_per_update"] == 16
     assert rows["DDP, minibatch shared"]["samples_per_update"] == rows["1F1B"]["samples_per_update"] == 8
     assert rows["DDP, accumulating 8"]["samples_per_update"] == 2 * 8 * 8

@@ -38,9 +38,11 @@ def compare(
     schedule: list[str] | None = option(
         None,
         "Method to compare with one worker and with what torch offers; data-parallel is this library's, auto the "
-        "planner's choice. Repeatable.",
-        metavar="NAME",
-        unset="data-parallel, 1f1b, pipedream, pipedream_2bw, auto",
+        "planner's choice. After a plus, the encoding of its messages or how its replicas are summed: 1f1b+int8, "
+        "data-parallel+powersgd:4. Repeatable.",
+        metavar="NAME[+MESSAGES|+SUMS]",
+        unset="data-parallel, also with powersgd:4 and diloco:30; 1f1b, pipedream and pipedream_2bw, also with "
+        "encoded messages; auto",
     ),
     microbatches: int | None = MICROBATCHES,
     mesh: str = option(
@@ -63,8 +65,8 @@ def compare(
 ) -> None:
     """Train a recipe in several ways, one after the other.
 
-    Compares one worker, torch's DDP (also sharing a minibatch, and accumulating 8) and Schedule1F1B, and each method:
-    predicted and measured. Writes compare.html, the picture in it as compare.svg, and compare.json.
+    Compares one worker, torch's DDP (also sharing a minibatch, accumulating 8, in fp16), local SGD, Schedule1F1B, and
+    each method: predicted and measured. Writes compare.html, the picture in it as compare.svg, and compare.json.
 
     \b
     Example:

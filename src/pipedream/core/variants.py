@@ -11,7 +11,9 @@ ONE_WORKER, DDP = "one worker", "DDP"
 ACCUMULATED = 8
 """Minibatches that each worker accumulates before its gradients are summed, in the variant that does."""
 SHARED, ACCUMULATING = "DDP, minibatch shared", f"DDP, accumulating {ACCUMULATED}"
-TORCH = (DDP, SHARED, ACCUMULATING, "torch Schedule1F1B")
+HALF, HALF_ACCUMULATING = "DDP, fp16", f"DDP, fp16, accumulating {ACCUMULATED}"
+LOCAL_SGD = f"local SGD, every {ACCUMULATED}"
+TORCH = (DDP, SHARED, ACCUMULATING, HALF, HALF_ACCUMULATING, LOCAL_SGD, "torch Schedule1F1B")
 """Torch's own ways to train on several workers."""
 _MEANING = " as many samples per second as DDP"
 
@@ -31,6 +33,7 @@ class Variant:
         seconds_to_target: None if it was not reached.
         metrics: metrics of the last evaluation.
         why: why it did not run; else ''.
+        approximation: of the gradients, such as 'sums=powersgd:4'.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Variant:
     seconds_to_target: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     why: str = ""
+    approximation: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,9 @@ class OverLink:
         """The rates in words."""
         return ", ".join(map(format_link, self.bytes_per_s)) or "this machine's own links"
 
-    def fastest(self) -> Variant | None:
-        """Returns the variant with most samples per second."""
-        ran = [variant for variant in self.variants if variant.samples_per_s]
+    def fastest(self, *, exact: bool = False) -> Variant | None:
+        """Returns the variant with most samples per second, or that of those whose gradients are exact."""
+        ran = [v for v in self.variants if v.samples_per_s and not (exact and v.approximation)]
         return max(ran, key=lambda variant: variant.samples_per_s or 0.0, default=None)
 
     def compare_with(self, name: str, variant: Variant) -> float | None:
@@ -74,19 +78,25 @@ class OverLink:
         return None if not other or variant.samples_per_s is None else variant.samples_per_s / other
 
     def verdict(self) -> str:
-        """Says what to use over this link, compared with DDP and with one worker alone."""
-        where, best = f"over {self.link}", self.fastest()
+        """Says what to use over this link, compared with DDP and with one worker alone; exactly, too."""
+        where, best, exact = f"over {self.link}", self.fastest(), self.fastest(exact=True)
         if best is None:
             return f"{where} nothing ran"
+        text = f"{where} {self._recommend(best)}"
+        if best.approximation and exact is not None:
+            text += f" (approximate: {best.approximation}); with exact gradients {self._recommend(exact)}"
+        return text
+
+    def _recommend(self, best: Variant) -> str:
         if best.name == ONE_WORKER:
-            return f"{where} one worker alone is the fastest"
+            return "one worker alone is the fastest"
         alone = self.compare_with(ONE_WORKER, best)
         gain = "" if alone is None else f", {format_ratio(alone)} times as fast as one worker"
         if best.name.startswith(DDP):
-            return f"{where} use {best.name}{gain}"
+            return f"use {best.name}{gain}"
         if (ratio := self.compare_with(DDP, best)) is None:
-            return f"{where} {best.name} is the fastest{gain}"
-        return f"{where} {best.name} trains {format_ratio(ratio)} times{_MEANING}{gain}"
+            return f"{best.name} is the fastest{gain}"
+        return f"{best.name} trains {format_ratio(ratio)} times{_MEANING}{gain}"
 
 
 @dataclass(frozen=True)

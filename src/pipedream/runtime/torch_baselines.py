@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
@@ -117,6 +121,7 @@ class Baseline:
         minibatches: of an update, for each that a worker accumulates.
         accumulated: minibatches that a worker accumulates for an update; above 1 `read_epoch` yields lists of them.
         buffer_bytes: that it keeps besides module and optimizer.
+        wrap_optimizer: returns what steps in place of the recipe's optimizer.
     """
 
     task: Task
@@ -128,6 +133,7 @@ class Baseline:
     minibatches: int = 1
     accumulated: int = 1
     buffer_bytes: int = 0
+    wrap_optimizer: Callable[[Any], Any] | None = None
     optimizer: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,6 +142,8 @@ class Baseline:
         self._scheduler = None if recipe.scheduler is None else recipe.scheduler(self.optimizer)
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise RecipeError("the recipe's ReduceLROnPlateau follows evaluations, which is done in pipelines only")
+        if self.wrap_optimizer is not None:
+            self.optimizer = self.wrap_optimizer(self.optimizer)
 
     def train(self, epochs: int, minibatches: int | None) -> dict[str, Any]:
         """Returns the figures of a run summary; the throughput is the median of the epochs' (`TrainingLoop`).
@@ -243,21 +251,34 @@ def plain_loop(task: Task) -> Baseline:
     return Baseline(task, module, named, backward, lambda inputs: task.forward(module, inputs), task.read_epoch)
 
 
-def data_parallel(task: Task, accumulated: int = 1) -> Baseline:
-    """Returns torch's DDP with its own settings.
+def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Baseline:
+    """Returns torch's DDP with its own settings, or with its means to send less.
 
     With one part each worker takes minibatches of its own for an update, as with a DistributedSampler. Otherwise the
     workers share the parts of one minibatch. Either way they sum the gradients once.
 
     Args:
         accumulated: minibatches that each worker takes for an update; at the end of an epoch fewer.
+        sums: 'full', 'float16' (`fp16_compress_hook`) or 'every:H' (`PostLocalSGDOptimizer`).
     """
     rank, workers = task.rank, task.workers
     if task.parts % workers and task.parts > 1:
         raise RecipeError(f"{task.parts} microbatches cannot be shared equally by {workers} workers")
     model = task.recipe.model.to(task.device)
     _check_all_used(task, model)
-    module = DistributedDataParallel(model)
+    module, period = DistributedDataParallel(model), 0
+    if sums == "float16":
+        module.register_comm_hook(None, fp16_compress_hook)
+    elif sums.startswith("every:"):
+        period = int(sums.partition(":")[2])
+        state = PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
+        module.register_comm_hook(state, post_localSGD_hook)
+
+    def average_rarely(optimizer: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # which this import calls
+            from torch.distributed.optim import PostLocalSGDOptimizer
+        return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period))
 
     def sum_once(parts: Sequence[Part], samples: int) -> int:
         with module.no_sync():
@@ -295,6 +316,7 @@ def data_parallel(task: Task, accumulated: int = 1) -> Baseline:
         accumulated=accumulated,
         # The buckets hold each gradient once more.
         buffer_bytes=sum(parameter.nbytes for _, parameter in named if parameter.requires_grad),
+        wrap_optimizer=average_rarely if period else None,
     )
 
 

@@ -26,8 +26,12 @@ from pipedream.training.compare_runs import RunFailed, Runs, Scales, count_cores
 from pipedream.training.compare_variants import LinkVariants
 from pipedream.workflows.probe import detect_cluster
 
-COMPARED = ("data-parallel", "1f1b", "pipedream", "pipedream_2bw", "auto")
-"""The methods that are compared by default, beside one worker and what torch offers."""
+COMPARED = (
+    "data-parallel", "data-parallel+powersgd:4", "data-parallel+diloco:30",
+    "1f1b", "1f1b+bfloat16", "1f1b+int8", "pipedream", "pipedream+int8",
+    "pipedream_2bw", "pipedream_2bw+bfloat16", "pipedream_2bw+int8", "auto",
+)  # fmt: skip
+"""The methods that are compared by default, with sums or messages, beside one worker and what torch offers."""
 
 _LATENCY_S = 1e-4  # of a message between two hosts of a slow network
 _RUNS, _MORE_RUNS, _WIDE = 10, 40, 0.25  # of the profile; a spread of its seconds that is large
@@ -50,6 +54,7 @@ def compare_recipe(
     Args:
         recipe: a recipe's file.
         schedules: methods besides what torch offers; 'data-parallel' is this library's, 'auto' the planner's choice.
+            After a plus follow sums or messages: 'data-parallel+powersgd:4', '1f1b+int8'.
         options: workers, microbatches, epochs, minibatches, seed, device, out (the folder), mesh, layout and
             shard_weights are used. With a mesh workers are ranks: so many for torch's own ways, and for a method's
             meshes together.

@@ -11,9 +11,23 @@ from pipedream import metrics
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.messages import ENCODINGS, Messages
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.sums import FULL
 from pipedream.core.units import format_seconds
-from pipedream.core.variants import ACCUMULATED, ACCUMULATING, DDP, ONE_WORKER, SHARED, TORCH, Variant, format_link
+from pipedream.core.variants import (
+    ACCUMULATED,
+    ACCUMULATING,
+    DDP,
+    HALF,
+    HALF_ACCUMULATING,
+    LOCAL_SGD,
+    ONE_WORKER,
+    SHARED,
+    TORCH,
+    Variant,
+    format_link,
+)
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.training.compare_runs import RunFailed, Runs, Scales
@@ -92,11 +106,20 @@ class LinkVariants:
         yield _Way(DDP, copies, "ddp")
         yield _Way(SHARED, replace(copies, schedule="1f1b", microbatches=parts), "ddp", parts)
         yield _Way(ACCUMULATING, copies, "ddp", accumulated=ACCUMULATED)
+        yield _Way(HALF, replace(copies, sums="float16"), "ddp")
+        yield _Way(HALF_ACCUMULATING, replace(copies, sums="float16"), "ddp", accumulated=ACCUMULATED)
+        yield _Way(LOCAL_SGD, replace(copies, sums=f"every:{ACCUMULATED}"), "ddp")
         yield _Way(TORCH[-1], replace(straight, microbatches=parts), "1f1b", parts)
-        for name in self.schedules:
-            title = _NAMES.get(name, name)
+        for text in self.schedules:
+            name, _, less = text.partition("+")
+            title = ", ".join(filter(None, (_NAMES.get(name, name), less)))
+            option = "messages" if less.split(",")[0] in ENCODINGS else "sums"
+            sends_less: dict[str, Any] = {option: less} if less else {}
             if name == "data-parallel":
-                yield _Way(title, replace(copies, mesh=mesh))
+                copied = replace(copies, mesh=mesh, **sends_less)
+                yield _Way(title, copied)
+                if less:
+                    yield _Way(f"{title}, accumulating {ACCUMULATED}", copied, accumulated=ACCUMULATED)
                 continue
             if name == AUTO:
                 yield _Way(title, PlanRequest(self.cluster, schedule=AUTO, allow_asynchronous=True, mesh=mesh))
@@ -106,16 +129,22 @@ class LinkVariants:
             except ScheduleError as error:
                 raise PlanError(str(error)) from None
             pipeline = PlanRequest(
-                self.cluster, schedule=name, microbatches=microbatches, shape="pipeline", all_workers=True, mesh=mesh
+                self.cluster,
+                schedule=name,
+                microbatches=microbatches,
+                shape="pipeline",
+                all_workers=True,
+                mesh=mesh,
+                **sends_less,
             )
             if name != "pipedream":
                 yield _Way(title, pipeline)
                 continue
-            for depth in ("noam", "full"):
+            for depth in ("full",) if less else ("noam", "full"):
                 yield _Way(f"{title}, {depth}", replace(pipeline, in_flight=depth))
 
     def _measure(self, way: _Way, alone: Variant) -> Variant:
-        variant = Variant(way.name, self.cluster.workers)
+        variant = Variant(way.name, self.cluster.workers, approximation=_describe_approximation(way.request))
         if self.scales is not None and way.kind == "1f1b":
             return replace(variant, why="it needs the model's layers, which emulated workers do not have")
         try:
@@ -132,7 +161,8 @@ class LinkVariants:
             return replace(alone, name=way.name, plan=text)
         key = _identify_run(plan)
         if key not in self._measured:
-            self._measured[key] = self._measure_method(way.name, plan)
+            measured = self._measure_method(way.name, plan)
+            self._measured[key] = replace(measured, approximation=variant.approximation)
             self._report(self._measured[key])
         return replace(self._measured[key], name=way.name, plan=text)
 
@@ -142,7 +172,13 @@ class LinkVariants:
         self.progress(f"{name} ...{self._expect(plan)}")
         try:
             file, sent = self.runs.run_worker(
-                way.kind, variant.workers, name, parts=way.parts, accumulated=way.accumulated, bounds=bounds
+                way.kind,
+                variant.workers,
+                name,
+                parts=way.parts,
+                accumulated=way.accumulated,
+                sums=way.request.sums,
+                bounds=bounds,
             )
         except RunFailed as failed:
             return replace(variant, why=failed.reason)
@@ -222,6 +258,12 @@ class LinkVariants:
         return min(1.0, max(0.0, 1 - work_s * rate / (samples * variant.workers)))
 
 
+def _describe_approximation(request: PlanRequest) -> str:
+    messages = Messages.read(request.messages)
+    parts = [f"sums={request.sums}"] if request.sums != FULL else []
+    return ", ".join([*parts, f"messages={messages}"] if messages else parts)
+
+
 def predict_samples_per_s(plan: Plan) -> float:
     """Returns the simulated throughput, of the steady part of a run if it has one."""
     timeline = simulate(plan, minibatches=_count_steady_minibatches(plan))
@@ -254,7 +296,8 @@ def accumulate_minibatches(plan: Plan, accumulated: int) -> Plan:
 def _identify_run(plan: Plan) -> tuple[Any, ...]:
     """Returns what distinguishes two plans' runs."""
     stages = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
-    return stages, plan.schedule, plan.batch, plan.microbatches, plan.in_flight, plan.worker_order
+    exchanged = plan.messages, plan.sums
+    return stages, plan.schedule, plan.batch, plan.microbatches, plan.in_flight, plan.worker_order, exchanged
 
 
 def _count_steady_minibatches(plan: Plan) -> int:

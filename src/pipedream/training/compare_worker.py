@@ -34,7 +34,7 @@ class WorkerJob:
         runs, microbatches, mesh, layout, shard_weights: of a profile; see `workflows.profile`.
         bytes_per_s: of the link of the messages.
         parts: microbatches of a minibatch.
-        accumulated: minibatches that each worker of 'ddp' accumulates for an update.
+        accumulated, sums: of 'ddp', see `torch_baselines.data_parallel`.
         bounds: the layers of each stage of '1f1b'.
     """
 
@@ -53,6 +53,7 @@ class WorkerJob:
     bytes_per_s: float = 0.0
     parts: int = 1
     accumulated: int = 1
+    sums: str = "full"
     bounds: Sequence[tuple[int, int]] = ()
 
 
@@ -101,7 +102,7 @@ def _make_baseline(job: WorkerJob, recipe: Recipe, task: Task) -> Baseline:
     if job.kind == "plain":
         return torch_baselines.plain_loop(task)
     if job.kind == "ddp":
-        return torch_baselines.data_parallel(task, job.accumulated)
+        return torch_baselines.data_parallel(task, job.accumulated, job.sums)
     captured = capture_recipe(recipe, device=str(task.device))
     if captured.model is not None:
         raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
