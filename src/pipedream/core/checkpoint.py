@@ -1,8 +1,8 @@
 """A checkpoint's manifest: where a run stood at a drain, and where in its files the pieces of each tensor lie.
 
 Tensors have the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
-``compensation/NAME/KEY``), so that any plan can load them. At a drain each stage has one version of its weights: no
-stash is kept.
+``compensation/NAME/KEY``), so that any plan can load them; what only one replica has is under ``replica/R/``. At a
+drain each stage has one version of its weights: no stash is kept.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ class SavedStage:
         skipped: updates with gradients that were not finite.
         loss_scale: factor, and good updates in a row since it changed.
         rounds_before: updates of the input stage under earlier plans and phases.
+        since_average: updates since the weights of the replicas were averaged.
+        replicas: the same of the further replicas, where each has its own (`SumMethod.averages_weights`).
     """
 
     groups: tuple[ParameterGroup, ...]
@@ -149,6 +151,8 @@ class SavedStage:
     rest: Any = None
     optimizer_class: str = ""
     scheduler_class: str = ""
+    since_average: int = 0
+    replicas: tuple[SavedStage, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups:

@@ -98,14 +98,7 @@ class Plan(Tabular, Artifact):
             raise ValueError(f"depth_mode is one of {', '.join(depth.DEPTH_MODES)}, found {self.depth_mode!r}")
         if self.workers > self.cluster.workers:
             raise ValueError(f"the stages take {self.workers} workers, the cluster has {self.cluster.workers}")
-        if self.worker_order and len(self.worker_order) != sum(self.replicas):
-            raise ValueError(
-                f"the order names a worker for each of {sum(self.replicas)} replicas, found {self.worker_order}"
-            )
-        if any(len(set(self.workers_of(s))) != count for s, count in enumerate(self.replicas)):
-            raise ValueError(f"the replicas of a stage are on workers of their own, found {self.worker_order}")
-        if self.worker_order and not 0 <= min(self.worker_order) <= max(self.worker_order) < self.cluster.workers:
-            raise ValueError(f"the order names workers below {self.cluster.workers}, found {self.worker_order}")
+        _check_order(self)
         for stage, update_delay in zip(self.stages, self.update_delay, strict=True):
             if update_delay and (stage.replicas == 1 or len(self.stages) == 1):
                 raise ValueError("update delay is 0 where a stage is not replicated, and in a one-stage plan")
@@ -326,6 +319,18 @@ class Plan(Tabular, Artifact):
 
     def __str__(self) -> str:
         return _format_plan(self)
+
+
+def _check_order(plan: Plan) -> None:
+    """Raises a `ValueError` if replicas are not on workers of their own."""
+    if plan.worker_order and len(plan.worker_order) != sum(plan.replicas):
+        raise ValueError(
+            f"the order names a worker for each of {sum(plan.replicas)} replicas, found {plan.worker_order}"
+        )
+    if any(len(set(plan.workers_of(s))) != count for s, count in enumerate(plan.replicas)):
+        raise ValueError(f"the replicas of a stage are on workers of their own, found {plan.worker_order}")
+    if plan.worker_order and not 0 <= min(plan.worker_order) <= max(plan.worker_order) < plan.cluster.workers:
+        raise ValueError(f"the order names workers below {plan.cluster.workers}, found {plan.worker_order}")
 
 
 def _format_plan(plan: Plan) -> str:

@@ -18,8 +18,9 @@ from pipedream.core.artifact import decode, encode
 from pipedream.core.checkpoint import Checkpoint, Position, RunRequest, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.plan.mesh import Box
+from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, writer
+from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, replica_state, writer
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import set_extra_states
 from pipedream.runtime.checkpoint.remote import AnyPath
@@ -94,16 +95,18 @@ class Checkpointer:
                 tensors, wait_for_copies = pieces.copy_for_writing(tensors)
             state = json.dumps([stages, save_rng(self._device)]) if self._is_first else ""
             texts = [text for text in gather_texts(state, self._group) if text]
-            every: dict[int, SavedStage] = {}
-            for text in texts:
-                every |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
+            every = {
+                (stage, replica): decode(SavedStage, state, "a stage")
+                for text in texts
+                for stage, replica, state in json.loads(text)[0]
+            }
             manifest = Checkpoint(
                 **vars(request),
                 **vars(position),
                 schedule=self._program.name,
                 microbatches=self._program.microbatches,
                 compensation=self._program.updates.compensation,
-                stages=tuple(every[stage] for stage in range(len(self._names.by_stage))),
+                stages=tuple(replica_state.join(every, stage) for stage in range(len(self._names.by_stage))),
                 random=tuple(json.loads(text)[1] for text in texts),
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
@@ -142,6 +145,7 @@ class Checkpointer:
             tensors = self._fetch(path, manifest, boxes)
             self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
             self.writer.loaded(path, manifest.minibatches)
+        replica_state.warn_of_other_replicas(manifest, same=self._has_same_replicas(manifest), rank=self._local.rank)
 
     def check_saved(self, *, wait: bool) -> None:
         """Raises the error of a checkpoint that was written in the background."""
@@ -178,19 +182,20 @@ class Checkpointer:
         """Whether this is the first rank of its worker."""
         return all(sharding.is_first for sharding in self._local.shardings.values())
 
-    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Place], dict[int, Any]]:
+    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Place], list[tuple[int, int, Any]]]:
         """Returns what this rank saves: tensors, the places of those that are parts, and its stages."""
         state = named_state(self._model)
         tensors = {f"model/{name}": state[name].detach() for name in self._names.unused}
         places: dict[str, Place] = {}
-        stages: dict[int, Any] = {}
+        stages: list[tuple[int, int, Any]] = []
         extra_states = self._local.extra_states()
-        for stage, stage_state in self._local.first_replicas:
-            stage_tensors = {
-                f"model/{name}": state[name].detach() for name in self._names.by_stage[stage] if name in state
-            }
-            stage_tensors |= optimizer_state.collect_tensors(stage_state.optimizer)
-            stage_tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
+        for stage, replica, stage_state in self._local.replicas:
+            stage_tensors = replica_state.collect_tensors(stage_state.optimizer, replica)
+            if not replica:
+                names = (name for name in self._names.by_stage[stage] if name in state)
+                stage_tensors |= {f"model/{name}": state[name].detach() for name in names}
+                stage_tensors |= optimizer_state.collect_tensors(stage_state.optimizer)
+                stage_tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
             if stage in self._local.shardings:
                 parts = {
                     name: self._local.shardings[stage].locate_saved(self._list_weights(name), tensor)
@@ -199,22 +204,23 @@ class Checkpointer:
                 places |= {name: place for name, place in parts.items() if place is not None}
                 stage_tensors = {name: tensor for name, tensor in stage_tensors.items() if parts[name] is not None}
             tensors |= stage_tensors
+            if replica and stage_state.optimizer.average is None:
+                continue
             drawn = set(map(id, stage_state.module.own_generators))
-            stages[stage] = encode(
-                replace(
-                    optimizer_state.to_saved_stage(stage_state.optimizer),
-                    norm_square=self._local.workers[0].update_barrier.norm_square,
-                    modules=extra_states[stage],
-                    generators={name: read_state(g) for name, g in self._generators.items() if id(g) in drawn},
-                )
+            saved = replace(
+                replica_state.to_saved_stage(stage_state.optimizer),
+                norm_square=self._local.workers[0].update_barrier.norm_square,
+                modules={} if replica else extra_states[stage],
+                generators={name: read_state(g) for name, g in self._generators.items() if id(g) in drawn},
             )
-            if stage == len(self._names.by_stage) - 1 and self._is_first:
+            stages.append((stage, replica, encode(saved)))
+            if not replica and stage == len(self._names.by_stage) - 1 and self._is_first:
                 tensors |= {name: tensor.detach() for name, tensor in self._loss.items()}
         return tensors, places, stages
 
     def _list_weights(self, name: str) -> list[str]:
         """Returns the weights that a tensor of a checkpoint, KIND/WEIGHT or KIND/WEIGHT/KEY, may belong to."""
-        _, _, rest = name.partition("/")
+        _, _, rest = replica_state.strip_replica(name).partition("/")
         return [
             weight for owner in (rest, rest.rpartition("/")[0]) for weight in self._names.shared.get(owner, (owner,))
         ]
@@ -276,8 +282,8 @@ class Checkpointer:
                 if name in tensors:
                     tensor.copy_(tensors[name])
         share_with_replicas(self._local.workers)
-        same = self._has_same_counts(manifest)
-        for stage, stage_state in self._local.stage_states:
+        same, same_replicas = self._has_same_counts(manifest), self._has_same_replicas(manifest)
+        for stage, replica, stage_state in self._local.replicas:
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
             alone = len(self._local.workers) == 1 and not list_copies(stage_state)
@@ -285,8 +291,12 @@ class Checkpointer:
             if stage_state.predictions is not None:
                 stage_state.predictions.restore(stage_tensors)
             try:
-                optimizer_state.restore(
-                    stage_state.optimizer, manifest.stages, stage_tensors, stage=stage if same else None
+                replica_state.restore(
+                    stage_state.optimizer,
+                    manifest.stages,
+                    stage_tensors,
+                    stage=stage if same else None,
+                    replica=(stage, replica) if same_replicas else None,
                 )
             except PipelineError:
                 raise
@@ -319,25 +329,25 @@ class Checkpointer:
         yield from (f"model/{name}" for name in trained - self._names.here if f"model/{name}" in manifest.tensors)
         yield from (name for name in self._loss if name in manifest.tensors)
         yield from (f"model/{name}" for name in self._names.unused if f"model/{name}" in manifest.tensors)
-        averaged = any(stage_state.optimizer.ema for _, stage_state in self._local.stage_states)
-        stepped = {
-            name
-            for _, stage_state in self._local.stage_states
-            if stage_state.predictions is not None
-            for name in stage_state.predictions.tensors()
-        }
-        for name in manifest.tensors:
-            kind, _, rest = name.partition("/")
-            of_steps = kind in ("optimizer", "compensation")
-            owner = rest.rpartition("/")[0] if of_steps else rest
-            if name in stepped or (owner in trained and (of_steps or (kind == "ema" and averaged))):
-                yield name
+        same = self._has_same_replicas(manifest)
+        for _, number, stage_state in self._local.replicas:
+            replica = number if same else None
+            yield from replica_state.find_tensors(manifest.tensors, stage_state.optimizer, replica)
+            if stage_state.predictions is not None:
+                yield from (name for name in stage_state.predictions.tensors() if name in manifest.tensors)
 
     def _has_same_counts(self, manifest: Checkpoint) -> bool:
-        plan, then = self._program.plan, manifest.plan
-        spans = [[(stage.first, stage.last, stage.replicas) for stage in p.stages] for p in (plan, then)]
-        alike = spans[0] == spans[1] and manifest.schedule == self._program.name
+        alike = _have_same_stages(self._program.plan, manifest.plan) and manifest.schedule == self._program.name
         return alike and manifest.microbatches == self._program.microbatches
+
+    def _has_same_replicas(self, manifest: Checkpoint) -> bool:
+        plan, then = self._program.plan, manifest.plan
+        return _have_same_stages(plan, then) and plan.sums == then.sums
+
+
+def _have_same_stages(*plans: Plan) -> bool:
+    spans = [[(stage.first, stage.last, stage.replicas) for stage in plan.stages] for plan in plans]
+    return spans[0] == spans[1]
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:

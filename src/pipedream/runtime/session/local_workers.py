@@ -116,15 +116,19 @@ class LocalWorkers:
                 stage_state.versions.reload()
 
     @property
-    def first_replicas(self) -> list[tuple[int, StageState]]:
-        """The stages whose replica 0 is here."""
+    def replicas(self) -> list[tuple[int, int, StageState]]:
+        """The stages here, each with the number of its replica."""
         ranks = self.program.placement.ranks
         return [
-            (stage, stage_state)
+            (stage, ranks[stage].index(worker.rank), stage_state)
             for worker in self.workers
             for stage, stage_state in worker.stage_states.items()
-            if ranks[stage][0] == worker.rank
         ]
+
+    @property
+    def first_replicas(self) -> list[tuple[int, StageState]]:
+        """The stages whose replica 0 is here."""
+        return [(stage, stage_state) for stage, replica, stage_state in self.replicas if not replica]
 
     @property
     def rate(self) -> tuple[float, int]:

@@ -85,9 +85,21 @@ class WeightAverage:
         _copy(self.shown, self.own)
         self.own = {}
 
-    def adopt(self, own: Named | None = None) -> None:
-        """Continues with common tensors that were loaded, or shows these with others of this replica's own."""
-        self.own = {} if own is None else own
+    def adopt(self) -> None:
+        """Continues with the weights that were loaded, which all replicas have."""
+        self.own = {}
+
+    def load(self, updates: int, own: Named, velocity: Named) -> None:
+        """Loads this replica's part of a checkpoint, whose common weights are shown.
+
+        Args:
+            updates: since the weights were averaged.
+            own: see the attribute; empty if the checkpoint has other replicas.
+            velocity: of the outer steps.
+        """
+        self.adopt()
+        self.updates = updates
+        self.own = {name: own[name].clone() for name in self.shown if name in own}
 
     def _average(self, tensors: Named) -> Waiting[Named]:
         sums = yield from all_reduce_many(self._group, list(tensors.values()))
@@ -113,23 +125,28 @@ class OuterOptimizer(WeightAverage):
         self, handles: Mapping[str, torch.Tensor], ema: Named, method: SumMethod, group: Group, replicas: int
     ) -> None:
         super().__init__(handles, ema, method, group, replicas)
-        self.outer = {name: tensor.clone() for name, tensor in self._weights.items()}
+        self.outer = {name: handle.detach().clone() for name, handle in handles.items()}
         self.velocity = {name: torch.zeros_like(tensor) for name, tensor in self.outer.items()}
 
-    def adopt(self, own: Named | None = None) -> None:
-        super().adopt(own)
-        _copy(self.outer, self._weights)
+    def adopt(self) -> None:
+        super().adopt()
+        for name, handle in self._handles.items():
+            self.outer[name].copy_(handle.detach())
+
+    def load(self, updates: int, own: Named, velocity: Named) -> None:
+        super().load(updates, own, velocity)
+        for name, tensor in self.velocity.items():
+            tensor.copy_(velocity[name]) if name in velocity else tensor.zero_()
 
     def _step(self, means: Named) -> Named:
-        for name, mean in means.items():
-            outer, velocity = self.outer[name], self.velocity[name]
-            change = outer - mean
-            velocity.mul_(self.method.momentum).add_(change)
+        for name, outer in self.outer.items():
+            change = outer - means[f"weights/{name}"]
+            velocity = self.velocity[name].mul_(self.method.momentum).add_(change)
             outer.sub_(change.add_(velocity, alpha=self.method.momentum), alpha=self.method.rate)
-        return self.outer
+        return self._find_common({})
 
     def _find_common(self, means: Named) -> Named:
-        return means | self.outer
+        return means | {f"weights/{name}": outer for name, outer in self.outer.items()}
 
 
 def _copy(targets: Named, sources: Named) -> None:

@@ -69,14 +69,13 @@ class LowRankSum:
         }
         self.errors: dict[str, torch.Tensor] = {}
         self.factors: dict[str, torch.Tensor] = {}
+        self._rank = method.rank
         for name in self.numbers.values():
             matrix = handles[name].detach().flatten(1)
             dtype = torch.promote_types(matrix.dtype, torch.float32)
             self.errors[name] = torch.zeros_like(matrix, dtype=dtype, memory_format=torch.contiguous_format)
-            drawn = torch.randn(
-                matrix.shape[1], method.rank, generator=torch.Generator().manual_seed(layer_seed(0, 0, name))
-            )
-            self.factors[name] = drawn.to(matrix.device, dtype)
+            self.factors[name] = self.errors[name].new_empty(matrix.shape[1], method.rank)
+        self.load({}, {})
         self._rounds: dict[str, _Round] = {}
         self._divisor = 1.0
 
@@ -104,6 +103,15 @@ class LowRankSum:
         assert gradient is not None
         error = self.errors[name]
         return torch.add(gradient.detach().reshape(error.shape).to(error.dtype), error, alpha=self._divisor)
+
+    def load(self, errors: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]) -> None:
+        """Loads errors and factors; those that are missing, or of another rank, begin anew."""
+        for name, error in self.errors.items():
+            error.copy_(errors[name]) if name in errors else error.zero_()
+            factor, saved = self.factors[name], factors.get(name)
+            if saved is None or saved.shape != factor.shape:
+                saved = torch.randn(factor.shape, generator=torch.Generator().manual_seed(layer_seed(0, 0, name)))
+            factor.copy_(saved)
 
     def finish(self, *, is_made: bool) -> None:
         """Keeps the new errors and factors, if the update is made."""

@@ -1,0 +1,129 @@
+"""What only one replica of a stage has, in a checkpoint: ``replica/R/KIND/NAME``, and `SavedStage.replicas`.
+
+| KIND | of |
+| --- | --- |
+| `error` | each replica, what its gradients lack (`runtime.update.low_rank`) |
+| `weights`, `ema` | each replica, its own between two averages (`runtime.update.average`) |
+| `optimizer`, `compensation` | each replica but the first, whose state has its usual names |
+
+What they have in common besides weights and averages is ``factor/NAME`` and ``velocity/NAME``, of any plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pipedream.core.checkpoint import Checkpoint, SavedStage
+from pipedream.runtime.checkpoint import optimizer_state
+from pipedream.runtime.update.average import OuterOptimizer
+from pipedream.runtime.update.optimizer import Optimizer
+
+_log = logging.getLogger("pipedream")
+
+_OF_STEPS = ("optimizer", "compensation")
+
+
+def collect_tensors(optimizer: Optimizer, replica: int) -> dict[str, torch.Tensor]:
+    """Returns what this replica does not have in common with others, and at the first one what all have."""
+    own: dict[str, torch.Tensor] = {}
+    if optimizer.low_rank is not None:
+        own = {f"error/{name}": error for name, error in optimizer.low_rank.errors.items()}
+    if optimizer.average is not None:
+        own = dict(optimizer.average.own)
+        if replica:
+            steps = optimizer_state.collect_tensors(optimizer)
+            own |= {name: tensor for name, tensor in steps.items() if name.partition("/")[0] in _OF_STEPS}
+    return {_name(replica, name): tensor for name, tensor in own.items()} | ({} if replica else _list_common(optimizer))
+
+
+def _list_common(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    if optimizer.low_rank is not None:
+        return {f"factor/{name}": factor for name, factor in optimizer.low_rank.factors.items()}
+    if isinstance(optimizer.average, OuterOptimizer):
+        return {f"velocity/{name}": velocity for name, velocity in optimizer.average.velocity.items()}
+    return {}
+
+
+def find_tensors(names: Iterable[str], optimizer: Optimizer, replica: int | None) -> Iterator[str]:
+    """Yields which of the names of a checkpoint's tensors `restore` needs."""
+    common, start = _list_common(optimizer), _name(replica, "")
+    for name in names:
+        is_own = replica is not None and name.startswith(start)
+        kind, _, rest = (name.removeprefix(start) if is_own else name).partition("/")
+        is_step = kind in _OF_STEPS
+        owner = rest.rpartition("/")[0] if is_step else rest
+        if name in common or (owner in optimizer.named and (is_own or is_step or (kind == "ema" and optimizer.ema))):
+            yield name
+
+
+def restore(
+    optimizer: Optimizer,
+    stages: Sequence[SavedStage],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    stage: int | None,
+    replica: tuple[int, int] | None,
+) -> None:
+    """Restores the state of a stage's optimizer, as `optimizer_state.restore` does, and that of its agreement.
+
+    Args:
+        replica: (stage, replica) in the checkpoint; None if it has other replicas, of which this one takes what they
+            had in common.
+    """
+    own: dict[str, torch.Tensor] = {}
+    if replica is not None:
+        at, number = replica
+        own = {n.removeprefix(p): t for p in [_name(number, "")] for n, t in tensors.items() if n.startswith(p)}
+        if number and stages[at].replicas:
+            stages = [*stages[:at], stages[at].replicas[number - 1], *stages[at + 1 :]]
+    steps = {name: tensor for name, tensor in own.items() if name.partition("/")[0] in _OF_STEPS}
+    optimizer_state.restore(optimizer, stages, {**tensors, **steps}, stage=stage)
+    if optimizer.low_rank is not None:
+        optimizer.low_rank.load(_select("error", own), _select("factor", tensors))
+    if optimizer.average is not None:
+        optimizer.average.load(
+            stages[replica[0]].since_average if replica is not None else 0,
+            {name: tensor for name, tensor in own.items() if name not in steps},
+            _select("velocity", tensors),
+        )
+
+
+def to_saved_stage(optimizer: Optimizer) -> SavedStage:
+    """Returns the state of a replica other than tensors."""
+    saved = optimizer_state.to_saved_stage(optimizer)
+    return saved if optimizer.average is None else replace(saved, since_average=optimizer.average.updates)
+
+
+def join(states: Mapping[tuple[int, int], SavedStage], stage: int) -> SavedStage:
+    """Returns a stage's state from those of its replicas, by (stage, replica)."""
+    others = [states[key] for key in sorted(states) if key[0] == stage and key[1]]
+    return replace(states[stage, 0], replicas=tuple(others))
+
+
+def warn_of_other_replicas(manifest: Checkpoint, *, same: bool, rank: int) -> None:
+    """Says at rank 0 what a run with other replicas, or other sums, does not take from a checkpoint."""
+    if not same and any(name.startswith("replica/") for name in manifest.tensors) and rank == 0:
+        _log.warning(
+            "the checkpoint's replicas (plan %s, sums=%r) are not those of this run: all continue from the weights "
+            "that they had in common, with the optimizer state of the first replica",
+            manifest.plan.config,
+            manifest.plan.sums,
+        )
+
+
+def strip_replica(name: str) -> str:
+    """Returns a tensor's name without its replica."""
+    return name.split("/", 2)[2] if name.startswith("replica/") else name
+
+
+def _name(replica: int | None, name: str) -> str:
+    return f"replica/{replica}/{name}"
+
+
+def _select(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {n.removeprefix(f"{kind}/"): tensor for n, tensor in tensors.items() if n.startswith(f"{kind}/")}
