@@ -8,7 +8,7 @@ import math
 import os
 import re
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ LLAMA = FOLDER / "llama70b.py"  # too large to be trained here: tests/test_witho
 TABLE = FOLDER / "partition_table.py"  # what two of them print, no recipe
 PARTITIONED = [FOLDER / "rnn_partition.py", FOLDER / "wide_resnet.py"]
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {LLAMA, TABLE})
+ALIKE = ("gpt2_stdlib", "mesh_gpt", "resnet_digits")
+"""Recipes as others are; continuous integration does not run them."""
 SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
     *("epochs", "minibatches", "metrics", "evaluations", "accuracy", "target", "seconds_to_target"),
@@ -91,7 +93,10 @@ def test_is_short_and_plain(example: Path) -> None:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in EXAMPLES],
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.long if path.stem in ALIKE else pytest.mark.slow)
+        for path in EXAMPLES
+    ],
 )
 def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = small(example)
@@ -110,7 +115,7 @@ def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.Captu
     assert ("; the schedule 1f1b trains as one process does" in printed) >= is_late
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_balance_loss_of_experts_falls() -> None:
     """Without it in the objective, the experts are chosen less and less alike."""
     first_and_last = {}
@@ -170,15 +175,10 @@ def test_models_of_tofu_train_by_the_command(example: Path, workers: str, mesh: 
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("example", "mesh"),
-    [
-        pytest.param(path, mesh, id=f"{path.stem}-{mesh}", marks=[pytest.mark.long] * (number > 0))
-        for number, (path, mesh) in enumerate(product(PARTITIONED, ("model:2", "data:2")))
-    ],
-)
+@pytest.mark.parametrize("mesh", ["model:2", "data:2"])
+@pytest.mark.parametrize("example", PARTITIONED, ids=lambda path: path.stem)
 def test_models_of_tofu_train_alike_on_a_mesh(example: Path, mesh: str, tmp_path: Path) -> None:
     command = ("train", str(example), "--workers", "2", "--config", "1", "--mesh", mesh)
     shorter = ("--minibatches", "3", "--evaluate-every", "0", "--out", str(tmp_path / "mesh"))
@@ -190,13 +190,13 @@ def test_models_of_tofu_train_alike_on_a_mesh(example: Path, mesh: str, tmp_path
     torch.testing.assert_close(losses_of(tmp_path / "mesh"), losses_of(tmp_path / "plain"), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("example", "sizes"),
     [
         ("rnn_partition.py", "--layers 1 --steps 2 --width 16 --batch 8"),
-        pytest.param("wide_resnet.py", "--layers 14 --widen 1 --batch 4", marks=pytest.mark.long),
+        ("wide_resnet.py", "--layers 14 --widen 1 --batch 4"),
     ],
 )
 def test_table_of_tofus_methods(example: str, sizes: str, tmp_path: Path) -> None:
@@ -341,16 +341,11 @@ def test_four_ways_to_start_give_the_same_losses(
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(  # that both ways give the same losses is tested above
     ("example", "how"),
-    [
-        (DIGITS, "python"),
-        *(
-            pytest.param(path, how, id=f"{path.stem}-{how}", marks=pytest.mark.long)
-            for path, how in zip(sorted({*EXAMPLES} - {*PARTITIONED}), cycle(("python", "torchrun")), strict=False)
-        ),
-    ],
+    zip(sorted({*EXAMPLES} - {*PARTITIONED}), cycle(("python", "torchrun")), strict=False),
+    ids=lambda value: getattr(value, "stem", value),
 )
 def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

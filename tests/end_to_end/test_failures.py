@@ -55,7 +55,7 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
         pytest.param(
             {"samples": "MemoryError()"},
             ("rank 0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader"), marks=pytest.mark.long),
         pytest.param(
@@ -273,7 +273,7 @@ def test_torchrun_does_not_wait_for_workers_that_are_all_stopped(tmp_path: Path,
     assert "was stopped for 10 s and was killed" in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plan_that_does_not_fit_the_model_is_not_started_again(tmp_path: Path) -> None:
     arguments = written(tmp_path)
     plan_for(2, layers=7).save(tmp_path / "plan.json")

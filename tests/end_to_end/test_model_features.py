@@ -202,7 +202,7 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
 @pytest.mark.parametrize(
     ("name", "feature", "backend"),
     [
-        pytest.param("tied_gpt", Feature("pipedream_2bw", 2), "eager", marks=pytest.mark.slow),
+        pytest.param("tied_gpt", Feature("pipedream_2bw", 2), "eager", marks=pytest.mark.long),
         pytest.param("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager", marks=pytest.mark.slow),
         pytest.param("attention_lstm", Feature(), "aot_eager", marks=pytest.mark.slow),
     ],

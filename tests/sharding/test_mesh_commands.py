@@ -41,7 +41,6 @@ def recipe(seed=0):
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.long
 def test_stages_with_different_meshes_are_trained(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE)
     options = ["--config", "1-1", "--mesh", "model:2/-", "--out", "run"]
