@@ -126,7 +126,7 @@ _SIZES = {
     "full": _Size(tuple(MODELS), RHOS, tuple(variant.name for variant in VARIANTS), 3, 1.0),
 }
 
-CHOICES = {"planner, 1 microbatch": 1, f"planner, {M} microbatches": M}
+CHOICES = {"planner, 1 microbatch": 1, f"planner, {M} microbatches": M, f"planner, {M}, approximate": M}
 """Rows of the planner's own choice -> microbatches of the minibatch that it plans for."""
 
 
@@ -194,7 +194,8 @@ def _measure_point(
             )
     verdicts = {}
     for name, count in CHOICES.items():
-        answer = plan_and_compare(profiles[count], PlanRequest(cluster, schedule="auto", allow_asynchronous=True))
+        allowed = {"allow_asynchronous": True, "allow_approximate": name.endswith("approximate")}
+        answer = plan_and_compare(profiles[count], PlanRequest(cluster, schedule="auto", **allowed))
         plans[name], verdicts[name] = answer.plan, answer.verdict
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
     copies = {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])}
@@ -292,8 +293,8 @@ def _runs_alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
     def ran(plan: Plan) -> tuple[Any, ...]:
         cuts = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
         if len(plan.stages) == 1:  # all methods are one
-            return cuts, plan.batch, plan.microbatches > 1
-        return cuts, plan.batch, plan.schedule, plan.microbatches, plan.in_flight
+            return cuts, plan.batch, plan.microbatches > 1, plan.sums
+        return cuts, plan.batch, plan.schedule, plan.microbatches, plan.in_flight, plan.messages
 
     return variant.runs in ("pipeline", "ddp") and ran(plan) == ran(other)
 

@@ -84,6 +84,11 @@ class PlanRequest:
     allow_asynchronous: bool = option(
         False, "Let --schedule auto also choose methods with late gradients.", panel=Panel.METHOD
     )
+    allow_approximate: bool = option(
+        False,
+        "Also plan with encoded messages and approximate sums, and choose them where they save time.",
+        panel=Panel.METHOD,
+    )
     strategy: str = option(
         "simulate",
         "How to search: the fastest in simulation of several searches' plans (simulate), the plan with the fastest "

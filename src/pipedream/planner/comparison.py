@@ -28,6 +28,7 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.sums import FULL
 from pipedream.core.units import format_bytes, format_number, format_seconds, shorten
 
 KINDS = ("pipeline", "data", "tensor", "mixed")
@@ -136,18 +137,24 @@ class Comparison(Tabular):
         candidates: plans that could be chosen: the simulated ones first, by increasing period.
         references: plans that could not, because another shape or method was asked for, or because it has another
             number of samples per update.
+        exact: the same with exact gradients, if the plan approximates them because it was allowed to.
     """
 
     plan: Plan
     candidates: tuple[Candidate, ...]
     references: tuple[Candidate, ...] = ()
+    exact: Comparison | None = None
 
     @property
     def verdict(self) -> str:
-        """The way to use, in a sentence.
+        """The way to use, in a sentence."""
+        if self.exact is None:
+            return self._recommend()
+        how = f"sums={self.plan.sums}" if self.plan.sums != FULL else f"messages={self.plan.messages}"
+        return f"{self._recommend()} (approximate: {how}); with exact gradients {self.exact.verdict}"
 
-        Of the references it considers those with the plan's method, or with as many samples per update.
-        """
+    def _recommend(self) -> str:
+        """Of the references it considers those with the plan's method, or with as many samples per update."""
         chosen = self.candidates[0]
         if chosen.period_s is None:
             return f"use {chosen.words} as planned; it was not simulated: {chosen.why}"

@@ -129,6 +129,8 @@ explain | schedule!=auto
 allow_asynchronous | schedule!=auto
     it widens the search for the fastest method
     leave it out, or ask for the schedule auto
+allow_approximate | cost_model=classic strategy=2bw
+    their planners know neither encoded messages nor approximate sums
 schedule:lays_out_stages | shape!=any|pipeline cuts update_delay in_flight recompute=auto
     this method lays its stages out on all workers itself
 schedule:has_one_stage_a_worker | chunks

@@ -1,0 +1,82 @@
+"""Plans know what encoded messages send and cost, and offer approximations only where they save time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import pipedream as pd
+from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.placement import Carries
+from pipedream.core.schedule.program import Channel
+from pipedream.plan_request import PlanRequest
+from pipedream.simulator.costs import costs
+from pipedream.workflows.plan import plan_and_compare
+
+PROFILE = Profile.of_chain((LayerProfile(0.1, 0.2, 1_000_000, 40_000_000),) * 8, batch=8)
+SLOW, FAST = pd.Cluster.flat(2, 1e6), pd.Cluster.flat(2, 1e9)
+HOW = {"schedule": "1f1b", "microbatches": 8, "shape": "straight"}
+ACTIVATION = Channel(0, 1, Carries.ACTIVATION, 0, 1)
+GRADIENT = Channel(1, 0, Carries.GRADIENT, 1, 0)
+TARGETS = Channel(0, 1, Carries.INPUT, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("messages", "shares"),
+    [("full", (1, 1)), ("bfloat16", (1 / 2, 1 / 2)), ("int8,bfloat16", (8.5 / 32, 1 / 2)), ("int4", (4.5 / 32,) * 2)],
+)
+def test_a_plan_counts_the_bytes_of_each_direction(messages: str, shares: tuple[float, float]) -> None:
+    plan = pd.plan(PROFILE, SLOW, messages=messages, **HOW)
+    assert str(plan.messages) == messages
+    seconds = costs(plan, split=8)
+    assert [seconds.channel_bytes(c) for c in (ACTIVATION, GRADIENT)] == [125_000 * share for share in shares]
+    assert seconds.channel_bytes(TARGETS) == 0
+    assert plan.costs.transfers_s == pytest.approx([sum(shares) / 2])
+    loaded = pd.Plan.from_json(plan.to_json())
+    assert (loaded, loaded.costs) == (plan, plan.costs)
+
+
+def test_numbers_of_two_bytes_have_less_to_lose() -> None:
+    plan = pd.plan(replace(PROFILE, dtype="bfloat16"), SLOW, messages="int8,bfloat16", **HOW)
+    assert plan.messages.on(SLOW).message_shares == (8.5 / 16, 1.0)
+
+
+def test_encoding_costs_time_at_both_ends() -> None:
+    runtime = RuntimeCosts(message_s_per_byte=2e-9, encodings_s_per_byte={"int8": 5e-9})
+    profile = replace(PROFILE, runtime=runtime)
+    plain, coded = (costs(pd.plan(profile, FAST, messages=m, **HOW), split=8) for m in ("full", "int8"))
+    assert plain.end_s(ACTIVATION) == pytest.approx(125_000 * 2e-9)
+    assert coded.end_s(ACTIVATION) == pytest.approx(125_000 * (2e-9 * 8.5 / 32 + 5e-9))
+    plan = pd.plan(profile, FAST, messages="int8", **HOW)
+    assert plan.runtime == runtime, "the costs of the encoding are added where they are read"
+
+
+def test_an_approximation_is_offered_with_an_exact_answer() -> None:
+    compared = plan_and_compare(PROFILE, PlanRequest(SLOW, allow_approximate=True, **HOW))
+    assert compared.exact is not None
+    assert str(compared.exact.plan.messages) == compared.exact.plan.sums == "full"
+    assert (str(compared.plan.messages), compared.plan.sums) != ("full", "full")
+    assert compared.verdict.startswith("use ")
+    assert "(approximate: " in compared.verdict
+    assert compared.verdict.endswith(f"; with exact gradients {compared.exact.verdict}")
+    assert compared.candidates[0].period_s is not None
+    assert compared.exact.candidates[0].period_s is not None
+    assert compared.candidates[0].period_s < 0.98 * compared.exact.candidates[0].period_s
+
+
+def test_no_approximation_where_the_link_is_fast() -> None:
+    profile = replace(PROFILE, runtime=RuntimeCosts(encodings_s_per_byte=dict.fromkeys(("bfloat16", "int8"), 1e-9)))
+    compared = plan_and_compare(profile, PlanRequest(FAST, allow_approximate=True, **HOW))
+    assert compared.exact is None
+    assert not compared.plan.messages
+    assert not pd.plan(profile, FAST, allow_approximate=True, **HOW).messages
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(PipelineError, match="messages='int9' was asked for; the encodings are full, bfloat16"):
+        pd.plan(PROFILE, SLOW, messages="int9")
+    with pytest.raises(PlanError, match="allow_approximate=True was given with cost_model='classic'"):
+        pd.plan(PROFILE, SLOW, cost_model="classic", allow_approximate=True)
