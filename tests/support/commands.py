@@ -119,7 +119,7 @@ class Started:
         if not self._signalled:
             there = [path.stat().st_mtime for path in self._folder.glob("pid[0-9]*")]
             seconds = min(seconds, time.time() - max(there, default=0.0))
-        end = time.monotonic() + 2.0
+        end = time.monotonic() + 10.0
         while self.processes() and in_time and time.monotonic() < end:
             time.sleep(0.05)
         left = self.processes()
