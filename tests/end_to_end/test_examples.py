@@ -344,7 +344,7 @@ def test_four_ways_to_start_give_the_same_losses(
 @pytest.mark.long
 @pytest.mark.parametrize(  # that both ways give the same losses is tested above
     ("example", "how"),
-    zip(sorted({*EXAMPLES} - {*PARTITIONED}), cycle(("python", "torchrun")), strict=False),
+    [*zip(sorted({*EXAMPLES} - {*PARTITIONED}), cycle(("python", "torchrun")), strict=False)],
     ids=lambda value: getattr(value, "stem", value),
 )
 def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path) -> None:
