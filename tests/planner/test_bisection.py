@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from every_plan import fits
 from marks import seeds
 
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.hardware.cluster import Cluster, Level, SumCosts, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.occupancy import stash
@@ -116,6 +117,8 @@ def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
 def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
     draw = random.Random(seed)
     cluster = Cluster((Level(4, 1e10, 1e-4), Level(3, 1e9, 1e-3), Level(2, 2e8)), sums=draw.choice(["ring", "tree"]))
+    sum_costs = draw.choice([SumCosts(), SumCosts(0.5, work_s_per_byte=1e-9), SumCosts(0.1, 3.0, False, 1e-9)])
+    cluster = replace(cluster, sum_costs=sum_costs)
     space, line = random_space(draw, cluster), WorkerLine.of(cluster)
     relaxed = RelaxedLine(line)
     needs = StageNeeds.of(space, line, "never")
@@ -124,12 +127,12 @@ def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
     for low, high in relaxed.spans:
         before = np.full(count, np.inf)
         for replicas in range(low, high + 1):
-            seconds = period_s(costs, relaxed.sites(np.full(count, replicas)), cluster.sums)
+            seconds = period_s(costs, relaxed.sites(np.full(count, replicas)), cluster)
             assert (seconds <= before * (1 + 1e-12)).all()
             before = seconds
             for first in range(cluster.workers - replicas + 1):
                 sites = line.site_arrays(np.full(count, first), np.full(count, replicas))
-                true = period_s(costs, sites, cluster.sums)
+                true = period_s(costs, sites, cluster)
                 (site,) = line.site_list(np.array([first]), np.array([replicas]))
                 ends = needs.places[costs.first], needs.places[costs.last]
                 assert true == pytest.approx(space.period_s(space.passes_s(*ends), *ends, site), rel=1e-12)

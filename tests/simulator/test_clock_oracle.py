@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce_s
+from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, Site, all_reduce_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
@@ -88,10 +88,11 @@ def test_sums_and_messages_share_the_ports(schedule: Schedule, total: int) -> No
 
 def test_buckets_by_hand() -> None:
     assert (FIRST_BUCKET_BYTES, BUCKET_BYTES) == (FIRST_BYTES, NEXT_BYTES)
-    assert bucket_costs(8 << 20, 1, 1.0) == ()
-    assert bucket_costs(1 << 20, 2, 1 << 20) == ((1.0, 1.0),)
+    two = Site(2, sum_bytes_per_s=1 << 20)
+    assert bucket_costs(8 << 20, Site(1, sum_bytes_per_s=1.0)) == ()
+    assert bucket_costs(1 << 20, two) == ((1.0, 1.0),)
     # 1, 4, 4, 4 and 3 MiB at 1 MiB/s between two: of the 4 MiB buckets the first and the last may decide.
-    assert bucket_costs(16 << 20, 2, 1 << 20) == ((1 / 16, 16.0), (5 / 16, 15.0), (13 / 16, 7.0), (1.0, 3.0))
+    assert bucket_costs(16 << 20, two) == ((1 / 16, 16.0), (5 / 16, 15.0), (13 / 16, 7.0), (1.0, 3.0))
 
 
 def data_parallel(parameter_bytes: int, backward_s: float, update_delay: int = 0) -> Plan:

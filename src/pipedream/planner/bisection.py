@@ -148,7 +148,7 @@ class _StageCandidates:
                     alike = (here.memory_bytes == memory) & ((here.replicas > 1) == many)
                     if alike.any() and not np.isinf(memory):
                         room[alike] = needs.most_in_flight(memory, 1 + many, redoes)[stage[some][alike]]
-            seconds = period_s(costs[stage[some]], here, needs.line.cluster.sums)
+            seconds = period_s(costs[stage[some]], here, needs.line.cluster)
             fits[some] = (seconds <= period) & (in_flight[some] <= room)
         return fits
 

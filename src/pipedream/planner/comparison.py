@@ -166,6 +166,8 @@ class Comparison(Tabular):
         best = min((chosen, *rivals), key=_read_period_s)
         best = best if _read_period_s(best) < _read_period_s(chosen) * (1 - _TIE) else chosen
         by = "" if len(best.replicas) == 1 else f" with {best.schedule}"
+        if best is chosen and not self.plan.sum_method.is_exact:
+            by += f" with sums={self.plan.sums} (approximate)"
         return f"use {best.words}{by}: {self._format_seconds(best)}{self._describe_others(best)}"
 
     def fastest_in_words(self) -> str:

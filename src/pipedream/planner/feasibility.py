@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import visible_sum_s
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.tables.search_space import SearchSpace
@@ -65,7 +66,7 @@ class StageCosts:
         return self.forward_s + self.backward_s + self.update_s
 
 
-def period_s(costs: StageCosts, sites: SiteArrays, how: str) -> FloatArray:
+def period_s(costs: StageCosts, sites: SiteArrays, cluster: Cluster) -> FloatArray:
     """Returns the seconds per minibatch of stages, each on its own site: `Site.period_s` for arrays."""
     summed_s = visible_sum_s(
         costs.parameter_bytes,
@@ -73,7 +74,8 @@ def period_s(costs: StageCosts, sites: SiteArrays, how: str) -> FloatArray:
         sites.replicas,
         sites.sum_bytes_per_s,
         sites.sum_latency_s,
-        how=how,
+        how=cluster.sums,
+        sent=cluster.sum_costs,
     )
     busiest: FloatArray = (costs.compute_s / sites.speed + summed_s * (sites.replicas > 1)) / sites.replicas
     for before, after, weights in zip(sites.before, sites.after, sites.weights, strict=True):
@@ -160,7 +162,7 @@ class RelaxedLine:
     def _find_fewest(
         self, costs: StageCosts, period: float, low: IntArray, high: IntArray, useful: IntArray
     ) -> IntArray:
-        fewest, how = high.copy(), self.line.cluster.sums
+        fewest, cluster = high.copy(), self.line.cluster
         left = np.arange(len(low))
         for begin, end in self.spans:
             if begin < 2 or not len(left):
@@ -170,11 +172,11 @@ class RelaxedLine:
             some, few, many = left[tried], few[tried] - 1, many[tried]
             if not len(some):
                 continue
-            within = period_s(costs[some], self.sites(many), how) <= period
+            within = period_s(costs[some], self.sites(many), cluster) <= period
             some, few, many = some[within], few[within], many[within]
             while len(open_ := np.flatnonzero(many - few > 1)):
                 middle = (few[open_] + many[open_]) // 2
-                good = period_s(costs[some[open_]], self.sites(middle), how) <= period
+                good = period_s(costs[some[open_]], self.sites(middle), cluster) <= period
                 many[open_[good]] = middle[good]
                 few[open_[~good]] = middle[~good]
             fewest[some] = np.minimum(fewest[some], many)
@@ -250,10 +252,8 @@ class StageNeeds:
 
     @cached_property
     def _alone_s(self) -> dict[bool, FloatArray]:
-        how = self.line.cluster.sums
-        return {
-            recompute: period_s(costs, self.relaxed.sites(np.array(1)), how) for recompute, costs in self.costs.items()
-        }
+        alone = self.relaxed.sites(np.array(1))
+        return {recompute: period_s(costs, alone, self.line.cluster) for recompute, costs in self.costs.items()}
 
     def most_in_flight(self, memory_bytes: float, replicas: int, recompute: bool) -> IntArray:
         """Returns the most in flight for which each stage has memory, up to the number of workers.

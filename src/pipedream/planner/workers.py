@@ -205,6 +205,7 @@ class WorkerLine:
                     rate,
                     latency_s,
                     self.cluster.sums,
+                    self.cluster.sum_costs,
                     busiest_ports(PortLoad(*port) for port in each),
                 )
             sites.append(distinct[row])
@@ -217,7 +218,7 @@ class WorkerLine:
         weights: list[FloatArray] = []
         summed = (
             np.where(replicas > 1, all_reduce_bytes(1, np.maximum(replicas, 2), how=self.cluster.sums), 0) / replicas
-        )
+        ) * self.cluster.sum_costs.share
         reach = np.zeros(first.shape, dtype=int)
         for number, level in enumerate(self.cluster.levels):
             runs, rate = self._runs[number], level.link_bytes_per_s

@@ -22,7 +22,14 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.device import versions
 from pipedream.profiler.measure import PreserveState, check_chain, choose_mode, dtype_name
 from pipedream.profiler.passes import LossFunction, Passes, Sample, list_shapes
-from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
+from pipedream.profiler.sizes import (
+    Sizes,
+    largest_parameter_bytes,
+    list_matrices,
+    measure_sizes,
+    parameter_bytes,
+    tied_parameters,
+)
 from pipedream.profiler.update import (
     OptimizerFactory,
     UpdateCost,
@@ -115,16 +122,18 @@ def _build_layer_profiles(
             working_bytes=size.output_bytes + entering,
             backward_bytes=size.output_bytes + entering + weights,
             largest_parameter_bytes=largest,
+            matrices=matrices,
             forward_flops=forward.flops,
             backward_flops=backward.flops,
             moved_bytes=forward.moved_bytes + backward.moved_bytes,
         )
-        for (forward, backward), size, entering, weights, largest, more in zip(
+        for (forward, backward), size, entering, weights, largest, matrices, more in zip(
             laps,
             sizes,
             (0, *(size.output_bytes for size in sizes[:-1])),
             parameter_bytes(layers),
             largest_parameter_bytes(layers),
+            list_matrices(layers),
             hidden,
             strict=True,
         )

@@ -18,7 +18,14 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.progress import progress
 from pipedream.profiler.device import name_device, versions
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes, measure_launch_seconds
-from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
+from pipedream.profiler.sizes import (
+    Sizes,
+    largest_parameter_bytes,
+    list_matrices,
+    measure_sizes,
+    parameter_bytes,
+    tied_parameters,
+)
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 from pipedream.profiler.update import (
     OptimizerFactory,
@@ -168,7 +175,8 @@ def _build_layer_profiles(
     fixed: Sequence[float],
     launches: Sequence[float],
 ) -> tuple[LayerProfile, ...]:
-    rows = zip(laps, sizes, needs[: len(layers)], parameter_bytes(layers), largest_parameter_bytes(layers), strict=True)
+    parameters = parameter_bytes(layers), largest_parameter_bytes(layers), list_matrices(layers)
+    rows = zip(laps, sizes, needs[: len(layers)], *parameters, strict=True)
     return tuple(
         LayerProfile(
             forward_s=median(forward),
@@ -183,12 +191,13 @@ def _build_layer_profiles(
             working_bytes=need.working_bytes,
             backward_bytes=need.backward_bytes,
             largest_parameter_bytes=largest,
+            matrices=matrices,
             forward_fixed_s=fixed[2 * index],
             backward_fixed_s=fixed[2 * index + 1],
             forward_launch_s=launches[2 * index],
             backward_launch_s=launches[2 * index + 1],
         )
-        for index, ((forward, backward), size, need, weights, largest) in enumerate(rows)
+        for index, ((forward, backward), size, need, weights, largest, matrices) in enumerate(rows)
     )
 
 

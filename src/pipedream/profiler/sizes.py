@@ -14,6 +14,7 @@ from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.matrices import Matrices, join_matrices
 from pipedream.core.model.profile import TiedParameters
 from pipedream.sharding.parts import local_part
 
@@ -70,6 +71,17 @@ def tied_parameters(graph: LayerGraph, parameters: Mapping[str, nn.Parameter]) -
 def largest_parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
     """Returns the bytes of each layer's largest trained parameter."""
     return tuple(max([0, *(p.nbytes for p in layer.parameters() if p.requires_grad)]) for layer in layers)
+
+
+def list_matrices(layers: Sequence[nn.Module]) -> list[tuple[Matrices, ...]]:
+    """Returns each layer's own trained weights of two or more dimensions; see `parameter_bytes`."""
+    counted: set[int] = set()
+    rows = []
+    for layer in layers:
+        own = [p for p in layer.parameters() if id(p) not in counted and p.requires_grad and p.ndim > 1]
+        counted |= {id(parameter) for parameter in layer.parameters()}
+        rows.append(join_matrices(Matrices(p.shape[0], p.numel() // max(p.shape[0], 1), 1, p.nbytes) for p in own))
+    return rows
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from random import Random
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.cost import all_reduce_bytes, sum_buckets
+from pipedream.core.plan.cost import Site, all_reduce_bytes, all_reduce_s, sum_buckets
 from pipedream.core.plan.placement import Carries
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind
@@ -201,12 +201,18 @@ class Costs:
         return self.channel_bytes(channel) / self.link(channel)[0] + self.latency_s(channel)
 
 
-def bucket_costs(
-    size_bytes: float, replicas: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
-) -> tuple[tuple[float, float], ...]:
-    """Returns `Costs.buckets` of a sum."""
+def bucket_costs(size_bytes: float, site: Site) -> tuple[tuple[float, float], ...]:
+    """Returns `Costs.buckets` of a sum over the replicas of a site, given the bytes of its weights."""
+    sent, latency_s = site.sum_costs, site.sum_latency_s
+    if not sent.overlaps:
+        seconds = all_reduce_s(
+            size_bytes * sent.share, site.replicas, site.sum_bytes_per_s, latency_s * sent.messages, how=site.sums
+        )
+        return ((1.0, float(seconds)),)
     buckets: dict[float, float] = {}
-    for ready, tail_s in sum_buckets(size_bytes, replicas, bandwidth_bytes_per_s, latency_s, how=how):
+    for ready, tail_s in sum_buckets(
+        size_bytes, site.replicas, site.sum_bytes_per_s / sent.share, latency_s, how=site.sums
+    ):
         buckets[float(ready)] = max(float(tail_s), buckets.get(float(ready), 0.0))
     return tuple(buckets.items())
 
@@ -228,23 +234,26 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
     parts = split if plan.unit == "minibatch" else 1
     stages, cluster = plan.stages, plan.costs.cluster
     splits = [stage.split_s(parts) for stage in stages]
-    links = [(site.sum_bytes_per_s, site.sum_latency_s) for site in plan.costs.sites]
+    sites = plan.costs.sites
     return Costs(
         forward_s=tuple(forward_s for forward_s, _ in splits),
         backward_s=tuple(b + f if stage.recompute else b for stage, (f, b) in zip(stages, splits, strict=True)),
         weight_s=tuple(backward_s / 2 if weight_s is None else weight_s / parts for _, backward_s in splits),
-        update_s=tuple(stage.update_s for stage in stages),
+        update_s=tuple(
+            stage.update_s + stage.parameter_bytes * site.sum_costs.work_s_per_byte * (stage.replicas > 1)
+            for stage, site in zip(stages, sites, strict=True)
+        ),
         sync_s=plan.costs.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
         cluster=cluster,
         workers=tuple(sorted(set(plan.worker_order))),
-        buckets=tuple(
-            bucket_costs(stage.parameter_bytes, stage.replicas, *link, how=cluster.sums)
-            for stage, link in zip(stages, links, strict=True)
-        )
+        buckets=tuple(bucket_costs(stage.parameter_bytes, site) for stage, site in zip(stages, sites, strict=True))
         if overlap
         else (),
-        sum_bytes=tuple(float(all_reduce_bytes(s.parameter_bytes, s.replicas, how=cluster.sums)) for s in stages),
+        sum_bytes=tuple(
+            site.sum_costs.share * float(all_reduce_bytes(stage.parameter_bytes, stage.replicas, how=cluster.sums))
+            for stage, site in zip(stages, sites, strict=True)
+        ),
         weight_bytes=tuple(float(stage.parameter_bytes) for stage in stages),
         tied=tuple(
             (

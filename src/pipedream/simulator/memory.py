@@ -137,7 +137,9 @@ class _StageTrace:
         self.forward_bytes = int(sizes.activation_bytes - self.waiting_bytes + sizes.working_bytes)
         self.first_bytes = int(self.forward_bytes + self.weights_bytes - sizes.relief_bytes)
         self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
-        kept = program.updates.kept_tensors(program.weights.staleness(stage)) * self.weights_bytes
+        tensors = program.updates.kept_tensors(program.weights.staleness(stage))
+        tensors += (row.replicas > 1) * program.plan.costs.sum_costs[stage].kept_tensors
+        kept = tensors * self.weights_bytes
         # An update needs one more of the kept tensors.
         self.update_bytes = int(self.weights_bytes + sizes.update_working_bytes + (self.weights_bytes if kept else 0))
         self.start_bytes: int = (

@@ -222,7 +222,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             update_delay=plan.update_delay[s],
             recompute=stage.recompute,
             peers=its_peers,
-            kept_tensors=usage.kept_tensors,
+            kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.sum_costs[s].kept_tensors,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
     return replace(plan, stages=tuple(stages))

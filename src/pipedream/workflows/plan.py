@@ -11,12 +11,13 @@ from typing import Any
 
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError
-from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.sums import SumMethod
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
@@ -145,7 +146,7 @@ def _describe_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRe
     """Returns the plan with its encoding of messages, which its cluster and costs then need not have, and its sums."""
     plan = replace(
         plan,
-        cluster=replace(plan.cluster, message_shares=(1.0, 1.0)),
+        cluster=replace(plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts()),
         runtime=replace(plan.runtime, encoding_s_per_byte=0.0),
         messages=Messages.read(request.messages, 8 * _read_profile(profile).value_bytes),
     )
@@ -172,10 +173,13 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
             f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
             stacklevel=4,
         )
-    messages = Messages.read(request.messages, 8 * source.value_bytes)
+    messages, sums = Messages.read(request.messages, 8 * source.value_bytes), SumMethod.read(request.sums)
     if messages:
         profile = replace(source, runtime=messages.add_costs(source.runtime))
         request = replace(request, cluster=messages.on(request.workers_and_links))
+    if not sums.is_exact:
+        sum_costs = sums.costs(source.parameter_bytes, source.matrices, source.value_bytes)
+        request = replace(request, cluster=replace(request.workers_and_links, sum_costs=sum_costs))
     return profile, request
 
 
@@ -275,7 +279,7 @@ def _list_references(
         for candidate in candidates
         if candidate.period_s is not None
     }
-    cluster = request.workers_and_links
+    cluster = replace(request.workers_and_links, sum_costs=SumCosts())
     workers = cluster.workers
     split = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
     for schedule, m, shape in [("pipedream", 1, "data-parallel"), *split, ("pipedream", 1, "1")]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from pipedream.core.artifact import NOT_STORED, Artifact
 from pipedream.core.errors import PlanError
@@ -89,6 +90,24 @@ class Workers:
             raise ValueError(f"memory must be positive, found {self.memory_bytes}")
 
 
+class SumCosts(NamedTuple):
+    """What the sums of a stage's replicas take, beside its bytes of weights (`SumMethod.costs`).
+
+    Attributes:
+        share: bytes sent for each byte of the weights, at an update on average.
+        messages: messages for each one of a plain sum, whose latency counts.
+        overlaps: sums begin inside the backward.
+        work_s_per_byte: seconds of the processor for each byte of the weights.
+        kept_tensors: that a replica keeps for each weight.
+    """
+
+    share: float = 1.0
+    messages: float = 1.0
+    overlaps: bool = True
+    work_s_per_byte: float = 0.0
+    kept_tensors: int = 0
+
+
 @dataclass(frozen=True)
 class Cluster(Artifact):
     """Workers, their memory and the links between them.
@@ -99,6 +118,7 @@ class Cluster(Artifact):
         device: in words.
         kinds: the workers in order, if they differ, with their own memory and device; () if all are alike.
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.all_reduce_s`).
+        sum_costs: what sums over replicas take.
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
 
     Raises:
@@ -110,6 +130,7 @@ class Cluster(Artifact):
     device: str = "cpu"
     kinds: tuple[Workers, ...] = ()
     sums: str = "ring"
+    sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
     message_shares: tuple[float, float] = field(default=(1.0, 1.0), metadata=NOT_STORED)
 
     def __post_init__(self) -> None:

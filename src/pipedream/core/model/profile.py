@@ -13,6 +13,7 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.display import Tabular, fold
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.matrices import Matrices, join_matrices
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
@@ -45,6 +46,7 @@ class LayerProfile:
         backward_bytes: the most that its backward adds to what is kept when it begins, with its parameters' gradients
             and without what it has released.
         largest_parameter_bytes: whose gradient is computed before it is accumulated.
+        matrices: its trained weights of two or more dimensions; () if unknown.
         forward_flops, backward_flops: 0 if not counted.
         moved_bytes: read and written by both passes; 0 if not counted.
     """
@@ -69,6 +71,7 @@ class LayerProfile:
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
     gathered_bytes: int = 0
+    matrices: tuple[Matrices, ...] = ()
 
     def __post_init__(self) -> None:
         _check_not_negative(self)
@@ -273,6 +276,10 @@ class Profile(Tabular, Artifact):
     def moved_bytes(self) -> int:
         """Bytes read and written; 0 if not counted."""
         return sum(layer.moved_bytes for layer in self.layers)
+
+    @property
+    def matrices(self) -> tuple[Matrices, ...]:
+        return join_matrices(matrix for layer in self.layers for matrix in layer.matrices)
 
     @property
     def parameter_bytes(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.collective import EXCHANGE
 
 Numbers = float | NDArray[Any]
@@ -30,6 +30,7 @@ Numbers = float | NDArray[Any]
 # 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
+PLAIN_SUMS = SumCosts()
 GPU_BUCKET_BYTES = 25 << 20
 """Between GPUs, where latency counts for more; that of torch's DistributedDataParallel."""
 
@@ -135,17 +136,26 @@ def visible_sum_s(
     latency_s: Numbers = 0.0,
     *,
     how: str = "ring",
+    sent: SumCosts = PLAIN_SUMS,
 ) -> Numbers:
     """Returns the seconds of a sum that its last backward does not hide: max_k (T_k - (1 - q_k) D).
 
     Gradients become ready evenly over the backward, counted in bytes. q_k is the share of the bytes in buckets up to k,
     T_k the seconds of bucket k and all later ones, D those of the backward.
     """
-    tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
+    if not sent.overlaps:
+        rate, latency_s = bandwidth_bytes_per_s, latency_s * sent.messages
+        return all_reduce_s(size_bytes * sent.share, workers, rate, latency_s, how=how) + _work_s(size_bytes, sent)
+    # Buckets are divided by the bytes of the weights, whatever is sent of them.
+    tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s / sent.share, latency_s, how=how)
     visible: Numbers = 0.0
     for ready, tail_s in tails:
         visible = np.maximum(visible, tail_s - (1 - ready) * backward_s)
-    return visible
+    return visible + _work_s(size_bytes, sent)
+
+
+def _work_s(size_bytes: Numbers, sent: SumCosts) -> Numbers:
+    return sent.work_s_per_byte * size_bytes
 
 
 @dataclass(frozen=True)
@@ -184,6 +194,7 @@ class Site:
     sum_bytes_per_s: float = 1e30
     sum_latency_s: float = 0.0
     sums: str = "ring"
+    sum_costs: SumCosts = PLAIN_SUMS
     ports: tuple[PortLoad, ...] = ()
 
     @classmethod
@@ -195,6 +206,7 @@ class Site:
         """
         count = len(workers)
         summed = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # once in as many minibatches
+        summed *= cluster.sum_costs.share
         ports: dict[PortLoad, None] = {}
         for number, level in enumerate(cluster.levels):
             inside = Counter(cluster.component(number, worker) for worker in workers)
@@ -215,11 +227,12 @@ class Site:
             rate,
             latency_s,
             cluster.sums,
+            cluster.sum_costs,
             busiest_ports(ports),
         )
 
     def sum_s(self, parameter_bytes: Numbers, backward_s: Numbers) -> Numbers:
-        """Returns the seconds of a sum that a backward does not hide."""
+        """Returns the seconds of a sum that a backward does not hide, and of the processor's work for it."""
         if self.replicas == 1:
             return 0.0
         return visible_sum_s(
@@ -229,6 +242,7 @@ class Site:
             self.sum_bytes_per_s,
             self.sum_latency_s,
             how=self.sums,
+            sent=self.sum_costs,
         )
 
     def compute_s(

@@ -214,7 +214,13 @@ class Plan(Tabular, Artifact):
         """Predicted seconds of messages, sums and stages."""
         taken = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
         cluster, runtime = self.messages.on(self.cluster), self.messages.add_costs(self.runtime)
-        return PlanCosts(self.stages, taken, cluster, self.tied_weights, runtime)
+        sums, value_bytes = self.sum_method, self.messages.value_bits / 8
+        # A plan that is being searched for has what the sums of the whole model take in its cluster.
+        each = (
+            self.cluster.sum_costs if sums.is_exact else sums.costs(stage.parameter_bytes, stage.matrices, value_bytes)
+            for stage in self.stages
+        )
+        return PlanCosts(self.stages, taken, cluster, self.tied_weights, runtime, tuple(each))
 
     @property
     def slowest_stage_s(self) -> float:

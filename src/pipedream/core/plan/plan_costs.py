@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import Site, all_reduce_s, ports_s, transfer_s
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
@@ -16,13 +16,17 @@ NO_GAP = 2e-6
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """Predicted seconds of a plan; per stage or boundary in the order of the model. `taken`: each stage's workers."""
+    """Predicted seconds of a plan; per stage or boundary in the order of the model.
+
+    `taken` are each stage's workers, `sum_costs` what its replicas' sums take.
+    """
 
     stages: tuple[Stage, ...]
     taken: tuple[tuple[int, ...], ...]
     cluster: Cluster
     tied: tuple[TiedWeights, ...]
     runtime: RuntimeCosts
+    sum_costs: tuple[SumCosts, ...]
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -32,7 +36,8 @@ class PlanCosts:
     def sites(self) -> tuple[Site, ...]:
         before = [None, *(workers[-1] for workers in self.taken[:-1])]
         after = [*(workers[0] for workers in self.taken[1:]), None]
-        return tuple(Site.of(self.cluster, *row) for row in zip(self.taken, before, after, strict=True))
+        clusters = [replace(self.cluster, sum_costs=costs) for costs in self.sum_costs]
+        return tuple(Site.of(*row) for row in zip(clusters, self.taken, before, after, strict=True))
 
     @property
     def stages_by_worker(self) -> dict[int, list[int]]:
@@ -89,7 +94,11 @@ class PlanCosts:
         return tuple(
             float(
                 all_reduce_s(
-                    stage.parameter_bytes, stage.replicas, site.sum_bytes_per_s, site.sum_latency_s, how=site.sums
+                    stage.parameter_bytes * site.sum_costs.share,
+                    stage.replicas,
+                    site.sum_bytes_per_s,
+                    site.sum_latency_s * site.sum_costs.messages,
+                    how=site.sums,
                 )
             )
             for stage, site in zip(self.stages, self.sites, strict=True)
@@ -168,5 +177,6 @@ class PlanCosts:
             float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + added_s, stage.parameter_bytes))
             for site, stage, added_s in zip(self.sites, self.stages, self.added_s, strict=True)
         )
-        sent, summed = zip(*((stage.output_bytes, stage.parameter_bytes) for stage in self.stages), strict=True)
+        sent = [stage.output_bytes for stage in self.stages]
+        summed = [s.parameter_bytes * costs.share for s, costs in zip(self.stages, self.sum_costs, strict=True)]
         return max(*compute_s, *ports_s(self.cluster, self.taken, sent, summed).values())

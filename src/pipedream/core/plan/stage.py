@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster
+from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.cost import all_reduce_s
 from pipedream.core.plan.memory import StageMemory, StageSizes, part_bytes
 from pipedream.core.plan.mesh import Mesh
@@ -34,6 +35,7 @@ class Stage:
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
+        matrices: its trained weights of two or more dimensions; () if unknown.
         layout: the rules that cut tensors over the mesh (`core.plan.layout.Layout`); '' for none.
     """
 
@@ -63,6 +65,7 @@ class Stage:
     mesh: str = ""
     layout: str = ""
     gathered_bytes: int = 0
+    matrices: tuple[Matrices, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", Mesh(self.mesh).text)

@@ -109,7 +109,7 @@ def _find_least_replicas(space: SearchSpace, period_s: float, counts: Iterable[i
         # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
         site, weight_bytes = space.site(count), parameters[j[tried]] - parameters[i[tried]]
         seen_s = (
-            all_reduce_s(weight_bytes, count, site.sum_bytes_per_s, how=site.sums)
+            all_reduce_s(weight_bytes * site.sum_costs.share, count, site.sum_bytes_per_s, how=site.sums)
             + forward[j[tried]]
             - forward[i[tried]]
         )

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipedream.core.model.matrices import join_matrices
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.stage import Stage
 from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, RunExtremes, Seconds, WholeArray
@@ -283,6 +284,7 @@ class PlaceSums:
             activation_bytes=int(self.peaks.activation_bytes(first, last)),
             parameter_bytes=int(self.parameter_bytes(first, last)),
             optimizer_bytes=int(self.optimizer_bytes(first, last)),
+            matrices=join_matrices(matrix for layer in inside for matrix in layer.matrices),
             names=tuple(self.profile.graph.layers[i].name for i in bit_indices(after & ~before)),
             working_bytes=int(self.peaks.working_bytes(first, last)),
             gathered_bytes=int(self.peaks.gathered_bytes(first, last)),

@@ -161,7 +161,7 @@ class SearchSpace(PlaceSums):
         """Returns the site of a stage that has neighbours, if all links were like the slowest."""
         cluster = self.cluster
         flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
-        flat = replace(flat, message_shares=cluster.message_shares)
+        flat = replace(flat, message_shares=cluster.message_shares, sum_costs=cluster.sum_costs)
         return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
 
     def need_bytes(
@@ -229,7 +229,7 @@ class SearchSpace(PlaceSums):
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,
             "recompute": recompute,
-            "kept_tensors": occupancy.kept_tensors,
+            "kept_tensors": occupancy.kept_tensors + (replicas > 1) * self.cluster.sum_costs.kept_tensors,
         }
 
     def stage_occupancy(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:

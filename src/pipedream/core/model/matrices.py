@@ -1,0 +1,28 @@
+"""Matrices: weights by their shapes, on which it depends what PowerSGD sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Matrices(NamedTuple):
+    """Weights of one shape, as matrices of their first dimension and all others.
+
+    Attributes:
+        size_bytes: of all together.
+    """
+
+    rows: int
+    columns: int
+    tensors: int
+    size_bytes: int
+
+
+def join_matrices(matrices: Iterable[Matrices]) -> tuple[Matrices, ...]:
+    """Returns the same weights, each shape once."""
+    joined: dict[tuple[int, int], Matrices] = {}
+    for rows, columns, tensors, size_bytes in matrices:
+        _, _, others, other_bytes = joined.get((rows, columns), Matrices(rows, columns, 0, 0))
+        joined[rows, columns] = Matrices(rows, columns, others + tensors, other_bytes + size_bytes)
+    return tuple(joined.values())
