@@ -1,0 +1,143 @@
+"""What encoded messages cost in accuracy: the tasks of benchmarks/convergence through pipelines. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pipedream as pd
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "convergence")]
+from scaffold import Environment, format_table, make_parser
+from steppers import STEPPERS
+from tasks import TASKS, Task
+
+OPTIMIZERS = {"digits": "sgd", "char_gpt": "adamw"}
+RATES = {("digits", "1f1b"): 0.05, ("digits", "pipedream_2bw"): 0.003125}
+RATES |= {("char_gpt", "1f1b"): 0.008, ("char_gpt", "pipedream_2bw"): 0.008}
+"""The rates that benchmarks/convergence found for synchronous training and 2BW, with messages as they are."""
+
+METHODS = ("1f1b", "pipedream_2bw")
+MESSAGES = ("full", "bfloat16", "int8", "int4")
+MICROBATCHES = 4
+
+
+def main() -> int:
+    """Trains what is missing, and prints the tables; returns the exit status."""
+    options = _parse_options()
+    file = options.out / "rows.json"
+    rows: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    for run in () if options.again else _list_runs(options):
+        if not any(run.items() <= row.items() for row in rows):
+            rows.append(run | _train(**run))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            options.out.mkdir(parents=True, exist_ok=True)
+            file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    print(f"{Environment().describe('one process')}\n\n{_format_tables(rows)}")
+    return 0
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, help="of a run; by default the task's own")
+    parser.add_argument("--again", action="store_true", help="only print what rows.json has")
+    parser.add_argument("--out", type=Path, default=Path("build/less_communication"), help="folder of rows.json")
+    return parser.parse_args()
+
+
+def _list_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for task in options.tasks:
+        for stages in options.stages:
+            for method in METHODS:
+                for seed in range(options.seeds):
+                    for messages in MESSAGES:
+                        updates = options.updates or TASKS[task].updates
+                        yield {
+                            "task": task, "stages": stages, "method": method, "seed": seed, "messages": messages,
+                            "updates": updates,
+                        }  # fmt: skip
+
+
+def _train(task: str, stages: int, method: str, seed: int, messages: str, updates: int) -> dict[str, Any]:
+    """Returns test loss and accuracy after training, and the bytes that were sent."""
+    chosen, rate, begin = TASKS[task], RATES[task, method], time.process_time()
+    model = torch.nn.Sequential(*chosen.model(seed))
+    batches = chosen.batches(seed)[:updates]
+    plan = _make_plan(model, chosen, stages, batches[0][0])
+    optimizer = partial(STEPPERS[OPTIMIZERS[task]], lr=rate)
+    with pd.Pipeline(
+        model,
+        plan,
+        schedule=method,
+        microbatches=MICROBATCHES,
+        loss=chosen.loss,
+        targets=lambda batch: batch[1],
+        optimizer=optimizer,
+        scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=chosen.factor),
+        metrics={"accuracy": lambda output, targets: (output.argmax(-1) == targets).double().mean()},
+        messages=messages,
+        check=False,
+    ) as pipeline:
+        for _ in pipeline.train(batches):
+            pass
+        sent_bytes = sum(pipeline.sent_bytes().values())
+        figures = pipeline.evaluate([chosen.data()[1]])
+    return {**figures, "bytes_per_update": sent_bytes // len(batches), "seconds": time.process_time() - begin}
+
+
+def _make_plan(model: torch.nn.Sequential, task: Task, stages: int, inputs: torch.Tensor) -> pd.Plan:
+    """Returns a plan with as many of the equal layers in each stage."""
+    profile = pd.profile(model, inputs, device="meta")
+    modules = [str(count * len(model) // stages) for count in range(1, stages)]
+    return pd.plan(profile, pd.Cluster.flat(stages), cuts=tuple(modules))
+
+
+def _format_tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns a table for each task: the mean, and what the encoding changes, seed by seed."""
+    parts = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        lines = []
+        metric, unit, scale = ("accuracy", "points", 100) if TASKS[task].metric == "accuracy" else ("loss", "nats", 1)
+        for messages in MESSAGES:
+            for method in METHODS:
+                cells: list[str] = []
+                for stages in sorted({row["stages"] for row in rows if row["task"] == task}):
+                    here = {"task": task, "method": method, "stages": stages}
+                    full = _select(rows, here | {"messages": "full"})
+                    mine = _select(rows, here | {"messages": messages})
+                    values = [scale * row[metric] for row in mine.values()]
+                    changes = [scale * (mine[seed][metric] - full[seed][metric]) for seed in mine if seed in full]
+                    sent = statistics.mean(row["bytes_per_update"] for row in mine.values()) if mine else 0
+                    cells += [
+                        f"{statistics.mean(values):.4g} ({min(values):.4g} to {max(values):.4g})" if values else "-",
+                        f"{statistics.mean(changes):+.3f}" if changes and messages != "full" else "-",
+                        f"{sent / 1e3:.0f} kB" if mine else "-",
+                    ]
+                lines.append([messages, method, *cells])
+        heads = [
+            f"{head}, {stages} stages"
+            for stages in sorted({row["stages"] for row in rows if row["task"] == task})
+            for head in (f"{metric} in {unit}" if unit == "nats" else "accuracy in %", "change", "sent for an update")
+        ]
+        parts.append(f"### {task}\n\n{format_table('|'.join(['messages', 'method', *heads]), 'llr', lines)}")
+    return "\n\n".join(parts)
+
+
+def _select(rows: Sequence[dict[str, Any]], where: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {row["seed"]: row for row in rows if where.items() <= row.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
