@@ -59,6 +59,15 @@ class _Variant:
     steps: int
     torch: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_straight(self) -> bool:
+        return self.schedule not in ("interleaved_1f1b", "zbv")
+
+    @property
+    def planned(self) -> int:
+        """Microbatches of the minibatch that it is planned for."""
+        return self.samples if self.samples > 2 else 1
+
 
 _STRAIGHT: dict[str, Any] = {"shape": "straight"}
 _COPIES: dict[str, Any] = {"shape": "data-parallel"}
@@ -68,17 +77,17 @@ _CHUNKS: dict[str, Any] = {"chunks": 2}
 
 VARIANTS = (
     _Variant("torch DDP", 2, "ddp", "pipedream", _COPIES, 3),
-    _Variant("torch DDP, accumulating", M, "ddp", "1f1b", _COPIES, 2),
+    _Variant("torch DDP, accumulating", 2 * M, "ddp", "1f1b", _COPIES, 2),
     _Variant("torch DDP, fp16", 2, "ddp", "pipedream", _COPIES | {"sums": "float16"}, 3, {"fp16": True}),
-    _Variant("torch DDP, fp16, accumulating", M, "ddp", "1f1b", _COPIES | {"sums": "float16"}, 2, {"fp16": True}),
+    _Variant("torch DDP, fp16, accumulating", 2 * M, "ddp", "1f1b", _COPIES | {"sums": "float16"}, 2, {"fp16": True}),
     _Variant("torch local SGD, every 8", 2, "ddp", "pipedream", _COPIES | {"sums": "every:8"}, 16, {"every": 8}),
     _Variant("PowerSGD 1", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:1"}, 4),
     _Variant("PowerSGD 4", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:4"}, 4),
-    _Variant("PowerSGD 4, accumulating", M, "pipeline", "1f1b", _COPIES | {"sums": "powersgd:4"}, 2),
+    _Variant("PowerSGD 4, accumulating", 2 * M, "pipeline", "1f1b", _COPIES | {"sums": "powersgd:4"}, 2),
     _Variant("DiLoCo, every 30", 2, "pipeline", "pipedream", _COPIES | {"sums": "diloco:30"}, 30),
     _Variant("torch FSDP", 2, "fsdp", "pipedream", _COPIES, 3),
     _Variant("data parallel", 2, "pipeline", "pipedream", _COPIES, 3),
-    _Variant("data parallel, accumulating", M, "pipeline", "1f1b", _COPIES, 2),
+    _Variant("data parallel, accumulating", 2 * M, "pipeline", "1f1b", _COPIES, 2),
     _Variant("PipeDream, noam", 1, "pipeline", "pipedream", _STRAIGHT, 16),
     _Variant("PipeDream, full", 1, "pipeline", "pipedream", _FULL, 16),
     _Variant("PipeDream, full, bfloat16", 1, "pipeline", "pipedream", _FULL | _HALVES, 16),
@@ -154,7 +163,8 @@ def measure(
         with slow_network((2,), (None,)) as network, worker_processes(network, 2, _WORKER, model, str(M)) as workers:
             ask = {"do": "profile", "patience_s": few.patience_s}
             profiles = {
-                count: Profile.from_json(workers.ask(ask | {"microbatches": count})["profile"]) for count in (1, M)
+                count: Profile.from_json(workers.ask(ask | {"microbatches": count})["profile"])
+                for count in sorted({1, M, *(BY_NAME[name].planned for name in names)})
             }
             points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
             for rho in rhos or few.rhos:
@@ -188,10 +198,8 @@ def _measure_point(
     plans: dict[str, Plan] = {}
     for variant in VARIANTS:
         if variant.name in names:
-            how = variant.how | ({"microbatches": M} if variant.samples == M else {})
-            plans[variant.name] = pd.plan(
-                profiles[M if variant.samples == M else 1], cluster, schedule=variant.schedule, **how
-            )
+            how = variant.how | ({"microbatches": variant.planned} if variant.planned > 1 else {})
+            plans[variant.name] = pd.plan(profiles[variant.planned], cluster, schedule=variant.schedule, **how)
     verdicts = {}
     for name, count in CHOICES.items():
         allowed = {"allow_asynchronous": True, "allow_approximate": name.endswith("approximate")}
@@ -326,10 +334,6 @@ def _describe_row(row: dict[str, Any]) -> str:
     return row.get("why") or f"{row['samples_per_s']:.1f} samples/s, others {row['others']:.0%}"
 
 
-_TITLES = {"torch 1F1B": "torch Schedule1F1B", "torch DDP, accumulating": f"DDP, accumulating {M // 2}"}
-"""Variant -> its name in the pictures, where it is that of `pipedream compare`."""
-
-
 def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Returns a picture of each model: file name -> SVG."""
     drawn = ("torch DDP", "torch DDP, accumulating", "torch 1F1B", "PipeDream, full", "2BW, full", "1F1B, full")
@@ -340,7 +344,9 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
             variants = [Variant(ONE_WORKER, 1, samples_per_s=point["solo"]["samples_per_s"])]
             for name in drawn:
                 row = point.get(name, {})
-                title = _TITLES.get(name, name.removeprefix("torch "))
+                title = {"torch 1F1B": "torch Schedule1F1B"}.get(name, name.removeprefix("torch "))
+                if title == "DDP, accumulating" and row:
+                    title += f" {row['microbatches_per_update'] // 2}"  # as in `pipedream compare`
                 variants.append(
                     Variant(
                         title, 2, samples_per_s=row.get("samples_per_s"), predicted_per_s=row.get("predicted_per_s")
@@ -390,9 +396,10 @@ def _format_rates(points: _Points) -> str:
     """Samples per second of all variants, and how many of the predicted ones these are."""
     links = [f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}" for rho, point in points]
     rows = []
-    for name, variant in BY_NAME.items():
+    for name in BY_NAME:
         if any(name in point for _, point in points):
-            count = f"{variant.samples} microbatch{'es' * (variant.samples > 1)}"
+            samples = next(point[name] for _, point in points if name in point)["microbatches_per_update"]
+            count = f"{samples} microbatch{'es' * (samples > 1)}"
             rows.append([name, count, *(_rate(point.get(name)) for _, point in points)])
     rows.append(["one worker", "1 microbatch", *(f"{point['solo']['samples_per_s']:.4g}" for _, point in points)])
     table = format_table("|".join(["variant", "an update takes", *links]), "lr", rows)
@@ -494,8 +501,9 @@ def _format_choices(rows: list[dict[str, Any]]) -> str:
                 if "samples_per_s" not in point.get(name, {}):
                     continue
                 row = point[name]
-                rivals = (point.get(variant.name, {}) for variant in VARIANTS if _is_rival(variant, count))
-                ran = [rival for rival in rivals if "samples_per_s" in rival]
+                rivals = (point.get(variant.name, {}) for variant in VARIANTS if variant.is_straight)
+                sizes = (1, 2) if count == 1 else (M,)  # of an update, in microbatches; 2 is DDP's
+                ran = [r for r in rivals if "samples_per_s" in r and r["microbatches_per_update"] in sizes]
                 best = max(ran, key=lambda rival: rival["samples_per_s"], default=row)
                 chosen = "data parallelism" if row["config"] == "2" else f"{row['method']} on {row['config']}"
                 rate = row["samples_per_s"]
@@ -504,11 +512,6 @@ def _format_choices(rows: list[dict[str, Any]]) -> str:
                 rows_shown.append(cells)
     titles = "model | rho | minibatch | chosen | samples/s | of the best measured | best"
     return "### The planner's choice\n\n" + format_table(titles, "lrrlrrl", rows_shown)
-
-
-def _is_rival(variant: _Variant, count: int) -> bool:
-    """Whether a variant's updates are made of minibatches of so many microbatches, one or (DDP) two."""
-    return variant.samples in ((1, 2) if count == 1 else (M,)) and variant.schedule not in ("interleaved_1f1b", "zbv")
 
 
 def _format_bytes(rows: list[dict[str, Any]]) -> str:

@@ -38,7 +38,8 @@ def _rows(rho: float, ddp: float, pipedream: float) -> list[dict[str, Any]]:
     figures = {"torch DDP": ddp, "PipeDream, full": pipedream}
     rows = [
         common | {"variant": name, "samples_per_s": rate, "least": rate, "most": rate, "predicted_per_s": 100.0,
-                  "bytes_per_sample": rate * 1e3, "message_bytes": 1000}
+                  "bytes_per_sample": rate * 1e3, "message_bytes": 1000,
+                  "microbatches_per_update": 2 if name == "torch DDP" else 1}
         for name, rate in figures.items()
     ]  # fmt: skip
     return [solo, *rows]
@@ -49,6 +50,14 @@ def test_tables_show_ratios_that_are_never_rounded_up(curve: Any) -> None:
     assert "| PipeDream, full / torch DDP | 1.99 (1.00) | 6.12 (1.00) |" in text
     assert "PipeDream, 2BW and 1F1B: median 0.99, 0.98 to 1.00, 2 of 2 at least 0.90" in text
     assert "the paper's 5.28 of VGG-16: at rho 3.3 (VGG-like)" in text
+
+
+def test_accumulating_adds_up_8_minibatches_of_each_worker(curve: Any) -> None:
+    assert {v.samples // 2 for v in curve.VARIANTS if "accumulating" in v.name} == {8}
+    rows = _rows(1.0, 50.0, 99.0)
+    rows.append(rows[1] | {"variant": "torch DDP, accumulating", "microbatches_per_update": 16})
+    assert "| torch DDP, accumulating | 16 microbatches |" in curve.tables(rows)
+    assert "DDP, accumulating 8" in curve.pictures(rows)["vgg.svg"]
 
 
 def test_a_variant_that_was_refused_has_no_figure(curve: Any) -> None:

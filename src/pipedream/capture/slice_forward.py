@@ -163,6 +163,24 @@ class SliceCalls(nn.Module):
                 torch.cuda.set_rng_state(states[1], place)
 
 
+def _take_backward_hooks(
+    modules: Sequence[tuple[str, nn.Module]], saved: list[tuple[dict[str, Any], str, Any]]
+) -> dict[str, Callable[[], Any]]:
+    """Takes full backward hooks from modules, and returns path -> what makes them for a call, as torch does.
+
+    Torch would set them up on the placeholders with which a call begins, or in a stage in which it does not end.
+    """
+    makers: dict[str, Callable[[], Any]] = {}
+    for path, module in modules:
+        if module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook):
+            hooks = module._backward_hooks, module._backward_pre_hooks
+            makers[path] = partial(BackwardHook, module, *(list(each.values()) for each in hooks))
+            for slot, each in zip(("_backward_hooks", "_backward_pre_hooks"), hooks, strict=True):
+                saved.append((module.__dict__, slot, each))
+                module.__dict__[slot] = {}
+    return makers
+
+
 class SliceForward:
     """One forward of a slice."""
 
@@ -312,14 +330,7 @@ class SliceForward:
         saved: list[tuple[dict[str, Any], str, Any]] = []
         try:
             _wrap(part.watched, self._call, saved)
-            for path, module in part.shared_modules:
-                # Torch would begin their call with placeholders, or end it at another stage than it begins.
-                if module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook):
-                    hooks = module._backward_hooks, module._backward_pre_hooks
-                    self.backward_hooks[path] = partial(BackwardHook, module, *(list(each.values()) for each in hooks))
-                    for slot, each in zip(("_backward_hooks", "_backward_pre_hooks"), hooks, strict=True):
-                        saved.append((module.__dict__, slot, each))
-                        module.__dict__[slot] = {}
+            self.backward_hooks = _take_backward_hooks(part.shared_modules, saved)
             for name in part.foreign_glue:
                 owner, _, slot = name.rpartition(".")
                 module = part.model.get_submodule(owner)
@@ -353,17 +364,15 @@ class SliceForward:
                 raise _Left
             if path in part.seeded and part.reseed is not None:
                 part.reseed(name)
-        hook = None
-        if self.begun and path in self.backward_hooks and name not in part.open_at_stop:
-            hook = self.backward_hooks[path]()
-            args = hook.setup_input_hook(args)
+        make_hook = self.backward_hooks.get(path) if self.begun and name not in part.open_at_stop else None
+        hook = make_hook and make_hook()
+        args = hook.setup_input_hook(args) if hook else args
         self.frames.append(name)
         try:
             output = part.compiled.get(name, original)(*args, **kwargs)
         finally:
             self.frames.pop()
-        if hook is not None:
-            output = hook.setup_output_hook(output)
+        output = hook.setup_output_hook(output) if hook else output
         if self.begun:
             self.values.update(_find_outputs(part.leave_out.get(name, ()), output))
             if name in part.described:

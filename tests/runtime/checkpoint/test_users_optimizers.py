@@ -290,6 +290,10 @@ def test_what_cannot_be_saved_later_is_refused_before_training(
     assert (tmp_path / "run" / "checkpoints" / "minibatch-00000008").exists() != bool(how)
     if how == "load":
         pd.run(recipe, out="without", plan=plan, quiet=True, checkpoint_every=0)
+        script = recipe()
+        options: dict[str, Any] = {"loss": F.cross_entropy, "check": False, "optimizer": script.optimizer}
+        with pd.Pipeline(script.model, plan, **options) as pipeline, pytest.raises(PipelineError, match=words):
+            pipeline.save(tmp_path / "of a loop of one's own")
 
 
 def test_a_state_that_small_parameters_cannot_make_is_not_judged(profile: pd.Profile) -> None:

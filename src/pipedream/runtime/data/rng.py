@@ -110,6 +110,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def seed_generator(generator: Any, seed: int) -> None:
+    """Seeds a generator of torch, Python or NumPy."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif hasattr(generator, "bit_generator"):

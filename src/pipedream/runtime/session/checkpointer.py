@@ -54,12 +54,13 @@ class Checkpointer:
         self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
         self._generators = find_generators({name: vars(module) for name, module in self._model.named_modules()})
         self._owners: dict[str, int] = {}
+        self._checked = False  # by `check_savable`
         self._writer_group = dist.new_group(backend="gloo") if local.distributed else None
         self.writer = writer.Writer(local.rank, self._writer_group, self._device)
 
     def check_savable(self) -> None:
         """Raises a `PipelineError` if the optimizer or scheduler of a stage here cannot be saved, also after a step."""
-        settings = self._local.blueprint.settings
+        self._checked, settings = True, self._local.blueprint.settings
         make = partial(Optimizer, optimizer=settings.optimizer, scheduler=settings.scheduler)
         with self._local.reporting("looking at what a checkpoint would hold"):
             for stage, stage_state in self._local.stage_states:
@@ -87,6 +88,8 @@ class Checkpointer:
         Raises:
             WorkerError: it, or the one before, could not be written.
         """
+        if not self._checked:
+            self.check_savable()
         with self._local.reporting("saving a checkpoint"):
             self.writer.finish()
             tensors, places, stages = self._collect()
@@ -145,7 +148,9 @@ class Checkpointer:
             tensors = self._fetch(path, manifest, boxes)
             self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
             self.writer.loaded(path, manifest.minibatches)
-        replica_state.warn_of_other_replicas(manifest, same=self._has_same_replicas(manifest), rank=self._local.rank)
+        replica_state.warn_of_other_replicas(
+            manifest, same=_has_same_replicas(self._program.plan, manifest.plan), rank=self._local.rank
+        )
 
     def check_saved(self, *, wait: bool) -> None:
         """Raises the error of a checkpoint that was written in the background."""
@@ -221,9 +226,8 @@ class Checkpointer:
     def _list_weights(self, name: str) -> list[str]:
         """Returns the weights that a tensor of a checkpoint, KIND/WEIGHT or KIND/WEIGHT/KEY, may belong to."""
         _, _, rest = replica_state.strip_replica(name).partition("/")
-        return [
-            weight for owner in (rest, rest.rpartition("/")[0]) for weight in self._names.shared.get(owner, (owner,))
-        ]
+        owners = rest, rest.rpartition("/")[0]
+        return [weight for owner in owners for weight in self._names.shared.get(owner, (owner,))]
 
     def _find_box(self, name: str, shape: Sequence[int]) -> Box:
         """Returns the part of a tensor that this rank needs."""
@@ -274,15 +278,16 @@ class Checkpointer:
         parameters.load(self._model, values, self._names.loaded_from(values), {}, self._device)
         for saved_stage in manifest.stages:
             set_extra_states(self._model, saved_stage.modules)
-            for name, state in saved_stage.generators.items():
-                if name in self._generators:
-                    set_state(self._generators[name], state)
+            _set_generators(self._generators, saved_stage.generators)
         with torch.no_grad():
             for name, tensor in self._loss.items():
                 if name in tensors:
                     tensor.copy_(tensors[name])
         share_with_replicas(self._local.workers)
-        same, same_replicas = self._has_same_counts(manifest), self._has_same_replicas(manifest)
+        same, same_replicas = (
+            _has_same_counts(self._program, manifest),
+            _has_same_replicas(self._program.plan, manifest.plan),
+        )
         for stage, replica, stage_state in self._local.replicas:
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
@@ -329,25 +334,31 @@ class Checkpointer:
         yield from (f"model/{name}" for name in trained - self._names.here if f"model/{name}" in manifest.tensors)
         yield from (name for name in self._loss if name in manifest.tensors)
         yield from (f"model/{name}" for name in self._names.unused if f"model/{name}" in manifest.tensors)
-        same = self._has_same_replicas(manifest)
+        same = _has_same_replicas(self._program.plan, manifest.plan)
         for _, number, stage_state in self._local.replicas:
             replica = number if same else None
             yield from replica_state.find_tensors(manifest.tensors, stage_state.optimizer, replica)
             if stage_state.predictions is not None:
                 yield from (name for name in stage_state.predictions.tensors() if name in manifest.tensors)
 
-    def _has_same_counts(self, manifest: Checkpoint) -> bool:
-        alike = _have_same_stages(self._program.plan, manifest.plan) and manifest.schedule == self._program.name
-        return alike and manifest.microbatches == self._program.microbatches
 
-    def _has_same_replicas(self, manifest: Checkpoint) -> bool:
-        plan, then = self._program.plan, manifest.plan
-        return _have_same_stages(plan, then) and plan.sums == then.sums
+def _has_same_counts(program: Program, manifest: Checkpoint) -> bool:
+    alike = _have_same_stages(program.plan, manifest.plan) and manifest.schedule == program.name
+    return alike and manifest.microbatches == program.microbatches
+
+
+def _has_same_replicas(plan: Plan, then: Plan) -> bool:
+    return _have_same_stages(plan, then) and plan.sums == then.sums
 
 
 def _have_same_stages(*plans: Plan) -> bool:
     spans = [[(stage.first, stage.last, stage.replicas) for stage in plan.stages] for plan in plans]
     return spans[0] == spans[1]
+
+
+def _set_generators(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    for name in generators.keys() & states.keys():
+        set_state(generators[name], states[name])
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:

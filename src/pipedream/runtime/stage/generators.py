@@ -8,7 +8,7 @@ is seeded, except those of torch's own types that are known not to draw.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,24 +80,32 @@ class OtherGenerators:
 
     Args:
         seed: of the run.
-        first: name and module of the stage's first layer.
-
-    Attributes:
-        draw: whether the layers draw from them; so it seems until their first forward in training mode has not.
+        replicated: without other replicas nothing is seeded.
     """
 
-    def __init__(self, seed: int, first: tuple[str, nn.Module], own_generators: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        layers: Sequence[tuple[str, nn.Module]],
+        own_generators: Sequence[Any],
+        replicated: bool,
+    ) -> None:
         self._seed = seed
-        self._name, self._layer = first
+        self._layers = layers
         self._own_generators = own_generators
-        self.draw = True
+        # So it seems until a forward in training mode has not drawn from them.
+        self._draw = replicated
+
+    def seeding(self, microbatch: int) -> AbstractContextManager[None]:
+        """Context of a forward."""
+        return self._seeding(microbatch) if self._draw else nullcontext()
 
     @contextmanager
-    def seeding(self, microbatch: int) -> Iterator[None]:
-        """Context of a forward."""
-        with seeded_rng(layer_seed(self._seed, microbatch, self._name), self._own_generators):
+    def _seeding(self, microbatch: int) -> Iterator[None]:
+        name, layer = self._layers[0]
+        with seeded_rng(layer_seed(self._seed, microbatch, name), self._own_generators):
             before = RngStates.read().to_json()
             yield
-            if self._layer.training and not self._own_generators:
+            if layer.training and not self._own_generators:
                 after = RngStates.read().to_json()
-                self.draw = any(before[kind] != after[kind] for kind in ("python", "numpy") if kind in before)
+                self._draw = any(before[kind] != after[kind] for kind in ("python", "numpy") if kind in before)

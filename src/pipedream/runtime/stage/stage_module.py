@@ -134,9 +134,6 @@ class StageModule:
         boundary: after this stage; None where no worker is a mesh.
         replicated: whether there are other replicas, which must not draw the same numbers from generators that the
             layers hold, nor from those of Python and NumPy.
-
-    Attributes:
-        own_generators: which the layers hold.
     """
 
     def __init__(
@@ -172,8 +169,8 @@ class StageModule:
         self.handles = handles
         names = {id(parameter): name for name, parameter in handles.items()}
         modules = {id(m): m for _, layer in layers for m in layer.modules()}
-        self.own_generators = list_own_generators(modules.values())
-        self._others = OtherGenerators(seed, layers[0], self.own_generators) if replicated else None
+        self.own_generators = list_own_generators(modules.values())  # which the layers hold
+        self._others = OtherGenerators(seed, self.layers, self.own_generators, replicated)
         if sharding is not None:
             sharding.prepare(modules.values())
         self._slots = [
@@ -220,7 +217,7 @@ class StageModule:
         storages = {} if self._checked else _list_storages(leaves)
         self._set_parameters(self._expose_weights(leaves))
         try:
-            with self.casting(), self._enter_run("forward"), self._seed_others(microbatch):
+            with self.casting(), self._enter_run("forward"), self._others.seeding(microbatch):
                 for name, layer, call, is_slice, never in self._calls:
                     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
                     if hooked or not never:
@@ -243,9 +240,6 @@ class StageModule:
             self._set_parameters(self.handles)
             if states is not None:
                 self.generators.restore(states)
-
-    def _seed_others(self, microbatch: int) -> AbstractContextManager[None]:
-        return _NOTHING if self._others is None or not self._others.draw else self._others.seeding(microbatch)
 
     def check_unchanged(self) -> None:
         """Raises a `CaptureError` if the user has changed what is trained since the last forward."""
@@ -402,10 +396,7 @@ class StageModule:
         for parameters, slot, name in self._slots:
             parameters[slot] = leaves[name]
         for module, weights in self._recurrent:
-            flat = [getattr(module, slot, None) if name is None else leaves[name] for slot, name in weights]
-            flat = [w() if callable(w) else w for w in flat]  # a sharded weight, gathered now
-            module._flat_weights = flat
-            module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
+            _set_flat_weights(module, weights, leaves)
         for attributes in self._flattening:
             if leaves is self.handles:
                 attributes.pop("flatten_parameters", None)
@@ -431,6 +422,13 @@ class StageModule:
         if self._autocast is None:
             return _NOTHING
         return torch.autocast(self.device.type, self._autocast)
+
+
+def _set_flat_weights(module: Any, weights: Sequence[tuple[str, str | None]], leaves: Any) -> None:
+    flat = [getattr(module, slot, None) if name is None else leaves[name] for slot, name in weights]
+    flat = [w() if callable(w) else w for w in flat]  # a sharded weight, gathered now
+    module._flat_weights = flat
+    module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
 
 
 def _flatten_nothing() -> None:
