@@ -358,8 +358,8 @@ class ReferenceRun:
     ) -> None:
         """Raises a WorkerError if the model, which raised an error for a part, runs on the whole minibatch."""
         try:
-            with self._runner.restoring_state(self._place_values()), torch.no_grad():
-                self._runner.run(_join_parts(inputs, targets, parts), backward=False)
+            with self._runner.restoring_state(self._place_values()), torch.enable_grad():
+                self._runner.run(_join_parts(inputs, targets, parts), backward=True)
         except Exception:
             return
         raise self.comparer.make_error(
