@@ -14,6 +14,7 @@ from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.sums import SumMethod
 from pipedream.plan_request import PlanRequest
 from pipedream.simulator import costs
+from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from pipedream.workflows.plan import plan_and_compare
 from pipedream.workflows.simulate import simulate
 
@@ -23,15 +24,15 @@ BIASES = 1024 + 256 + 4 + 4 * 256
 SLOW = pd.Cluster.flat(2, 1e6, 1e-3)
 
 
-def profile() -> pd.Profile:
-    measured = pd.profile(WIDE, torch.randn(8, 256), runs=2)
-    layers = (replace(layer, forward_s=0.01, backward_s=0.02) for layer in measured.layers)
-    return replace(measured, layers=tuple(layers))
+def with_seconds(profile: pd.Profile, forward_s: float) -> pd.Profile:
+    """Returns the profile with layers that take the same seconds, twice as many backward."""
+    times = {"forward_s": forward_s, "backward_s": 2 * forward_s, "forward_fixed_s": 0.0, "backward_fixed_s": 0.0}
+    return replace(profile, layers=tuple(replace(layer, **times) for layer in profile.layers))
 
 
 @pytest.fixture(scope="module")
 def wide() -> pd.Profile:
-    return profile()
+    return with_seconds(pd.profile(WIDE, torch.randn(8, 256), runs=2), 0.01)
 
 
 def test_a_profile_knows_the_shapes_of_its_weights(wide: pd.Profile) -> None:
@@ -68,7 +69,7 @@ def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbe
 
 
 def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
-    slow = replace(wide, layers=tuple(replace(layer, forward_s=0.1, backward_s=0.2) for layer in wide.layers))
+    slow = with_seconds(wide, 0.1)
 
     def answer(sums: str) -> tuple[str, str]:
         comparison = plan_and_compare(slow, PlanRequest(SLOW, schedule="pipedream", sums=sums))
@@ -95,13 +96,39 @@ def test_shapes_are_needed_for_powersgd(wide: pd.Profile) -> None:
     old = replace(wide, layers=tuple(replace(layer, matrices=()) for layer in wide.layers))
     with pytest.raises(PlanError, match="does not say which shapes weights have; profile the model again"):
         pd.plan(old, SLOW, shape="data-parallel", sums="powersgd:4")
-    assert pd.plan(old, SLOW, shape="data-parallel", sums="bfloat16").sums == "bfloat16"
+    plan = pd.plan(old, SLOW, shape="data-parallel", sums="bfloat16")
+    assert plan.sums == "bfloat16"
+    estimated, known = (replace(p, sums="powersgd:4") for p in (plan, pd.plan(wide, SLOW, shape="data-parallel")))
+    assert costs(estimated).sum_bytes[0] == pytest.approx(costs(known).sum_bytes[0], rel=0.7)  # as one square matrix
 
 
 def test_a_plan_without_replicas_keeps_no_sums(wide: pd.Profile) -> None:
     assert pd.plan(wide, SLOW, shape="straight", sums="every:8").sums == "full"
 
 
+@pytest.mark.parametrize("sums", ["bfloat16", "powersgd:4", "every:2", "diloco:3"])
+def test_emulated_replicas_agree_as_planned(wide: pd.Profile, sums: str) -> None:
+    plan = scale_plan(pd.plan(wide, SLOW, shape="data-parallel", sums=sums), 1e-3)
+    with build_emulated_pipeline(plan) as pipeline:
+        assert len(list(pipeline.train(make_emulated_batches(pipeline, 6)))) == 6
+        assert pipeline.plan.sums == sums
+        shapes = {tuple(tensor.shape) for tensor in pipeline.state_dict().values()}
+    assert ((1024, 256) in shapes) == (sums == "powersgd:4")
+    assert sum(torch.Size(shape).numel() for shape in shapes) >= 1 << 18
+
+
+def test_bytes_of_factors_are_not_scaled(wide: pd.Profile) -> None:
+    plan = pd.plan(wide, SLOW, shape="data-parallel", sums="powersgd:4")
+    with pytest.raises(PlanError, match=r"byte scale 0\.1 was asked for with sums='powersgd:4'"):
+        scale_plan(plan, byte_scale=0.1)
+
+
 def test_half_precision_weights_are_not_halved_again() -> None:
     assert SumMethod("bfloat16").costs(100, (), 2.0).share == 1.0
     assert SumMethod("bfloat16").costs(100, (), 8.0).share == 0.25
+
+
+def test_a_plan_shows_its_sums(wide: pd.Profile) -> None:
+    plan = pd.plan(wide, SLOW, shape="data-parallel", sums="powersgd:4")
+    assert "sums: powersgd:4, 50.2 kB an update in the mean (approximate)" in str(plan)
+    assert "sums:" not in str(replace(plan, sums="full"))

@@ -177,6 +177,11 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
     if messages:
         profile = replace(source, runtime=messages.add_costs(source.runtime))
         request = replace(request, cluster=messages.on(request.workers_and_links))
+    if sums.is_low_rank and not source.matrices:
+        raise PlanError(
+            f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
+            "model again"
+        )
     if not sums.is_exact:
         sum_costs = sums.costs(source.parameter_bytes, source.matrices, source.value_bytes)
         request = replace(request, cluster=replace(request.workers_and_links, sum_costs=sum_costs))

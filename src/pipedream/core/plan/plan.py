@@ -386,6 +386,10 @@ def _format_plan(plan: Plan) -> str:
         f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
         for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
     ]
+    if not plan.sum_method.is_exact:
+        sent = [s.parameter_bytes * costs.share for s, costs in zip(plan.stages, plan.costs.sum_costs, strict=True)]
+        sizes = ", ".join(format_bytes(size) for size, r in zip(sent, plan.replicas, strict=True) if r > 1)
+        rows.append(f"sums: {plan.sums}, {sizes} an update in the mean (approximate)")
     if plan.messages:
         rows.append(f"messages: {plan.messages}")
     if plan.runtime:

@@ -131,8 +131,7 @@ class SumMethod:
     def costs(self, parameter_bytes: float, matrices: Iterable[Matrices], value_bytes: float = 4.0) -> SumCosts:
         """Returns what sums of some weights take; of averages, at an update in the mean.
 
-        Raises:
-            PlanError: PowerSGD needs the shapes of the weights, and there are none.
+        Where their shapes are unknown, as in an older plan, they count as one square matrix.
         """
         if self.averages_weights:
             per_update = 1 / self.period
@@ -143,12 +142,8 @@ class SumMethod:
             return SumCosts(share, work_s_per_byte=_ROUNDING_S * (share < 1))
         if not self.is_low_rank:
             return SumCosts()
-        shapes = list(matrices)
-        if parameter_bytes and not shapes:
-            raise PlanError(
-                f"sums={str(self)!r} was asked for, but the plan or profile does not say which shapes weights have; "
-                "profile the model again"
-            )
+        side = round((parameter_bytes / value_bytes) ** 0.5)
+        shapes = list(matrices) or [Matrices(side, side, 1, round(side * side * value_bytes))]
         compressed = [m for m in shapes if self.compresses((m.rows, m.columns))]
         size_bytes = sum(m.size_bytes for m in compressed)
         factor_bytes = max(value_bytes, 4) * sum(m.tensors * self.rank * (m.rows + m.columns) for m in compressed)

@@ -143,7 +143,7 @@ class Checkpointer:
         """
         with self._local.activity.at("reading a checkpoint"):
             names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(path, manifest)))
-            self._run_on_every_rank(lambda: self._check_shapes(manifest))
+            self._run_on_every_rank(lambda: _check_shapes(self._local, manifest))
             boxes = {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
             tensors = self._fetch(path, manifest, boxes)
             self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
@@ -234,14 +234,6 @@ class Checkpointer:
         whole = tuple(map(range, shape))
         boxes = [sharding.find_box(self._list_weights(name), shape) for sharding in self._local.shardings.values()]
         return next((box for box in boxes if box != whole), whole)
-
-    def _check_shapes(self, manifest: Checkpoint) -> None:
-        prefix = "model/"
-        shapes = {
-            n.removeprefix(prefix): tensor.shape for n, tensor in manifest.tensors.items() if n.startswith(prefix)
-        }
-        for sharding in self._local.shardings.values():
-            sharding.check_shapes(shapes)
 
     def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
         """Returns parts of tensors from this machine's files, and those that others have from them."""
@@ -349,6 +341,13 @@ def _has_same_counts(program: Program, manifest: Checkpoint) -> bool:
 
 def _has_same_replicas(plan: Plan, then: Plan) -> bool:
     return _have_same_stages(plan, then) and plan.sums == then.sums
+
+
+def _check_shapes(local: LocalWorkers, manifest: Checkpoint) -> None:
+    names = [name for name in manifest.tensors if name.startswith("model/")]
+    shapes = {name.removeprefix("model/"): manifest.tensors[name].shape for name in names}
+    for sharding in local.shardings.values():
+        sharding.check_shapes(shapes)
 
 
 def _have_same_stages(*plans: Plan) -> bool:

@@ -24,7 +24,12 @@ _MOST_PIECES = 32
 
 
 def make_emulated_model(
-    stages: Sequence[Stage], microbatches: int, *, splits_backward: bool = False, byte_scale: float = 1.0
+    stages: Sequence[Stage],
+    microbatches: int,
+    *,
+    splits_backward: bool = False,
+    byte_scale: float = 1.0,
+    shaped: bool = False,
 ) -> nn.Sequential:
     """Returns a model with one layer per stage, named ``stage0``, ``stage1``, ...
 
@@ -32,6 +37,7 @@ def make_emulated_model(
         microbatches: parts of a minibatch; each is one row of the tensors.
         splits_backward: weight gradients take half of a backward's time, as in `simulator.costs`.
         byte_scale: by which the stages' bytes were multiplied.
+        shaped: replicated stages have matrices of their weights' shapes, for sums that depend on these.
     """
     last = len(stages) - 1
     model = nn.Sequential()
@@ -39,7 +45,12 @@ def make_emulated_model(
         model.add_module(
             f"stage{number}",
             EmulatedStage(
-                stage, microbatches, sends=number < last, splits_backward=splits_backward, byte_scale=byte_scale
+                stage,
+                microbatches,
+                sends=number < last,
+                splits_backward=splits_backward,
+                byte_scale=byte_scale,
+                shaped=shaped,
             ),
         )
     return model
@@ -73,7 +84,14 @@ class EmulatedStage(nn.Module):
     """
 
     def __init__(
-        self, stage: Stage, microbatches: int, *, sends: bool, splits_backward: bool = False, byte_scale: float = 1.0
+        self,
+        stage: Stage,
+        microbatches: int,
+        *,
+        sends: bool,
+        splits_backward: bool = False,
+        byte_scale: float = 1.0,
+        shaped: bool = False,
     ) -> None:
         super().__init__()
         self._forward_s = stage.forward_s / microbatches
@@ -84,7 +102,12 @@ class EmulatedStage(nn.Module):
         if stage.replicas > 1:
             pieces = max(1, min(_MOST_PIECES, int(stage.parameter_bytes / FIRST_BUCKET_BYTES / byte_scale)))
         ends = [items * piece // pieces for piece in range(pieces + 1)]
-        self.weights = nn.ParameterList(nn.Parameter(_allocate_zeros(end - begin)) for begin, end in pairwise(ends))
+        shapes: list[tuple[int, ...]] = [(end - begin,) for begin, end in pairwise(ends)]
+        if shaped and stage.replicas > 1 and stage.matrices:
+            shapes = [(rows, columns) for rows, columns, tensors, _ in stage.matrices for _ in range(tensors)]
+            shapes += [(max(items - sum(rows * columns for rows, columns in shapes), 1),)]
+            pieces = len(shapes)
+        self.weights = nn.ParameterList(nn.Parameter(_allocate_zeros(*shape)) for shape in shapes)
         for piece in self.weights:
             piece.byte_scale = byte_scale
         self._splits = splits_backward
@@ -142,14 +165,14 @@ class _EmulatedBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weights: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.items = weights.numel()
+        ctx.weights_shape = weights.shape
         ctx.seconds = seconds
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
         _wait(time.perf_counter(), ctx.seconds)
-        return gradients[0], _allocate_zeros(ctx.items), None
+        return gradients[0], _allocate_zeros(*ctx.weights_shape), None
 
 
 class _EmulatedInputGradient(torch.autograd.Function):
@@ -170,14 +193,14 @@ class _EmulatedWeightGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, columns: int, seconds: float) -> torch.Tensor:
-        ctx.items = weights.numel()
+        ctx.weights_shape = weights.shape
         ctx.seconds = seconds
         return torch.empty(0, columns)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
         _wait(time.perf_counter(), ctx.seconds)
-        return _allocate_zeros(ctx.items), None, None
+        return _allocate_zeros(*ctx.weights_shape), None, None
 
 
 def _allocate_zeros(*shape: int) -> torch.Tensor:
