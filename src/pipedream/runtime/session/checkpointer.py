@@ -148,9 +148,8 @@ class Checkpointer:
             tensors = self._fetch(path, manifest, boxes)
             self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
             self.writer.loaded(path, manifest.minibatches)
-        replica_state.warn_of_other_replicas(
-            manifest, same=_has_same_replicas(self._program.plan, manifest.plan), rank=self._local.rank
-        )
+        same = _has_same_replicas(self._program, manifest)
+        replica_state.warn_of_other_replicas(manifest, same=same, rank=self._local.rank)
 
     def check_saved(self, *, wait: bool) -> None:
         """Raises the error of a checkpoint that was written in the background."""
@@ -276,10 +275,7 @@ class Checkpointer:
                 if name in tensors:
                     tensor.copy_(tensors[name])
         share_with_replicas(self._local.workers)
-        same, same_replicas = (
-            _has_same_counts(self._program, manifest),
-            _has_same_replicas(self._program.plan, manifest.plan),
-        )
+        same, same_replicas = _has_same_counts(self._program, manifest), _has_same_replicas(self._program, manifest)
         for stage, replica, stage_state in self._local.replicas:
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
@@ -326,7 +322,7 @@ class Checkpointer:
         yield from (f"model/{name}" for name in trained - self._names.here if f"model/{name}" in manifest.tensors)
         yield from (name for name in self._loss if name in manifest.tensors)
         yield from (f"model/{name}" for name in self._names.unused if f"model/{name}" in manifest.tensors)
-        same = _has_same_replicas(self._program.plan, manifest.plan)
+        same = _has_same_replicas(self._program, manifest)
         for _, number, stage_state in self._local.replicas:
             replica = number if same else None
             yield from replica_state.find_tensors(manifest.tensors, stage_state.optimizer, replica)
@@ -339,8 +335,8 @@ def _has_same_counts(program: Program, manifest: Checkpoint) -> bool:
     return alike and manifest.microbatches == program.microbatches
 
 
-def _has_same_replicas(plan: Plan, then: Plan) -> bool:
-    return _have_same_stages(plan, then) and plan.sums == then.sums
+def _has_same_replicas(program: Program, manifest: Checkpoint) -> bool:
+    return _have_same_stages(program.plan, manifest.plan) and program.plan.sums == manifest.plan.sums
 
 
 def _check_shapes(local: LocalWorkers, manifest: Checkpoint) -> None:
