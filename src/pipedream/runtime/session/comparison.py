@@ -106,6 +106,7 @@ class Comparison:
             split=local.program.microbatches,
             base=local.lead.done_minibatches,
             messages=settings.messages,
+            meshed=any(mesh.dimensions for mesh in local.blueprint.meshes),
             placement=local.program.placement,
             unit=None if local.program.updates.mean_of_rounds else getattr(settings.scaling, "scale", 1.0),
             seed=settings.seed,

@@ -182,6 +182,7 @@ class ReferenceRun:
 
     Args:
         messages: their encoding, which the reference has at the cuts.
+        meshed: workers are meshes, whose ranks encode parts: in other blocks than those of the whole.
         runs: further arguments of `_ModelRunner`.
         values: parameters and buffers that are on the meta device here, where `read` is called.
         publish: hands a text to all ranks; None in one process.
@@ -197,6 +198,7 @@ class ReferenceRun:
         rank: int,
         compiles: bool,
         messages: Messages | None = None,
+        meshed: bool = False,
         values: Mapping[str, torch.Tensor] = MappingProxyType({}),
         publish: Callable[[str], None] | None = None,
         receive: Callable[[], str] = str,
@@ -206,6 +208,7 @@ class ReferenceRun:
         self._runner = _ModelRunner(plain, loss, **runs)
         self._compiles = compiles
         self._messages = messages or Messages()
+        self._meshed = meshed
         self._values = values
         self._publish = publish
         self._reseeded = reseeded
@@ -303,6 +306,8 @@ class ReferenceRun:
                 self._note(references[-1], run.divisor)
                 encoded_norm = self._measure_gradient(run.divisor)
         stages, encoded = references
+        if self._meshed and not encoded.incomparable:
+            encoded.incomparable = "each rank of a mesh encodes its own part of a message"
         if not plain.incomparable:
             comparer = Comparer(self.comparer.rank, self._runner.plain.fingerprint, str)
             comparer.reference = plain
