@@ -71,6 +71,8 @@ def test_processes_encode_to_the_same_bits() -> None:
         [
             Case("wide", "chimera", 4, microbatches=4, messages="int4", check=True),
             Case("wide", "pipedream", 3, replicas=(2, 1, 1), messages=("int8", "float16")),
+            # Its statistics are compared, too, after the model has run three times.
+            Case("cnn", "1f1b", 4, microbatches=2, messages="int8", check=True),
         ],
     )
 

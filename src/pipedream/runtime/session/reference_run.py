@@ -109,6 +109,9 @@ class _ModelRunner:
         """A context after which the model, whose missing weights are `values`, the loss and the generators are as
         before.
         """
+        buffers = dict(self.plain.model.named_buffers(remove_duplicate=False))
+        copies = {id(value): value.clone() for name, value in values.items() if name in buffers}  # a run writes them
+        values = {name: copies.get(id(value), value) for name, value in values.items()}
         return self.plain.restoring_state(values, [self.loss.function, *self.modules_of_loss], **how)
 
     def run(
