@@ -81,6 +81,9 @@ class OtherGenerators:
     Args:
         seed: of the run.
         replicated: without other replicas nothing is seeded.
+
+    Attributes:
+        draw: whether the layers draw from them; so it seems until a forward in training mode has not.
     """
 
     def __init__(
@@ -93,12 +96,11 @@ class OtherGenerators:
         self._seed = seed
         self._layers = layers
         self._own_generators = own_generators
-        # So it seems until a forward in training mode has not drawn from them.
-        self._draw = replicated
+        self.draw = replicated
 
     def seeding(self, microbatch: int) -> AbstractContextManager[None]:
         """Context of a forward."""
-        return self._seeding(microbatch) if self._draw else nullcontext()
+        return self._seeding(microbatch) if self.draw else nullcontext()
 
     @contextmanager
     def _seeding(self, microbatch: int) -> Iterator[None]:
@@ -108,4 +110,4 @@ class OtherGenerators:
             yield
             if layer.training and not self._own_generators:
                 after = RngStates.read().to_json()
-                self._draw = any(before[kind] != after[kind] for kind in ("python", "numpy") if kind in before)
+                self.draw = any(before[kind] != after[kind] for kind in ("python", "numpy") if kind in before)

@@ -214,7 +214,7 @@ class StageModule:
             first: the value is the model's input; a tuple, if not a packed sequence, is passed as several arguments.
         """
         # Before the others are seeded, which seeds torch's too.
-        states = self.generators.states() if self._others is not None and self._others.draw else None
+        states = self.generators.states() if self._others.draw else None
         storages = {} if self._checked else _list_storages(leaves)
         self._set_parameters(self._expose_weights(leaves))
         try:
