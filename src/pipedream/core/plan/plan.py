@@ -386,10 +386,7 @@ def _format_plan(plan: Plan) -> str:
         f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
         for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
     ]
-    if not plan.sum_method.is_exact:
-        sent = [s.parameter_bytes * costs.share for s, costs in zip(plan.stages, plan.costs.sum_costs, strict=True)]
-        sizes = ", ".join(format_bytes(size) for size, r in zip(sent, plan.replicas, strict=True) if r > 1)
-        rows.append(f"sums: {plan.sums}, {sizes} an update in the mean (approximate)")
+    rows += _describe_sums(plan)
     if plan.messages:
         rows.append(f"messages: {plan.messages}")
     if plan.runtime:
@@ -402,6 +399,14 @@ def _format_plan(plan: Plan) -> str:
             *([] if plan.gap is None else [_describe_proof(plan, plan.gap)]),
         ]
     )
+
+
+def _describe_sums(plan: Plan) -> list[str]:
+    if plan.sum_method.is_exact:
+        return []
+    pairs = zip(plan.stages, plan.costs.sum_costs, strict=True)
+    sizes = [format_bytes(stage.parameter_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
+    return [f"sums: {plan.sums}, {', '.join(sizes)} an update in the mean (approximate)"]
 
 
 def _describe_proof(plan: Plan, gap: float) -> str:
