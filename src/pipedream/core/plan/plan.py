@@ -382,13 +382,7 @@ def _format_plan(plan: Plan) -> str:
         cells = (f"{cell(s, stage):>{w}}" for _, w, cell in columns)
         rows.append("  ".join([f"{s:>5}", f"{spans[s]:<{wide}}", *cells]))
     rows.append("; ".join(words))
-    rows += [
-        f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
-        for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
-    ]
-    rows += _describe_sums(plan)
-    if plan.messages:
-        rows.append(f"messages: {plan.messages}")
+    rows += _describe_exchange(plan)
     if plan.runtime:
         rows.append(str(plan.runtime))
     return "\n".join(
@@ -401,12 +395,21 @@ def _format_plan(plan: Plan) -> str:
     )
 
 
-def _describe_sums(plan: Plan) -> list[str]:
-    if plan.sum_method.is_exact:
-        return []
-    pairs = zip(plan.stages, plan.costs.sum_costs, strict=True)
-    sizes = [format_bytes(stage.parameter_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
-    return [f"sums: {plan.sums}, {', '.join(sizes)} an update in the mean (approximate)"]
+def _describe_exchange(plan: Plan) -> list[str]:
+    """Returns lines on tied weights and on what is approximated."""
+    lines = [
+        f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
+        for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
+    ]
+    if not plan.sum_method.is_exact:
+        pairs = zip(plan.stages, plan.costs.sum_costs, strict=True)
+        sizes = [format_bytes(stage.parameter_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
+        lines.append(f"sums: {plan.sums}, {', '.join(sizes)} an update in the mean (approximate)")
+    if plan.messages:
+        share = plan.costs.cluster.message_share
+        sizes = [format_bytes(stage.output_bytes * share) for stage in plan.stages[:-1]]
+        lines.append(f"messages: {plan.messages}, {', '.join(sizes)} each way in the mean (approximate)")
+    return lines
 
 
 def _describe_proof(plan: Plan, gap: float) -> str:
