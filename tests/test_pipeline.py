@@ -130,6 +130,22 @@ def test_predictions_have_the_type_of_the_models_output(workers: int) -> None:
     assert not any(outputs for outputs, _ in others)
 
 
+@pytest.mark.parametrize("ends", ["an error", "early"])
+def test_a_prediction_that_did_not_end_leaves_nothing(ends: str) -> None:
+    animal = zoo.make("mlp")
+    with pipeline_of(animal) as pipeline:
+        expected = [pipeline.evaluate(animal.batches), *pipeline.predict(animal.batches)]
+        if ends == "early":
+            next(iter(pipeline.predict(animal.batches)))
+        else:
+            with pytest.raises(WorkerError, match="must have the same dtype"):
+                list(pipeline.predict([*animal.batches, (torch.ones(2, 99), animal.batches[0][1])]))
+        actual = [pipeline.evaluate(animal.batches), *pipeline.predict(animal.batches)]
+        assert actual[0] == expected[0]
+        assert all(map(torch.equal, actual[1:], expected[1:]))
+        assert len(list(pipeline.train(animal.batches))) == len(animal.batches)
+
+
 @pytest.mark.parametrize("batch_dim", [1, {0: 1}])
 def test_minibatches_are_cut_along_the_dimension_of_the_samples(batch_dim: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -187,6 +203,28 @@ def test_a_state_dict_that_hooks_rename_goes_in_and_comes_out() -> None:
             assert all(torch.equal(state[f"saved.{name}"], value) for name, value in plain.items())
         with pytest.raises(CaptureError, match=r"lacks '0\.weight'"):
             pipeline.load_state_dict({})
+
+
+class Borrows(nn.Module):
+    """Reads the embedding's weight in place of its head's own module, which is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.mix(self.embed(x))), self.embed.weight)
+
+
+def test_a_state_dict_has_every_name_of_a_tied_weight() -> None:
+    model, x = Borrows(), torch.arange(4)
+    plan = pd.plan(pd.profile(model, x, warmup=0, runs=1), pd.Cluster.local(2), schedule="gpipe", cuts=(1,))
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        list(pipeline.train([(x, x)]))
+        state = pipeline.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert torch.equal(state["head.weight"], state["embed.weight"])
 
 
 def test_a_warm_start_trains_as_the_model_it_came_from() -> None:

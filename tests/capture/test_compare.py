@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipedream.capture import capture
+from pipedream.capture.compare import fingerprint
 from pipedream.capture.slice import ModelSlice
 from pipedream.core.errors import CaptureError
 
@@ -108,3 +109,9 @@ def test_a_forward_that_fails_on_the_sample_says_so() -> None:
         capture(EvaluationFails(), X)
     with pytest.raises(CaptureError, match=r"Blocks should run .* in training mode it raised RuntimeError"):
         capture(Blocks(), torch.randn(3, 5))
+
+
+def test_sums_of_float64_are_of_float64() -> None:
+    x = torch.randn(1 << 17, dtype=torch.float64)
+    assert fingerprint(x)[2] == pytest.approx(x.abs().sum().item(), rel=1e-12)
+    assert fingerprint(x.float())[2] == pytest.approx(x.abs().sum().item(), rel=1e-4)

@@ -339,8 +339,8 @@ def test_an_input_that_the_sample_lacked() -> None:
     text = masked({"x": X}, {"x": X, "mask": X})
     has(
         text,
-        "the value 'blocks.1 output' of Masked (test_errors.py:",
-        "not send",
+        "in the forward of Masked (test_errors.py:",
+        "the call of 'blocks.1' has another tensor than 'blocks.0 output'",
         "The sample lacked the input 'mask'",
     )
 

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipedream.capture.placeholder import NumbersNeeded, Placeholder, meta_like, placeholder_like, plain_meta
+from pipedream.capture.placeholder import (
+    NumbersNeeded,
+    Placeholder,
+    converting_placeholders,
+    meta_like,
+    placeholder_like,
+    plain_meta,
+)
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
@@ -145,6 +152,17 @@ def test_what_returns_its_argument_does_so() -> None:
     assert F.dropout(x) is not x
     assert x.to(torch.float64) is not x
     assert x.t().contiguous() is not x.t()
+
+
+def test_functions_that_make_tensors_of_data_take_placeholders() -> None:
+    x, functions = make_placeholder(torch.ones(2, 3)), (torch.as_tensor, torch.tensor)
+    with converting_placeholders():
+        assert torch.as_tensor(x) is torch.as_tensor(x, device=x.device) is x
+        made = torch.tensor(x, dtype=torch.int64, requires_grad=False)
+        assert describe(made) == ((2, 3), torch.int64, CPU)
+        assert isinstance(made, Placeholder)
+        assert torch.as_tensor([1, 2]).tolist() == [1, 2]
+    assert functions == (torch.as_tensor, torch.tensor)
 
 
 def test_gradients_are_asked_for_as_in_torch() -> None:

@@ -20,6 +20,7 @@ from pipedream.capture.slice import ModelSlice
 from pipedream.capture.slice_forward import call_model
 from pipedream.capture.structure import walk
 from pipedream.core.model.graph import LayerGraph
+from pipedream.runtime.comm.values import flatten, unflatten
 
 Numbers = dict[str, Tensor | None]
 
@@ -152,3 +153,128 @@ def test_random_modules_at_random_cuts(seed: int) -> None:
     every = list(range(1, len(graph.layers)))
     batches = [padded_tokens(n, 4, length)[0] for n, length in enumerate((5, 5, 3))]
     check(make, batches, [every, cuts_of(rng, graph)], graph)
+
+
+class Attends(nn.Module):
+    """Writes what it has seen into a tensor that all blocks share."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.mix = number, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
+        y = torch.tanh(self.mix(x))
+        if state is not None:
+            state[self.number] = y.detach().mean(1)
+        return x + y
+
+
+class Remembers(nn.Module):
+    """In evaluation it also returns what earlier blocks have computed, as XLNet and RWKV do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Attends(number) for number in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        state = None if self.training else x.new_zeros(len(self.blocks), len(x), WIDTH)
+        memories = []
+        for block in self.blocks:
+            memories.append((x[:, 1:].detach(), x.topk(2, dim=2).values))
+            x = block(x, state)
+        return (self.norm(x),) if self.training else (self.norm(x), memories, state)
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Remembers(), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Any:
+        x, *others = self.body(tokens)
+        return self.head(x), *others
+
+
+@pytest.mark.parametrize("kind", [Remembers, WithHead])
+def test_what_a_model_returns_in_evaluation_only(kind: type[nn.Module]) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return kind().double()
+
+    batches = [padded_tokens(n, 4, length)[0] for n, length in enumerate((5, 3))]
+    graph, refused = split(make(), batches[0], (), True)
+    assert not refused
+    assert LayerGraph.from_json(graph.to_json()) == graph
+    every = list(range(1, len(graph.layers)))
+    check(make, batches, [every, *([i] for i in every)], graph)
+
+
+class Translates(nn.Module):
+    """Its decoder reads the labels, words of its own, or the source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encoder = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.cross, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, source: Tensor, labels: Tensor | None = None, target: Tensor | None = None) -> Any:
+        encoded = torch.tanh(self.encoder(self.embed(source))).mean(1, keepdim=True)
+        if target is None:
+            target = (source if labels is None else labels).roll(1, 1)
+        logits = self.decoder(torch.tanh(self.cross(self.embed(target) + encoded)))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class Detects(nn.Module):
+    """Compares each sample with its own boxes, of which there is a dict for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: list[dict[str, Tensor]]) -> Any:
+        boxes = self.b(torch.tanh(self.a(x)))
+        losses = [(box - label["boxes"]).abs().mean() for box, label in zip(boxes, labels, strict=True)]
+        return {"loss": torch.stack(losses).mean(), "boxes": boxes}
+
+
+def boxes_of(*counts: int) -> dict[str, Any]:
+    return {"x": torch.randn(len(counts), 4).double(), "labels": [{"boxes": torch.randn(n, 4)} for n in counts]}
+
+
+WORDS_OF = [padded_tokens(n, 4, 5)[0] for n in range(3)]
+INPUTS: dict[str, tuple[type[nn.Module], list[Any]]] = {
+    "no labels": (
+        Translates,
+        [
+            {"source": WORDS_OF[0], "labels": WORDS_OF[1]},
+            {"source": WORDS_OF[0]},
+            {"source": WORDS_OF[1], "labels": None},
+            {"source": WORDS_OF[1], "target": WORDS_OF[2]},
+        ],
+    ),
+    "lists of dicts": (Detects, [boxes_of(2, 2, 2), boxes_of(1, 3), boxes_of(1, 2, 1, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_batches_with_other_inputs_than_the_sample(name: str) -> None:
+    kind, batches = INPUTS[name]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return kind().double()
+
+    model = make().eval()
+    graph, _ = split(model, batches[0], (), True)
+    for cut in range(1, len(graph.layers)):
+        first, last = ModelSlice(model, graph, 0, cut), ModelSlice(model, graph, cut, len(graph.layers))
+        for batch in batches:
+            with torch.no_grad():
+                expected, actual = call_model(model, batch), last(unflatten(*flatten(first(batch))))
+            for (path, a), (_, b) in zip(walk(expected), walk(actual), strict=True):
+                assert_same(f"{path} with cut {cut}", a, b, exact=True)

@@ -55,8 +55,6 @@ LONG |= {"hf_mamba2", "hf_bloom", "hf_clip_text", "hf_clip_vision"}
 UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask_token",)}
 """Parameters that a model has for other tasks, by the end of their names."""
 
-KNOWN = {"hf_xlnet": "returns memories of earlier stages in evaluation only, which are not sent"}
-
 needs_hf = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
     reason="transformers is not installed; pip install torch-pipedream[hf]",
@@ -68,8 +66,6 @@ def _chosen(names: tuple[str, ...] = tuple(CASES), default: tuple[str, ...] = DE
     parameters = []
     for name in names:
         marks = [] if name in default else [pytest.mark.long if name in LONG else pytest.mark.slow]
-        if name in KNOWN:
-            marks.append(pytest.mark.xfail(reason=KNOWN[name], strict=False))
         parameters.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))
     return parameters
 

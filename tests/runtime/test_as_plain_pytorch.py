@@ -314,9 +314,32 @@ def by_lengths(output: Tensor, batch: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
+class OfDicts(nn.Module):
+    """Reads a list of dicts, one per sample, in its last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+
+    def forward(self, x: Tensor, entries: list[dict[str, Tensor]]) -> Tensor:
+        x = self.b(torch.tanh(self.a(x)))
+        return x + torch.stack([entry["boxes"].mean(0) for entry in entries])
+
+
+def boxes_mse(output: Tensor, batch: Any) -> Tensor:
+    """Each sample has several boxes."""
+    return torch.stack([(o - t["boxes"]).square().mean() for o, t in zip(output, batch[1], strict=True)]).mean()
+
+
+def boxes(seed: int, samples: int) -> list[dict[str, Tensor]]:
+    """As many boxes as samples, so that each tensor could be taken for the batch; or of each sample another number."""
+    counts = [samples if seed == 0 else 1 + (i + seed) % 3 for i in range(samples)]
+    return [{"boxes": rand(n, 4, seed=seed + i), "ids": torch.arange(n)} for i, n in enumerate(counts)]
+
+
 STEPS = [(rand(6, 8, 4, seed=i), rand(6, 8, 4, seed=9 + i)) for i in range(3)]
 LISTED = [([rand(2, 4, seed=10 * i + j) for j in range(8)], rand(8, 4, seed=50 + i)) for i in range(3)]
-RAGGED = [([rand(1 + j % 3, 4, seed=10 * i + j) for j in range(8)], rand(8, 4, seed=50 + i)) for i in range(3)]
+WITH_BOXES = [(rand(n, 4, seed=i), boxes(i, n)) for i, n in enumerate((8, 8, 5))]
 LENGTHS = torch.tensor([1, 2, 3, 1, 2, 3, 1, 3])
 
 
@@ -341,6 +364,10 @@ BATCHES = {
         lambda: sequence(linear(), nn.BatchNorm1d(4), linear()), mse, pairs(), "more than 1 value .*fewer micro", m=8
     ),
     "targets in a list": Case(net, list_mse, [(x, [*y]) for x, y in pairs()], "microbatches make .* give weight="),
+    "targets in a list of dicts": Case(net, boxes_mse, WITH_BOXES),
+    "inputs in a list of dicts": Case(
+        lambda: OfDicts().double(), mse, [((x, boxes), x.flip(0)) for x, boxes in WITH_BOXES]
+    ),
     "targets in a flat tensor with lengths": Case(
         net, by_lengths, [(x, (rand(16, seed=i), LENGTHS)) for i, (x, _) in enumerate(pairs())], "microbatches make"
     ),

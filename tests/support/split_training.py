@@ -338,6 +338,8 @@ def plan_with(profile: pd.Profile, feature: Feature, shift: int = 0) -> pd.Plan:
 def train_with(name: str, profile: pd.Profile, feature: Feature, folder: Path) -> Trained:
     """Trains in this process alone, or as one rank of a process group; the folder is for a checkpoint."""
     case = CASES[name]
+    if "autocast" in feature.options:  # which casts float32 alone
+        case = replace(case, dtype=torch.float32, autocast=feature.options["autocast"])
     batches, losses = batches_of(case), []
     options = {"schedule": None if "phases" in feature.options else feature.schedule} | feature.options
 
@@ -358,6 +360,9 @@ def train_with(name: str, profile: pd.Profile, feature: Feature, folder: Path) -
         losses += [done.loss for done in pipeline.train(batches)]
         evaluated, predicted = pipeline.evaluate(batches)["loss"], list(pipeline.predict(batches))
         state = pipeline.state_dict()
+        if case.autocast is not None and predicted:  # at rank 0
+            dtypes = {tensor.dtype for output in predicted for _, tensor in _tensors(output)}
+            assert case.autocast in dtypes, "nothing was cast"
         if "ema" in options:
             state |= {f"average {name}": value for name, value in pipeline.state_dict(ema=True).items()}
     return Trained(losses, state, evaluated, predicted)

@@ -19,7 +19,7 @@ from pipedream.capture.preserve_state import Attributes, running, seed_generator
 from pipedream.capture.record import Recording, record
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.capture.slice_forward import split_arguments
-from pipedream.capture.split import Refused, build_graph
+from pipedream.capture.split import Refused, build_graph, postpone_returned
 from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
@@ -38,21 +38,27 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
     Raises:
         CaptureError: the split model does not give what the model gives.
     """
-    recording = _record(model, inputs, devices)
-    if recording.moving:
-        recording = _record(model, inputs, devices, recording.moving)
+    recording = _record(model, inputs, devices, training=True)
+    evaluation: Recording | None = None
     refused: Refused = {}
     replayed: list[str] = []
-    graph, refused = build_graph(model, recording, refused, replayed)
-    if not graph.calls:
-        return graph, refused
     attributes = recording.attributes
     rounds = 2 if attributes else 1  # what it keeps from one batch to the next is read in the second
     both_modes = partial(_run_both_modes, model, inputs=inputs, devices=devices, compares=compares, rounds=rounds)
     while True:
+        graph, refused = build_graph(model, recording, refused, replayed, evaluation)
+        if not graph.calls:
+            return graph, refused
         try:
             parts = both_modes(graph, range(len(graph.layers) + 1))
-            break
+            if compares:
+                _compare(model, both_modes(graph, [0, len(graph.layers)]), parts, attributes)
+            return graph, refused
+        except _EvaluationDiffers as differs:
+            if evaluation is not None:
+                raise differs.error from differs
+            evaluation = _record(model, inputs, devices, False, recording.moving)
+            postpone_returned(evaluation)
         except _LayerFailed as failed:
             if failed.call in refused:
                 raise failed.error from failed
@@ -60,11 +66,6 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
                 replayed.append(failed.error.function)
             else:
                 refused = {**refused, failed.call: str(failed.error)}
-        graph, refused = build_graph(model, recording, refused, replayed)
-    del recording
-    if compares:
-        _compare(model, both_modes(graph, [0, len(graph.layers)]), parts, attributes)
-    return graph, refused
 
 
 class _LayerFailed(Exception):
@@ -76,13 +77,26 @@ class _LayerFailed(Exception):
         self.error = error
 
 
-def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: frozenset[str] = frozenset()) -> Recording:
-    with running(model, devices, training=True), torch.enable_grad():
+class _EvaluationDiffers(Exception):
+    """In evaluation mode the calls and values of training do not give what the model gives."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _record(
+    model: nn.Module, inputs: Any, devices: Sequence[int], training: bool, moving: frozenset[str] = frozenset()
+) -> Recording:
+    with running(model, devices, training), torch.enable_grad():
         args, kwargs = split_arguments(_copy_inputs(inputs))
         try:
-            return record(model, args, kwargs, moving)
+            recording = record(model, args, kwargs, moving)
         except Exception as error:
-            raise explain_failure(model, True, error) from error
+            raise explain_failure(model, training, error) from error
+    if recording.moving <= moving:
+        return recording
+    return _record(model, inputs, devices, training, moving | recording.moving)
 
 
 Numbers = dict[str, Fingerprint | None]
@@ -161,8 +175,10 @@ def _run(
     outputs = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
     if training:
         return outputs
-    # What a model returns in evaluation only may be made by an earlier stage, and is not sent.
-    return {path: leaf for path, leaf in outputs.items() if not isinstance(leaf, Placeholder)}
+    missing = {path for path, leaf in outputs.items() if isinstance(leaf, Placeholder)}
+    if missing and graph.evaluation is None:
+        raise _EvaluationDiffers(CaptureError(f"{min(missing)} of the output is not sent"))
+    return {path: leaf for path, leaf in outputs.items() if path not in missing}
 
 
 def _fingerprint_all(
@@ -194,11 +210,12 @@ def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measur
                 if what == "gradient" and expected.get(name) is not None and actual.get(name) is None:
                     raise CaptureError(_describe_lost_gradient(model, name))
                 if not is_close(expected.get(name), actual.get(name), _TOLERANCE):
-                    raise CaptureError(
+                    error = CaptureError(
                         f"the layers of {kind}, run one after the other, should give what the model gives, but in "
                         f"{mode} mode the {what} {name!r} differs ({format_fingerprint(expected.get(name))} in the "
                         f"model, {format_fingerprint(actual.get(name))} in its layers); {cause}"
                     )
+                    raise error if mode == "training" else _EvaluationDiffers(error)
 
 
 def _describe_lost_gradient(model: nn.Module, name: str) -> str:
@@ -252,12 +269,13 @@ def _return_memory() -> None:
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """Returns sums in float32 of large tensors, and in float64 of others; takes no copies."""
+    """Returns sums in float64, or in float32 of large tensors of less than that; takes no copies."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
-        flat = flat.to(torch.float64) if flat.numel() < _ROW else flat.float()
+        if flat.dtype != torch.float64:
+            flat = flat.to(torch.float64) if flat.numel() < _ROW else flat.float()
         rows = flat.numel() // _ROW
         whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
         weighted = (whole @ _make_weights(_ROW, flat)) @ _make_weights(rows, flat)

@@ -9,9 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from pipedream.capture.placeholder import NumbersNeeded
-from pipedream.capture.structure import walk_arguments
+from pipedream.capture.structure import find_prefix, walk_arguments
 from pipedream.core.errors import CaptureError
-from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.graph import LayerGraph, Value
 from pipedream.core.user_code import note_module, source_of, user_line, with_place
 
 _DISTRIBUTED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -102,17 +102,25 @@ class SliceErrors:
         )
 
     def explain_unsent(self, what: str, inputs: Any) -> str:
-        paths = (path for path, leaf in walk_arguments(*inputs) if isinstance(leaf, torch.Tensor))
-        new = [path for path in paths if path not in self._graph.inputs]
-        cause = (
-            f"The sample lacked the input {new[0]!r}: profile and plan with a sample that has it"
-            if new
-            else "Either the forward takes another path, or it keeps a tensor of an earlier batch on a module. Capture "
-            "with a sample and a mode that take this path, or put the modules that depend on this into one"
-        )
         return (
             f"{what} of {self._locate('')} depends on a tensor that another stage has and does not send, because on "
-            f"the sample it did not depend on it. {cause}"
+            f"the sample it did not depend on it. {self._explain_change(inputs)}"
+        )
+
+    def explain_two_tensors(self, value: Value, call: str, inputs: Any) -> str:
+        return (
+            f"in the forward of {self._locate('')} the call of {call!r} has another tensor than {value.name!r}, where "
+            f"it had this one on the sample. {self._explain_change(inputs)}"
+        )
+
+    def _explain_change(self, inputs: Any) -> str:
+        paths = (path for path, leaf in walk_arguments(*inputs) if isinstance(leaf, torch.Tensor))
+        new = [path for path in paths if find_prefix(path, self._graph.inputs) is None]
+        if new:
+            return f"The sample lacked the input {new[0]!r}: profile and plan with a sample that has it"
+        return (
+            "Either the forward takes another path, or it keeps a tensor of an earlier batch on a module. Capture "
+            "with a sample and a mode that take this path, or put the modules that depend on this into one"
         )
 
 

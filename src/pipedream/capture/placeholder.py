@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipedream.capture.structure import READS_NUMBERS, is_in_place, map_leaves, walk
+from pipedream.capture.structure import READS_NUMBERS, find_leaf, is_in_place, map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.user_code import user_line
 
@@ -64,6 +64,51 @@ def collecting_errors() -> Iterator[list[NumbersNeeded]]:
         _COLLECTED.reset(token)
 
 
+Origin = tuple[Any, tuple[Any, ...], dict[str, Any], str]
+"""A function, its arguments, and where a placeholder is in its result."""
+
+_ORIGINS: ContextVar[dict[int, tuple[torch.Tensor, Origin]] | None] = ContextVar("origins", default=None)
+
+
+@contextmanager
+def noting_origins() -> Iterator[Callable[[Any], None]]:
+    """Context that notes how placeholders are computed from others.
+
+    Yields a function that computes those in a value, if all that they are computed from is there by then.
+    """
+    origins: dict[int, tuple[torch.Tensor, Origin]] = {}
+    token = _ORIGINS.set(origins)
+
+    def fill_in(value: Any) -> None:
+        for _, leaf in walk(value):
+            if type(leaf) is not Placeholder or id(leaf) not in origins:
+                continue
+            function, args, kwargs, path = origins.pop(id(leaf))[1]
+            fill_in([args, kwargs])
+            if not any(isinstance(argument, Placeholder) for _, argument in walk([args, kwargs])):
+                result = find_leaf(function(*args, **kwargs), path)
+                swap_tensors(leaf, result.view_as(result))  # not the result itself, which may be an argument
+
+    try:
+        yield fill_in
+    finally:
+        _ORIGINS.reset(token)
+
+
+def _note_origin(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    origins = _ORIGINS.get()
+    if origins is None:
+        return result
+    before = {id(leaf) for _, leaf in walk([args, kwargs])}
+    for path, leaf in walk(result):
+        if id(leaf) in before:
+            origins.pop(id(leaf), None)  # it was written
+        elif type(leaf) is Placeholder:
+            copies = map_leaves(lambda _, argument: argument, [args, kwargs])  # lists may change
+            origins[id(leaf)] = leaf, (function, tuple(copies[0]), copies[1], path)
+    return result
+
+
 class Placeholder(torch.Tensor):
     """See above; made by `placeholder_like`.
 
@@ -84,10 +129,33 @@ class Placeholder(torch.Tensor):
             return reported(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") == "__get__":
-                return _keep_place(func(*args), args[0])
+                return _note_origin(func, args, {}, _keep_place(func(*args), args[0]))
             grad = torch.is_grad_enabled()
             with torch.no_grad():
-                return _evaluate(func, args, kwargs or {}, grad)
+                return _note_origin(func, args, kwargs or {}, _evaluate(func, args, kwargs or {}, grad))
+
+
+@contextmanager
+def converting_placeholders() -> Iterator[None]:
+    """Context in which functions that make tensors of data take placeholders too; torch lets no subclass see them."""
+    functions = {name: getattr(torch, name) for name in ("as_tensor", "asarray", "tensor")}
+
+    def take_placeholders(function: Callable[..., Any]) -> Callable[..., Any]:
+        def convert(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(data, Placeholder):
+                return function(data, *args, **kwargs)
+            given = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
+            return data.to(*args, **given) if args or given else data
+
+        return convert
+
+    for name, function in functions.items():
+        setattr(torch, name, take_placeholders(function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(torch, name, function)
 
 
 class MissingOutput(Placeholder):

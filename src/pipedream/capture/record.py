@@ -6,7 +6,7 @@ A *moment* counts events. A tensor is identified by its Python object, as the fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -19,11 +19,13 @@ from torch.overrides import TorchFunctionMode
 from pipedream.capture.placeholder import meta_like
 from pipedream.capture.preserve_state import read_python_generators
 from pipedream.capture.stand_ins import is_stand_in
-from pipedream.capture.structure import PLAIN, READS_NUMBERS, is_in_place, walk, walk_arguments
+from pipedream.capture.structure import PLAIN, READS_NUMBERS, find_prefix, is_in_place, walk, walk_arguments
 from pipedream.core.model.graph import ValueSite
 
 END = 2**40
 """The moment at which the model's output is read."""
+
+IN_FUNCTION = "inside a custom autograd function"
 
 _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__",
              "get_device", "element_size", "storage_offset", "ndimension", "nelement", "type", "__hash__",
@@ -46,6 +48,8 @@ class TensorRecord:
             is computed from.
         born: moment; -1 for inputs and state.
         last: moment of the last use.
+        last_read: of the last function that has read it.
+        parents: what its function has read.
         uses: moments at which something that depends is computed from it, if it does not depend itself.
         sites: where modules take or return it.
         made_by: name of the function.
@@ -58,9 +62,11 @@ class TensorRecord:
     depends: bool
     sources: frozenset[str] = frozenset()
     last: int = -1
+    last_read: int = -1
     uses: list[int] = field(default_factory=list)
     sites: list[ValueSite] = field(default_factory=list)
     made_by: str = ""
+    parents: Sequence[TensorRecord] = ()
     state: str = ""
     storage: int = 0
     reads: list[tuple[int, CallRecord]] = field(default_factory=list)
@@ -180,7 +186,7 @@ class _Recorder(TorchFunctionMode):
             for call in self.stack:
                 call.depending += 1
         for argument in arguments:
-            argument.last = self.moment
+            argument.last = argument.last_read = self.moment
             if not argument.depends and (depends or name in READS_NUMBERS):
                 argument.uses.append(END if name in READS_NUMBERS else self.moment)
             if argument.state:
@@ -188,7 +194,7 @@ class _Recorder(TorchFunctionMode):
         for tensor in results:
             if id(tensor) not in self.records:
                 self.records[id(tensor)] = TensorRecord(
-                    tensor, self.moment, depends, sources, self.moment, made_by=name
+                    tensor, self.moment, depends, sources, self.moment, made_by=name, parents=arguments
                 )
         for tensor in written:
             target = self.record_of(tensor)
@@ -279,11 +285,12 @@ def record(
     recorder = _Recorder(model, moving)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    inputs = list(walk_arguments(args, kwargs))
-    for where, leaf in inputs:
+    lists = {str(name) for name, value in [*enumerate(args), *kwargs.items()] if _has_item_per_sample(value)}
+    for where, leaf in walk_arguments(args, kwargs):
         if isinstance(leaf, torch.Tensor) and id(leaf) not in recorder.records:
-            record = TensorRecord(leaf, -1, False, frozenset([where]))
-            record.sites.append(ValueSite("", "in", where, -1))
+            name = find_prefix(where, lists) or where
+            record = TensorRecord(leaf, -1, False, frozenset([name]))
+            record.sites.append(ValueSite("", "in", name, -1))
             recorder.records[id(leaf)] = record
     generators = read_python_generators()
     with _wrapping_modules(model, recorder), recorder:
@@ -318,6 +325,14 @@ def record(
     return Recording(root, records, recorder.writes, recorder.draws, frozenset(changed), set_here, draws_in_python)
 
 
+def _has_item_per_sample(value: Any) -> bool:
+    """Returns whether an input is a list whose length differs from batch to batch, such as boxes of each picture."""
+    if type(value) not in (list, tuple):
+        return False
+    shapes = {item.shape for item in value if isinstance(item, torch.Tensor)}
+    return len(shapes) > 1 or any(isinstance(item, Mapping) for item in value)
+
+
 @contextmanager
 def _wrapping_modules(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     saved = []
@@ -348,6 +363,6 @@ def _explain_frames() -> str:
         if code.co_filename.endswith("torch/utils/checkpoint.py") and not reason:
             reason = "checkpointed"
         if code.co_filename.endswith("torch/autograd/function.py") and code.co_name == "apply" and not reason:
-            reason = "inside a custom autograd function"
+            reason = IN_FUNCTION
         frame = frame.f_back  # type: ignore[assignment]
     return reason

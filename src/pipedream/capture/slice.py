@@ -32,6 +32,7 @@ class SliceTables:
     Attributes:
         inside: paths of the calls inside each call.
         in_leaves: ids of the modules in leaf calls.
+        evaluation: of the graph's evaluation, if it has one.
     """
 
     def __init__(self, model: nn.Module, graph: LayerGraph) -> None:
@@ -47,6 +48,7 @@ class SliceTables:
         self.tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.tensors.update(model.named_buffers(remove_duplicate=False))
         self.in_leaves = {id(m) for call in self.leaves for m in self.modules[call.path].modules()}
+        self.evaluation = None if graph.evaluation is None else SliceTables(model, graph.evaluation)
 
 
 class ModelSlice(SliceCalls):
@@ -55,6 +57,8 @@ class ModelSlice(SliceCalls):
     Called with the model's inputs or the bundle of the previous slice, it returns the next one's bundle or the model's
     output. Its parameters and buffers are those of its layers, under the model's names.
     """
+
+    _evaluating: ModelSlice | None
 
     def __init__(
         self, model: nn.Module, graph: LayerGraph, first: int, last: int, tables: SliceTables | None = None
@@ -119,6 +123,7 @@ class ModelSlice(SliceCalls):
         self._owners = [(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.names]
         module_ids |= {id(owner) for _, owner, _ in self._owners}
         self._modules_here = [m for m in tables.every if id(m) in module_ids or id(m) not in tables.in_leaves]
+        self.__dict__["_evaluating"] = _make_evaluating(model, graph, first, last, tables)
 
     def compile_inside(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Compiles the outermost modules that lie within the slice, which are then seeded at their entry only.
@@ -188,11 +193,26 @@ class ModelSlice(SliceCalls):
     # -- the forward --------------------------------------------------------------------------------
 
     def forward(self, arriving: Any) -> Any:
-        run = SliceForward(self, arriving)
+        part: SliceCalls = self
+        if self._evaluating is not None and not self.model.training:
+            part = self._evaluating
+            part.on_begin, part.reseed = self.on_begin, self.reseed
+        run = SliceForward(part, arriving)
         if self.is_first and self.is_last:
             return run.result()
         with self._attributes.during(remain=self.is_last):
             return run.result()
+
+
+def _make_evaluating(
+    model: nn.Module, graph: LayerGraph, first: int, last: int, tables: SliceTables
+) -> ModelSlice | None:
+    """Returns what runs in evaluation mode, if the calls and values differ there."""
+    if graph.evaluation is None:
+        return None
+    evaluating = ModelSlice(model, graph.evaluation, first, last, tables.evaluation)
+    evaluating.fills_in = not evaluating.is_first
+    return evaluating
 
 
 class _Attributes:

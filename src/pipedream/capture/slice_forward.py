@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -32,14 +32,16 @@ from pipedream.capture.placeholder import (
     NumbersNeeded,
     Placeholder,
     collecting_errors,
+    converting_placeholders,
     mark_missing,
     meta_like,
+    noting_origins,
     placeholder_like,
     plain_meta,
     swap_tensors,
 )
 from pipedream.capture.preserve_state import seeding_python_generators
-from pipedream.capture.structure import PLAIN, SameAs, find_leaf, map_leaves, walk, walk_arguments
+from pipedream.capture.structure import PLAIN, SameAs, find_leaf, find_prefix, map_leaves, walk, walk_arguments
 from pipedream.core.model.graph import LayerGraph, Value
 from pipedream.core.user_code import note_module
 
@@ -108,6 +110,7 @@ class SliceCalls(nn.Module):
         shared_modules: paths and modules with calls that begin or end outside of this slice.
         foreign_glue: parameters and buffers that the forward reads but the slice does not own.
         open_at_stop: calls that have begun and not ended at the end of the slice; "" is the model.
+        fills_in: what calls return is computed where they end (`postpone_returned`).
     """
 
     model: Any
@@ -132,6 +135,7 @@ class SliceCalls(nn.Module):
     shared_modules: list[tuple[str, nn.Module]]
     foreign_glue: list[str]
     open_at_stop: set[str]
+    fills_in: bool = False
 
     @contextmanager
     def repeating(
@@ -201,12 +205,19 @@ class SliceForward:
                 arriving["results"].value,
             )
             self.values = {v: t for v, t in zip(part.received, arriving["values"], strict=True) if t is not None}
+        self._input_names = {
+            path: find_prefix(path, part.graph.inputs) or path
+            for path, leaf in walk_arguments(*self.inputs)
+            if isinstance(leaf, torch.Tensor)
+        }
+        self._differs = set(self._input_names.values()) != set(part.graph.inputs)
         self.described: dict[str, Any] = {}
         tensors = [leaf for _, leaf in walk(arriving) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         self.place = tensors[0].device if tensors else torch.device("cpu")
         self.frames: list[str] = [""]  # calls that are open, the innermost last
         self.frame_counts: dict[str, int] = {}
         self.backward_hooks: dict[str, Callable[[], Any]] = {}
+        self.fill_in: Callable[[Any], None] = _do_nothing
         self.left = False  # at the first call of a later stage
         self.last_call = ""
 
@@ -226,6 +237,8 @@ class SliceForward:
         try:
             with (
                 collecting_errors() as raised,
+                converting_placeholders(),
+                noting_origins() if part.fills_in else nullcontext(_do_nothing) as self.fill_in,
                 self._seeding_python(),
                 self._wrapping_calls(),
                 self._replacing_checkpoints(),
@@ -252,6 +265,7 @@ class SliceForward:
         if not part.is_last or not self.begun:
             missed = (part.stop_at if self.begun else part.begin_at) or ""
             raise self._errors.other_path(missed, f"it ended without calling {missed!r}", self.last_call)
+        self.fill_in(output)
         mark_missing(output, partial(self._errors.explain_unsent, inputs=self.entered))
         return output
 
@@ -261,7 +275,10 @@ class SliceForward:
         args, kwargs = self.inputs
 
         def restored(path: str, leaf: Any) -> Any:
-            return real[path] if path in real else self._restore_placeholder(path, leaf)
+            name = find_prefix(path, real)
+            if name is not None:
+                return find_leaf(real[name], path.removeprefix(name).lstrip("/"))
+            return self._restore_placeholder(path, leaf)
 
         return map_leaves(restored, list(args)), map_leaves(restored, kwargs)
 
@@ -358,7 +375,7 @@ class SliceForward:
             else:
                 self._find(_find_arguments(part.arrive_in.get(name, ()), args, kwargs))
         if self.begun:
-            self.values.update(_find_arguments(part.leave_in.get(name, ()), args, kwargs))
+            self._keep(name, _find_arguments(part.leave_in.get(name, ()), args, kwargs))
             if name == part.stop_at:
                 self.left = True
                 raise _Left
@@ -374,10 +391,20 @@ class SliceForward:
             self.frames.pop()
         output = hook.setup_output_hook(output) if hook else output
         if self.begun:
-            self.values.update(_find_outputs(part.leave_out.get(name, ()), output))
+            leaving = list(_find_outputs(part.leave_out.get(name, ()), output))
+            self.fill_in([tensor for _, tensor in leaving])
+            self._keep(name, leaving)
             if name in part.described:
                 self._describe(name, args, kwargs, output)
         return output
+
+    def _keep(self, name: str, values: Iterable[tuple[Value, torch.Tensor]]) -> None:
+        """Keeps what the call of this name takes or returns and later stages read."""
+        for value, tensor in values:
+            before = self.values.get(value)
+            self.values[value] = tensor
+            if before is not None and before is not tensor and self._differs:
+                raise CutFailed(self.part.stop_at or "", self._errors.explain_two_tensors(value, name, self.entered))
 
     def _skip(self, name: str, args: Any, kwargs: Any) -> Any:
         part = self.part
@@ -438,7 +465,7 @@ class SliceForward:
         part = self.part
         for value in (value for value in part.sent if part.is_first and value.born < 0):
             path = value.sites[0].path
-            if isinstance(value_here := _find_argument(path, *self.inputs), torch.Tensor):
+            if isinstance(value_here := _find_argument(path, *self.inputs), (torch.Tensor, list, tuple)):
                 self.values[value] = value_here
             elif value_here is not None or torch.is_grad_enabled():
                 raise self._errors.missing_input(path, value_here, self.inputs)
@@ -458,7 +485,9 @@ class SliceForward:
 
         results = {name: each for name, each in self.results.items() if name.rpartition("/")[0] in part.open_at_stop}
         return {
-            "inputs": Unsent([map_leaves(lambda _, leaf: _strip_numbers(leaf), each) for each in self.inputs]),
+            "inputs": Unsent(
+                _strip_inputs(self.inputs, self._input_names, part.graph.inputs) if part.is_first else self.inputs
+            ),
             "outputs": Unsent({name: outputs[name] for name in part.described if name in outputs}),
             "values": [self.values.get(value) for value in part.sent],
             "results": Unsent(results),
@@ -509,8 +538,31 @@ def _make_alias(received: torch.Tensor) -> torch.Tensor:
     return alias.view_as(received) if weakref.getweakrefs(alias) else alias
 
 
+def _do_nothing(value: Any) -> None:
+    pass
+
+
 def _has_placeholder(args: Any, kwargs: Any) -> bool:
     return any(isinstance(leaf, Placeholder) for _, leaf in walk_arguments(args, kwargs))
+
+
+def _strip_inputs(inputs: Any, names: Mapping[str, str], usual: Collection[str]) -> list[Any]:
+    """Returns the model's inputs without numbers, which are sent for what the sample shows to be read later.
+
+    If the batch has other inputs than the sample, any stage may read those, or make up for the ones that are missing by
+    others: a decoder reads ``decoder_input_ids``, or the encoder's words, if there are no labels.
+
+    Args:
+        names: path of a tensor -> the name by which the sample had it.
+        usual: the names of the sample's inputs.
+    """
+    differs = set(names.values()) != set(usual)
+
+    def strip(path: str, leaf: Any) -> Any:
+        is_read = differs and path in names and (names[path] not in usual or not leaf.is_floating_point())
+        return leaf if is_read else _strip_numbers(leaf)
+
+    return [map_leaves(strip, each) for each in inputs]
 
 
 def _strip_numbers(leaf: Any) -> Any:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pipedream.capture.record import END, CallRecord, Recording, TensorRecord
+from pipedream.capture.record import END, IN_FUNCTION, CallRecord, Recording, TensorRecord
 from pipedream.core.model.graph import Call, Layer, LayerGraph, Value
 from pipedream.core.user_code import source_of
 
@@ -28,9 +30,33 @@ _LOOP = 3  # calls of one module with parameters, from which on they are taken f
 
 
 def build_graph(
-    model: nn.Module, recording: Recording, refused: Refused, replayed: Sequence[str] = ()
+    model: nn.Module,
+    recording: Recording,
+    refused: Refused,
+    replayed: Sequence[str] = (),
+    evaluation: Recording | None = None,
 ) -> tuple[LayerGraph, Refused]:
-    """Returns the finest graph without the cuts that are refused already, and all refused cuts."""
+    """Returns the finest graph without the cuts that are refused already, and all refused cuts.
+
+    Args:
+        evaluation: of a forward in evaluation mode, if it is to have calls and values of its own.
+    """
+    graph, refused = _build_graph(model, recording, refused, replayed)
+    if evaluation is None or not graph.calls:
+        return graph, refused
+    starts = {layer.name for layer in graph.layers}
+    others = {call.name: "" for call in evaluation.root.every() if call.name not in starts}
+    other, reasons = _build_graph(model, evaluation, others, replayed)
+    lost = starts - {layer.name for layer in other.layers} - {graph.layers[0].name}
+    if lost:
+        reasons = {name: f"in evaluation mode {reasons.get(name, 'it is not called')}" for name in sorted(lost)}
+        return build_graph(model, recording, refused | reasons, replayed, evaluation)
+    return replace(graph, evaluation=replace(other, layers=graph.layers, ties=(), whole=())), refused
+
+
+def _build_graph(
+    model: nn.Module, recording: Recording, refused: Refused, replayed: Sequence[str]
+) -> tuple[LayerGraph, Refused]:
     leaves = list(_iterate_leaves(recording.root))
     if len(leaves) < 2:
         return LayerGraph((Layer(type(model).__name__, type(model).__name__, _list_names(model)),), ()), {}
@@ -63,11 +89,48 @@ def build_graph(
         replayed=tuple(replayed),
         seeded=_list_seeded(recording, leaves),
         draws_in_python=recording.draws_in_python,
-        inputs=tuple(
-            record.sites[0].path for record in recording.tensors if record.sites and record.sites[0].moment == -1
-        ),
+        inputs=tuple(dict.fromkeys(r.sites[0].path for r in recording.tensors if r.sites and r.sites[0].moment == -1)),
     )
     return graph, refused
+
+
+def postpone_returned(recording: Recording) -> None:
+    """Lets what a call returns, and no function reads before, be computed where the call ends.
+
+    Code outside of modules makes it, such as slices of hidden states that are kept until then, so that no stage in
+    between could find it. The stage of the call's end computes it again from what modules have taken or returned
+    (`SliceForward`). If this needs parameters or random numbers, it is missing in the model's output.
+    """
+    drawn, starts = set(recording.draws), [call.start for call in recording.root.every()]
+
+    def is_returned(record: TensorRecord) -> bool:
+        return record.depends and record.last_read <= record.born and record.sites[0].end == "out"
+
+    def find_sources(record: TensorRecord) -> list[TensorRecord] | None:
+        if record.state or record.storage in recording.writes:
+            return None
+        if not record.depends or (record.sites and not is_returned(record)):
+            return [record]
+        if not record.parents or record.born in drawn:
+            return None
+        found = [find_sources(parent) for parent in record.parents]
+        return None if None in found else [source for sources in found for source in sources or ()]
+
+    for record in recording.tensors:
+        if record.state or not record.sites or not is_returned(record):
+            continue
+        moment, sources = record.sites[0].moment, find_sources(record)
+        if bisect_right(starts, record.born) == bisect_right(starts, moment):
+            continue  # no stage can begin in between
+        if sources is None:
+            if all(site.end == "out" for site in record.sites):
+                record.last = record.born
+            continue
+        for source in sources:
+            source.last = max(source.last, moment)
+            if not source.depends:
+                source.uses.append(moment)
+        record.born = moment
 
 
 def _explain_unsendable(recording: Recording, name: str) -> str:
@@ -284,7 +347,7 @@ def _list_inputs(recording: Recording) -> list[TensorRecord]:
     for record in recording.tensors:
         for source in record.sources:
             last[source] = max([last.get(source, -1), *record.uses])
-    inputs = []
+    inputs: dict[str, TensorRecord] = {}
     for record in recording.tensors:
         if (
             record.sites
@@ -295,8 +358,11 @@ def _list_inputs(recording: Recording) -> list[TensorRecord]:
         ):
             (source,) = record.sources or ("",)
             record.last = last.get(source, -1)
-            inputs.append(record)
-    return inputs
+            if source in inputs:  # another tensor of the same list
+                nbytes = inputs[source].tensor.nbytes + record.tensor.nbytes
+                record = replace(record, tensor=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+            inputs[source] = record
+    return list(inputs.values())
 
 
 def _make_value(record: TensorRecord, cuts: Sequence[int]) -> Value | None:
@@ -310,10 +376,13 @@ def _make_value(record: TensorRecord, cuts: Sequence[int]) -> Value | None:
 def _list_glue(state: Sequence[TensorRecord], leaves: Sequence[CallRecord]) -> tuple[str, ...]:
     """Parameters and buffers that are read outside leaf calls of the modules that hold them, or not at all.
 
-    Where they are not owned they are placeholders, so that a batch that reads them on another stage is an error.
+    Where they are not owned they are placeholders, so that a batch that reads them on another stage is an error. Those
+    of a call in a user's autograd function are listed too, because its backward may read them.
     """
     called = {id(tensor) for leaf in leaves for tensor in (*leaf.module.parameters(), *leaf.module.buffers())}
-    names = [record.state for record in state if not record.reads and id(record.tensor) not in called]
+    in_function = {id(p) for leaf in leaves if leaf.whole == IN_FUNCTION for p in leaf.module.parameters()}
+    unread = (record.state for record in state if not record.reads and id(record.tensor) not in called)
+    names = [*unread, *(record.state for record in state if id(record.tensor) in in_function)]
     for record in state:
         for _, call in record.reads:
             inner = any(not each.free for each in call.inner)
@@ -321,4 +390,4 @@ def _list_glue(state: Sequence[TensorRecord], leaves: Sequence[CallRecord]) -> t
             if inner or not holds_it or call.free:
                 names.append(record.state)
                 break
-    return tuple(names)
+    return tuple(dict.fromkeys(names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -57,6 +57,15 @@ def find_leaf(value: Any, path: str) -> Any:
         else:
             value = getattr(value, name, None)
     return value
+
+
+def find_prefix(path: str, places: Container[str]) -> str | None:
+    """Returns the place that holds the leaf at a path, or is it; None if none of them does."""
+    while path not in places:
+        path = path.rpartition("/")[0]
+        if not path:
+            return None
+    return path
 
 
 def map_leaves(change: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:

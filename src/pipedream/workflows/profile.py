@@ -32,7 +32,7 @@ from pipedream.plan_request import AUTO, NO_MESH
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
-from pipedream.runtime.data.splitter import BatchDim, first_part, known_samples
+from pipedream.runtime.data.splitter import BatchDim, first_part, known_samples, split_batch
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
@@ -241,7 +241,7 @@ def _find_loss_weight(model: Any, inputs: Any) -> str:
     with preserve_state([model], list_cuda_devices(model, inputs)):
         for module in model.modules():
             module.training = False
-        return probe_weight(partial(call_model, model), inputs, samples=known_samples(inputs))
+        return probe_weight(partial(call_model, model), inputs, samples=known_samples(inputs), split=split_batch)
 
 
 def _split_only_argument(batch_dim: BatchDim, arguments: tuple[Any], count: int, size: int) -> tuple[Any]:

@@ -137,6 +137,47 @@ def test_parts_are_flattened_as_each_alone() -> None:
     assert split_minibatch(x, None, 2)[2] == [("null", ()), ("null", ())]
 
 
+def boxes(*counts: int) -> list[dict[str, Any]]:
+    return [{"boxes": torch.full((n, 4), i), "at": torch.tensor(i), "name": str(i)} for i, n in enumerate(counts)]
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3, 2, 1), (4, 4, 4, 4)])
+def test_a_list_of_dicts_has_one_for_each_sample(counts: tuple[int, ...]) -> None:
+    samples = len(counts)
+    images = [torch.zeros(3, 5, 5 + i) for i in range(samples)]
+    for batch in (
+        {"labels": boxes(*counts), "pixels": torch.zeros(samples, 3)},
+        {"pixels": images, "labels": boxes(*counts)},
+        {"labels": tuple(boxes(*counts))},
+    ):
+        assert count_samples(batch) == samples
+        sizes, parts, _ = split(batch, None, 2)
+        assert [[label["name"] for label in part["labels"]] for part in parts] == [
+            [str(i) for i in range(sizes[0])],
+            [str(i) for i in range(sizes[0], samples)],
+        ]
+        assert [len(label["boxes"]) for part in parts for label in part["labels"]] == list(counts)
+        assert all(len(part["pixels"]) == size for part, size in zip(parts, sizes, strict=True) if "pixels" in part)
+        assert first_part(batch, samples, 1)["labels"][0]["name"] == "0"
+
+
+def test_a_list_of_dicts_whose_length_is_not_the_batchs_is_shared() -> None:
+    views = [{"x": torch.arange(4)}, {"x": torch.arange(4) + 4}, {"x": torch.ones(4)}]
+    _, parts, _ = split({"ids": torch.arange(4), "views": views}, None, 2)
+    assert [part["views"][1]["x"].tolist() for part in parts] == [[4, 5], [6, 7]]
+    batch = {"ids": torch.arange(4), "table": boxes(1, 2, 3, 4)}
+    assert [len(part["table"]) for part in split(batch, None, 2, {"table": None})[1]] == [4, 4]
+
+
+def test_a_list_that_is_split_once_is_split_again() -> None:
+    splitter = Splitter(lambda batch: (batch, ()))
+    splitter.begin(2, 0)
+    for number, lengths in enumerate(((3, 5, 2), (4, 4), (2, 2))):
+        batch = {"ids": torch.arange(len(lengths)), "words": [torch.arange(n) for n in lengths]}
+        parts = splitter.split(number, Minibatch(number, 0, batch, False))
+        assert sum(len(unflatten(p.structure, p.tensors)["words"]) for p, _ in parts) == len(lengths)
+
+
 def test_first_part_of_a_minibatch() -> None:
     batch = {"x": torch.arange(10).reshape(2, 5), "n": torch.arange(5), "c": torch.ones(3)}
     half = first_part(batch, 5, 2, batch_dim=1)

@@ -24,6 +24,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
+from pipedream.runtime.data.splitter import known_samples, split_batch
 from pipedream.runtime.results.loss_calls import LossCalls
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.runtime.results.losses import Loss
@@ -126,9 +127,13 @@ def test_the_parts_of_a_recognised_loss_give_the_whole(name: str, sizes: tuple[i
     assert F.cross_entropy is HELD
 
 
+def _probe(evaluate: Callable[[Any], Any], batch: Any, samples: int | None = None) -> str:
+    return probe_weight(evaluate, batch, samples=samples or known_samples(batch), split=split_batch)
+
+
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_the_probe_finds_what_is_recognised(name: str) -> None:
-    weight = probe_weight(lambda b: SimpleNamespace(loss=RECOGNISED[name](b)), _batch())
+    weight = _probe(lambda b: SimpleNamespace(loss=RECOGNISED[name](b)), _batch())
     assert weight == "recognised"
 
 
@@ -161,15 +166,15 @@ PROBED: dict[str, tuple[Callable[[Batch], Tensor], str]] = {
 def test_a_loss_is_probed(name: str) -> None:
     model, expected = PROBED[name]
     state = torch.get_rng_state()
-    assert probe_weight(lambda b: {"loss": model(b)}, _batch()) == expected
-    assert probe_weight(lambda b: {"loss": model(b)}, _batch(), samples=1) == ""
+    assert _probe(lambda b: {"loss": model(b)}, _batch()) == expected
+    assert _probe(lambda b: {"loss": model(b)}, _batch(), samples=1) == ""
     if name != "dropout":
-        assert probe_weight(lambda b: {"loss": model(b).float()}, _batch()) == expected
+        assert _probe(lambda b: {"loss": model(b).float()}, _batch()) == expected
     torch.set_rng_state(state)
 
 
 def test_a_batch_without_labels_has_no_loss_to_probe() -> None:
-    assert probe_weight(lambda b: {"logits": b["x"]}, _batch()) == ""
+    assert _probe(lambda b: {"logits": b["x"]}, _batch()) == ""
 
 
 class _Pair(NamedTuple):
@@ -183,9 +188,9 @@ def test_a_batch_of_which_the_model_takes_no_part_is_probed() -> None:
         return {"loss": batch.x.mean()}
 
     batch = _Pair(torch.randn(4, 2), ["a", "b", "c", "d"])
-    assert probe_weight(lambda b: {"loss": b.x.mean()}, batch) == "samples"
-    assert probe_weight(check_names, batch) == "other"
-    assert probe_weight(lambda b: {"logits": b.data}, pack_sequence([torch.ones(2), torch.ones(1)])) == ""
+    assert _probe(lambda b: {"loss": b.x.mean()}, batch) == "samples"
+    assert _probe(check_names, batch) == "other"
+    assert _probe(lambda b: {"logits": b.data}, pack_sequence([torch.ones(2), torch.ones(1)])) == ""
 
 
 def test_what_the_probe_refuses_is_refused_for_parts_only() -> None:
@@ -460,8 +465,8 @@ def test_models_of_hugging_face_give_the_whole(name: str) -> None:
     model, batch = _hugging_face(name)
     model.double().eval()
     batch = {key: item.double() if key == "pixel_values" else item for key, item in batch.items()}
-    assert probe_weight(lambda part: model(**part), batch) == ("other" if name == "clip" else "recognised")
-    assert probe_weight(
+    assert _probe(lambda part: model(**part), batch) == ("other" if name == "clip" else "recognised")
+    assert _probe(
         lambda part: model.float()(**part),
         {key: item.float() if key == "pixel_values" else item for key, item in batch.items()},
     ) == ("other" if name == "clip" else "recognised")

@@ -8,9 +8,10 @@ whatever is read after a cut crosses it (`Value`). The planner takes any graph (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from pipedream.core.artifact import Artifact
+from pipedream.core.artifact import Artifact, encode_attributes
 from pipedream.core.units import format_bytes
 
 
@@ -114,6 +115,8 @@ class LayerGraph(Artifact):
         seeded: paths of modules before each call of which the random generator is seeded.
         draws_in_python: the forward draws from the generators of Python or NumPy, which are then seeded for it.
         inputs: where the model's inputs have tensors ("0", "input_ids").
+        evaluation: the same layers with the calls and values of a forward in evaluation mode, for a model that returns
+            there what those of training cannot give.
 
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
@@ -131,6 +134,7 @@ class LayerGraph(Artifact):
     seeded: tuple[str, ...] = ()
     draws_in_python: bool = False
     inputs: tuple[str, ...] = ()
+    evaluation: LayerGraph | None = None
 
     def __post_init__(self) -> None:
         count = len(self.layers)
@@ -147,6 +151,11 @@ class LayerGraph(Artifact):
                 raise ValueError(f"tie {group} names a layer that is not among the {count}")
         if strange := set(self.whole) - set(self.ties):
             raise ValueError(f"whole names {min(strange)}, which is not one of the ties")
+
+    def encoded(self) -> dict[str, Any]:
+        """Returns JSON values; the field that few graphs have is left out of the others."""
+        names = [field.name for field in fields(self) if field.name != "evaluation" or self.evaluation is not None]
+        return encode_attributes(self, *names)
 
     @classmethod
     def chain(

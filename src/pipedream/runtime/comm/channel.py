@@ -185,6 +185,9 @@ class LocalChannel(Sender, Receiver, Pending[Message]):
     def receive(self) -> Pending[Message]:
         return self
 
+    def clear(self) -> None:
+        self._queue.clear()
+
     def drain(self) -> None:
         assert not self._queue, f"a message was left on a channel: {self._queue[0].without_tensors()}"
 

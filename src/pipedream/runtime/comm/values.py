@@ -109,22 +109,29 @@ def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
     return flatten(value, opaque_as_none=True)[1]
 
 
-def map_tensors(value: Any, function: Callable[[Any], Any], leaves: type | tuple[type, ...] = torch.Tensor) -> Any:
+def map_tensors(
+    value: Any,
+    function: Callable[[Any], Any],
+    leaves: type | tuple[type, ...] = torch.Tensor,
+    replaced: Mapping[int, Any] | None = None,
+) -> Any:
     """Returns a copy of a value with `function` applied to each tensor; other objects stay the same objects.
 
     Args:
         leaves: types that the function is applied to.
+        replaced: id of a tensor or container -> what takes its place.
     """
-    return _map_item(value, function, leaves if isinstance(leaves, tuple) else (leaves,), {})
+    return _map_item(value, function, leaves if isinstance(leaves, tuple) else (leaves,), dict(replaced or {}))
 
 
 def _map_item(item: Any, function: Callable[[Any], Any], leaves: tuple[type, ...], replaced: dict[int, Any]) -> Any:
     # Not a function inside the one above: one that calls itself is a cycle, which would keep its tensors in memory.
     if type(item) in _PLAIN:
         return item
+    if id(item) in replaced:
+        return replaced[id(item)]
     if isinstance(item, leaves):
-        if id(item) not in replaced:
-            replaced[id(item)] = function(item)
+        replaced[id(item)] = function(item)
         return replaced[id(item)]
     kind = type(item)
     if kind is tuple or kind is list:

@@ -4,6 +4,9 @@ A batch is adapted to the model's input and the loss's targets (`BatchAdapter`),
 
 The batch dimension of a tensor is `BatchDim`: one number for all, or a mapping from an input's name (or its position,
 for positional inputs) to its dimension. Inputs that are not named have dimension 0, and those with None have none.
+
+An input may be a list with an item for each sample, such as a dict with the boxes of each picture. Then the list is
+split, not the tensors in it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,13 +31,17 @@ AdaptBatch = Callable[[Any], tuple[Any, Any]]
 BatchDim = int | Mapping[str | int, int | None]
 
 Leaf = tuple[Any, int | None, str | int]
-"""A tensor or packed sequence, its batch dimension, and the name or position of the input that holds it."""
+"""A tensor, a packed sequence or a list with an item for each sample; its batch dimension, and the name or position of
+the input that holds it, or is it."""
 
 Parts = list[tuple[Message, Message]]
 """The microbatches of a minibatch: input of the first layer, and targets of the loss."""
 
 Flat = tuple[str, tuple[torch.Tensor, ...]]
 """What `values.flatten` returns."""
+
+Lists = tuple[set[str | int], set[str | int]]
+"""Names of those inputs, and of those targets, that were lists with an item for each sample before."""
 
 _LEAVES = (torch.Tensor, PackedSequence)
 
@@ -96,6 +104,7 @@ class Splitter:
         self._adapt = adapt
         self._batch_dim = batch_dim
         self._is_split: dict[tuple[str, str | int, int], bool] = {}
+        self._lists: Lists = set(), set()
 
     def begin(self, per_minibatch: int, base: int) -> None:
         """Begins a stream, with `base` minibatches done before."""
@@ -107,7 +116,7 @@ class Splitter:
         inputs, targets = self._adapt(minibatch.batch)
         first = number * self._per_minibatch
         sizes, flat_inputs, flat_targets = split_minibatch(
-            inputs, targets, self._per_minibatch, self._batch_dim, self._check_leaves
+            inputs, targets, self._per_minibatch, self._batch_dim, self._check_leaves, self._lists
         )
         count = sum(sizes)
 
@@ -138,7 +147,7 @@ class Splitter:
         """Raises WorkerError for a tensor with a graph, or one that is split in one minibatch and whole in another."""
         counts = Counter[str | int]()
         for leaf, dim, name in leaves:
-            if getattr(leaf, "grad_fn", None) is not None:
+            if any(getattr(tensor, "grad_fn", None) is not None for tensor in _list_tensors(leaf)):
                 raise WorkerError(
                     0,
                     "the loader",
@@ -168,12 +177,12 @@ def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
     Keyword arguments may be in any order: of their tensors, the most frequent size counts, and of equally frequent ones
     the first. Otherwise it is the size of the first tensor that has the batch dimension; 1 if none has it.
     """
-    return _count(inputs, list(_list_dims(inputs, batch_dim)))
+    return _find_leaves(inputs, batch_dim)[1]
 
 
 def known_samples(inputs: Any, batch_dim: BatchDim = 0) -> int | None:
     """Returns the number of samples; None if no tensor has the batch dimension."""
-    return _known_count(inputs, _list_dims(inputs, batch_dim))
+    return _find_known_leaves(inputs, batch_dim)[1]
 
 
 def split_minibatch(
@@ -182,6 +191,7 @@ def split_minibatch(
     parts: int,
     batch_dim: BatchDim = 0,
     check: Callable[[str, Sequence[Leaf], int], None] | None = None,
+    lists: Lists | None = None,
 ) -> tuple[list[int], list[Flat], list[Flat]]:
     """Returns the number of samples of each part, and its inputs and targets, flattened.
 
@@ -189,26 +199,34 @@ def split_minibatch(
 
     Args:
         check: called with a role, its tensors, and the number of samples.
+        lists: new ones are added.
     """
-    leaves, target_leaves = list(_list_dims(inputs, batch_dim)), list(_list_dims(targets, batch_dim))
-    count = _count(inputs, leaves)
+    input_lists, target_lists = lists or (set(), set())
+    leaves, count = _find_leaves(inputs, batch_dim, input_lists)
+    target_leaves, _ = _find_known_leaves(targets, batch_dim, target_lists, count)
     if check is not None:
         check("inputs", leaves, count)
         in_inputs = {id(leaf) for leaf, *_ in leaves}
         check("targets", [leaf for leaf in target_leaves if id(leaf[0]) not in in_inputs], count)
     if parts == 1:
         return [count], [flatten(inputs)], [flatten(targets)]
-    split = _Split(count, parts)
+    split = _Split(count, _list_sizes(count, parts))
     return split.sizes, split.flatten_parts(inputs, leaves), split.flatten_parts(targets, target_leaves)
 
 
-def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> list[Any]:
+def split_batch(value: Any, count: int, parts: int | Sequence[int], batch_dim: BatchDim = 0) -> list[Any]:
     """Splits `count` samples into microbatches as equal as possible, larger ones first; the last may be empty.
 
     A tensor is split if its size along the batch dimension is `count`, or along dimension 0 if it has no such dimension
     (such as lengths); everything else goes to each microbatch.
+
+    Args:
+        parts: their number, or their sizes.
     """
-    return [value] if parts == 1 else _Split(count, parts).list_parts(value, _list_dims(value, batch_dim))
+    if parts == 1:
+        return [value]
+    sizes = _list_sizes(count, parts) if isinstance(parts, int) else parts
+    return _Split(count, sizes).list_parts(value, _find_known_leaves(value, batch_dim, count=count)[0])
 
 
 def first_part(value: Any, count: int, size: int, batch_dim: BatchDim = 0) -> Any:
@@ -217,17 +235,22 @@ def first_part(value: Any, count: int, size: int, batch_dim: BatchDim = 0) -> An
     def take_first(leaf: Any, dim: int | None) -> Any:
         if dim is None:
             return leaf
-        return _split_packed(leaf, [size])[0] if isinstance(leaf, PackedSequence) else leaf.narrow(dim, 0, size)
+        return leaf.narrow(dim, 0, size) if isinstance(leaf, torch.Tensor) else _split_items(leaf, [size])[0]
 
-    dims = {id(leaf): _find_split_dim(leaf, dim, count) for leaf, dim, _ in _list_dims(value, batch_dim)}
-    return map_tensors(value, lambda leaf: take_first(leaf, dims[id(leaf)]), _LEAVES)
+    leaves, _ = _find_known_leaves(value, batch_dim, count=count)
+    firsts = {id(leaf): take_first(leaf, _find_split_dim(leaf, dim, count)) for leaf, dim, _ in leaves}
+    return map_tensors(value, lambda leaf: leaf, replaced=firsts)
+
+
+def _list_sizes(count: int, parts: int) -> list[int]:
+    return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 class _Split:
     """Splits values of one minibatch; a tensor that occurs twice is split once."""
 
-    def __init__(self, count: int, parts: int) -> None:
-        self.sizes = [count // parts + (part < count % parts) for part in range(parts)]
+    def __init__(self, count: int, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
         self._count = count
         self._pieces: dict[int, Sequence[Any]] = {}
 
@@ -235,12 +258,13 @@ class _Split:
         self._split_all(leaves)
 
         def part(index: int) -> Any:
-            return map_tensors(value, lambda leaf: self._pieces[id(leaf)][index], _LEAVES)
+            pieces = {key: each[index] for key, each in self._pieces.items()}
+            return map_tensors(value, lambda leaf: leaf, replaced=pieces)
 
         return [part(index) for index in range(len(self.sizes))]
 
     def flatten_parts(self, value: Any, leaves: Sequence[Leaf]) -> list[Flat]:
-        if any(isinstance(leaf, PackedSequence) or leaf.is_meta for leaf, *_ in leaves):
+        if any(not isinstance(leaf, torch.Tensor) or leaf.is_meta for leaf, *_ in leaves):
             return [flatten(part) for part in self.list_parts(value, leaves)]
         # All parts have the structure of the whole.
         self._split_all(leaves)
@@ -257,19 +281,84 @@ class _Split:
     def _split(self, leaf: Any, dim: int | None) -> Sequence[Any]:
         if dim is None:
             return [leaf] * len(self.sizes)
-        if isinstance(leaf, PackedSequence):
-            return _split_packed(leaf, self.sizes)
+        if not isinstance(leaf, torch.Tensor):
+            return _split_items(leaf, self.sizes)
         # A first layer may work in place: `data`, because autograd counts changes of all views of a tensor together.
-        return [part.data for part in leaf.split(self.sizes, dim)]
+        parts: Sequence[torch.Tensor] = torch.split(leaf, self.sizes, dim)
+        return [part.data for part in parts]
 
 
-def _count(inputs: Any, leaves: Sequence[Leaf]) -> int:
+def _find_leaves(inputs: Any, batch_dim: BatchDim, lists: set[str | int] | None = None) -> tuple[list[Leaf], int]:
+    """Returns what is to be split, and the number of samples. Raises a WorkerError if there are none."""
+    leaves, count = _find_known_leaves(inputs, batch_dim, lists)
     if not leaves:
         raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
-    count = _known_count(inputs, leaves)
     if count == 0:
         raise WorkerError(0, "the loader", "the batch holds no sample", "let the loader leave out empty batches")
-    return 1 if count is None else count
+    return leaves, 1 if count is None else count
+
+
+def _find_known_leaves(
+    value: Any, batch_dim: BatchDim, lists: set[str | int] | None = None, count: int | None = None
+) -> tuple[list[Leaf], int | None]:
+    """Returns what is to be split, and the number of samples if it is known, or was given.
+
+    Args:
+        lists: names of lists that had an item for each sample before; new ones are added.
+    """
+    inputs: Mapping[Any, Any] = {0: value}
+    if isinstance(value, Mapping):
+        inputs = value
+    elif isinstance(value, tuple) and not isinstance(value, PackedSequence):
+        inputs = dict(enumerate(value))
+    dims = {name: batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0) for name in inputs}
+    given = () if isinstance(batch_dim, int) else batch_dim
+    all_lists = {
+        id(items): (name, items) for name in inputs if name not in given for items in _find_lists(inputs[name])
+    }
+
+    def list_leaves(without: Iterable[int]) -> list[Leaf]:
+        return [(leaf, dims[name], name) for name, item in inputs.items() for leaf in _list_tensors(item, without)]
+
+    known = set() if lists is None else lists
+    certain = {key for key, (name, items) in all_lists.items() if name in known or _holds_dicts(items)}
+    likely = {key for key, (_, items) in all_lists.items() if _is_uneven(items)}
+    if count is None and (certain or likely):
+        count = _known_count(value, list_leaves(all_lists))
+    if count is None:
+        lengths = [len(items) for key, (_, items) in all_lists.items() if key in certain]
+        count = lengths[0] if lengths else _known_count(value, list_leaves(()))
+    if certain:  # then any list may be of samples whose tensors do not have the number of samples
+        likely = {
+            key
+            for key, (_, items) in all_lists.items()
+            if all(_find_size(tensor, 0) != count for tensor in _list_tensors(items))
+        }
+    split = {key: pair for key, pair in all_lists.items() if key in certain | likely and len(pair[1]) == count}
+    known.update(name for name, _ in split.values())
+    return [*list_leaves(split), *((items, 0, name) for name, items in split.values())], count
+
+
+def _find_lists(value: Any) -> Iterator[Sequence[Any]]:
+    """Yields the lists of dicts, and of tensors, that are not in such a list themselves."""
+    is_list = type(value) in (list, tuple) and len(value) > 0
+    if is_list and (_holds_dicts(value) or _holds_tensors(value)):
+        yield value
+    elif is_list or isinstance(value, Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _find_lists(item)
+
+
+def _holds_dicts(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, Mapping) for item in items)
+
+
+def _holds_tensors(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, torch.Tensor) and item.ndim for item in items)
+
+
+def _is_uneven(items: Sequence[Any]) -> bool:
+    return _holds_tensors(items) and len({len(item) for item in items}) > 1
 
 
 def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
@@ -279,19 +368,12 @@ def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
     return max(sizes, key=sizes.count) if isinstance(inputs, Mapping) else sizes[0]
 
 
-def _list_dims(value: Any, batch_dim: BatchDim) -> Iterator[Leaf]:
-    """Yields the tensors of an input, each with its batch dimension and the name of what holds it."""
-    inputs: Mapping[Any, Any] = {0: value}
-    if isinstance(value, Mapping):
-        inputs = value
-    elif isinstance(value, tuple) and not isinstance(value, PackedSequence):
-        inputs = dict(enumerate(value))
-    for name, item in inputs.items():
-        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
-        yield from ((leaf, dim, name) for leaf in _list_leaves(item))
+def _list_tensors(value: Any, skipped: Iterable[int] = ()) -> list[Any]:
+    """Lists the tensors and packed sequences in a value.
 
-
-def _list_leaves(value: Any) -> list[Any]:
+    Args:
+        skipped: ids of containers to leave out.
+    """
     if isinstance(value, _LEAVES):
         return [value]
     leaves: list[Any] = []
@@ -300,7 +382,7 @@ def _list_leaves(value: Any) -> list[Any]:
         leaves.append(leaf)
         return leaf
 
-    map_tensors(value, note, _LEAVES)
+    map_tensors(value, note, _LEAVES, dict.fromkeys(skipped))
     return leaves
 
 
@@ -309,11 +391,13 @@ def _find_size(leaf: Any, dim: int | None) -> int | None:
         return None
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
+    if not isinstance(leaf, torch.Tensor):
+        return len(leaf)
     return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else None
 
 
 def _describe_shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(leaf.data.shape if isinstance(leaf, PackedSequence) else leaf.shape)
+    return tuple(getattr(leaf.data if isinstance(leaf, PackedSequence) else leaf, "shape", [len(leaf)]))
 
 
 def _find_split_dim(leaf: Any, dim: int | None, count: int) -> int | None:
@@ -325,23 +409,24 @@ def _find_split_dim(leaf: Any, dim: int | None, count: int) -> int | None:
     return dim if size == count else None
 
 
-def _split_packed(packed: PackedSequence, sizes: list[int]) -> list[Any]:
-    """Splits a packed sequence; a part without samples, which is not run, is None."""
-    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+def _split_items(items: Any, sizes: Sequence[int]) -> list[Any]:
+    """Splits a list, or a packed sequence; a part of that without samples, which is not run, is None."""
+    ends = list(accumulate(sizes))
+    if not isinstance(items, PackedSequence):
+        return [items[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    padded, lengths = pad_packed_sequence(items, batch_first=True)
     parts: list[Any] = []
-    first = 0
-    for size in sizes:
-        part_lengths = lengths[first : first + size]
+    for size, end in zip(sizes, ends, strict=True):
+        part_lengths = lengths[end - size : end]
         longest = int(part_lengths.max()) if size else 0
         parts.append(
             pack_padded_sequence(
-                padded[first : first + size, :longest],
+                padded[end - size : end, :longest],
                 part_lengths,
                 batch_first=True,
-                enforce_sorted=packed.sorted_indices is None,
+                enforce_sorted=items.sorted_indices is None,
             )
             if size
             else None
         )
-        first += size
     return parts

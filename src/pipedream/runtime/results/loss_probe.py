@@ -7,11 +7,10 @@ contrastive losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, iterate_leaves
@@ -22,24 +21,22 @@ def probe_weight(
     evaluate: Callable[[Any], Any],
     batch: Any,
     *,
-    samples: int | None = None,
-    split: Callable[[Any, int, Sequence[int]], list[Any]] | None = None,
+    samples: int | None,
+    split: Callable[[Any, int, Sequence[int]], list[Any]],
 ) -> str:
     """Returns a `LossWeight`; empty if this sample cannot show it: one sample only, no loss, or a loss at random.
 
     Args:
         evaluate: from a batch to the model's output, with the model in evaluation mode.
-        samples: of the batch; by default dimension 0 of its first tensor.
-        split: ``split(batch, samples, sizes)`` -> parts of these sizes; by default along dimension 0.
+        samples: of the batch, if they are known.
+        split: ``split(batch, samples, sizes)`` -> parts of these sizes.
     """
-    if samples is None:
-        samples = next((len(item) for item in iterate_leaves(batch) if isinstance(item, torch.Tensor) and item.ndim), 1)
-    if samples < 2:
+    if samples is None or samples < 2:
         return LossWeight.UNKNOWN
     sizes = [samples // 2, 1, samples - samples // 2 - 1] if samples > 2 else [1, 1]
 
     def make_parts() -> Sequence[Any]:
-        return (split or _split)(batch, samples, sizes)
+        return split(batch, samples, sizes)
 
     try:
         with torch.no_grad():
@@ -110,20 +107,6 @@ def _compute_mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 def _is_close(value: float, other: float, tolerance: float) -> bool:
     return abs(value - other) <= tolerance * max(abs(value), abs(other))
-
-
-def _split(batch: Any, samples: int, sizes: Sequence[int]) -> list[Any]:
-    """Splits the tensors whose dimension 0 is the samples; everything else goes to each part."""
-    if isinstance(batch, torch.Tensor):
-        divides = batch.ndim > 0 and len(batch) == samples
-        return list(torch.split(batch, list(sizes))) if divides else [batch] * len(sizes)
-    if isinstance(batch, Mapping):
-        pieces = {key: _split(item, samples, sizes) for key, item in batch.items()}
-        return [{key: piece[i] for key, piece in pieces.items()} for i in range(len(sizes))]
-    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
-        make = getattr(type(batch), "_make", type(batch))  # of a named tuple
-        return [make(part) for part in zip(*(_split(item, samples, sizes) for item in batch), strict=True)]
-    return [batch] * len(sizes)
 
 
 class _WithoutRandomness(TorchFunctionMode):

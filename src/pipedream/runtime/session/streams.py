@@ -8,7 +8,7 @@ from typing import Any
 
 from pipedream.core.errors import ArtifactError, DeadlockError, PipelineError, WorkerError
 from pipedream.core.user_code import with_place
-from pipedream.runtime.comm.channel import Pending, Receiver, Sender, drain
+from pipedream.runtime.comm.channel import LocalChannel, Pending, Receiver, Sender, drain
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.same_settings import describe_data
 from pipedream.runtime.data.reader import EpochRange
@@ -145,6 +145,9 @@ class Streams:
                 yield sources
         finally:
             local.data.close_evaluation()
+            for end in self._list_channel_ends():
+                if isinstance(end, LocalChannel):  # after an error, or an early end, something may be left there
+                    end.clear()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
         local = self._local
@@ -171,11 +174,14 @@ class Streams:
 
     def _drain(self) -> None:
         """Leaves no message and no posted receive between two streams."""
-        channels: list[Sender | Receiver] = list(self._local.data.channels.all)
+        drain(self._list_channel_ends())
+
+    def _list_channel_ends(self) -> list[Sender | Receiver]:
+        ends: list[Sender | Receiver] = list(self._local.data.channels.all)
         for worker in self._local.workers:
-            channels += [*worker.senders.values(), *worker.results.senders.values()]
-            channels += [*worker.receivers.values(), *worker.results.receivers.values()]
-        drain(channels)
+            ends += [*worker.senders.values(), *worker.results.senders.values()]
+            ends += [*worker.receivers.values(), *worker.results.receivers.values()]
+        return ends
 
     def _is_stop_requested(self) -> bool:
         # A signal may have been sent to one worker alone, which need not be one that reads the data.

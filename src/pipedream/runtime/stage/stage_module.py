@@ -500,7 +500,7 @@ def low_precision_weights(
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) in names:
                     (cast if _is_cast(module) else full).add(names[id(parameter)])
-        # What the model's own code reads, it may use in full precision.
+        # What the model's own code reads, or the backward of its own function, it may use in full precision.
         read_outside: Any = getattr(getattr(layer, "graph", None), "glue", ())
         owned = dict(layer.named_parameters(remove_duplicate=False)) if read_outside else {}
         full.update(names[id(owned[name])] for name in read_outside if name in owned and id(owned[name]) in names)
