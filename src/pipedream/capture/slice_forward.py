@@ -229,7 +229,7 @@ class SliceForward:
         if part.is_first and part.on_begin is not None:
             part.on_begin()
         if part.is_first and part.is_last:
-            with self._seeding_python(), self._wrapping_calls(), self._replacing_checkpoints():
+            with self._seeding_python(), self._wrapping_calls(), _replacing_checkpoints(self._make_repeatable):
                 return part.model(*args, **kwargs)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
@@ -241,7 +241,7 @@ class SliceForward:
                 noting_origins() if part.fills_in else nullcontext(_do_nothing) as self.fill_in,
                 self._seeding_python(),
                 self._wrapping_calls(),
-                self._replacing_checkpoints(),
+                _replacing_checkpoints(self._make_repeatable),
                 _Functions(self) if part.graph.replayed else nullcontext(),
             ):
                 output = part.model(*args, **kwargs)
@@ -292,42 +292,6 @@ class SliceForward:
         if not self.part.graph.draws_in_python:
             return nullcontext()
         return seeding_python_generators(torch.default_generator.initial_seed())
-
-    @contextmanager
-    def _replacing_checkpoints(self) -> Iterator[None]:
-        """Makes the calls in checkpointed functions the same way when they are repeated.
-
-        With placeholders among the arguments, which a checkpoint would save, the function runs without one. Of a
-        stage's own calls this concerns the first at most, whose activations are then kept.
-        """
-        module: Any = torch.utils.checkpoint
-        name = "_checkpoint_without_reentrant_generator"
-        if hasattr(module, f"{name}_impl"):  # from torch 2.14 on, which does not call the other one
-            name += "_impl"
-        generator, function = getattr(module, name), module.CheckpointFunction
-
-        def nothing() -> Iterator[None]:
-            yield
-
-        def passing(run: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if _has_placeholder(args, kwargs):
-                return nothing()
-            return generator(self._make_repeatable(run, repeats=True), *args, **kwargs)  # the checkpoint calls it first
-
-        class Passing:
-            @staticmethod
-            def apply(run: Any, preserve: bool, *args: Any) -> Any:
-                if _has_placeholder(args, {}):
-                    return run(*args)
-                return function.apply(self._make_repeatable(run, repeats=False), preserve, *args)
-
-        setattr(module, name, passing)
-        module.CheckpointFunction = Passing
-        try:
-            yield
-        finally:
-            setattr(module, name, generator)
-            module.CheckpointFunction = function
 
     def _make_repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
         """Returns a function that makes its calls as this forward does now: the first time only if it `repeats`."""
@@ -510,6 +474,43 @@ class SliceForward:
         if self.begun and self.frames[-1] in self.part.open_at_stop:
             self.results[name] = map_leaves(lambda _, leaf: _strip_numbers(leaf), result)
         return result
+
+
+@contextmanager
+def _replacing_checkpoints(make_repeatable: Callable[..., Callable[..., Any]]) -> Iterator[None]:
+    """Makes the calls in checkpointed functions the same way when they are repeated.
+
+    With placeholders among the arguments, which a checkpoint would save, the function runs without one. Of a
+    stage's own calls this concerns the first at most, whose activations are then kept.
+    """
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(module, f"{name}_impl"):  # from torch 2.14 on, which does not call the other one
+        name += "_impl"
+    generator, function = getattr(module, name), module.CheckpointFunction
+
+    def nothing() -> Iterator[None]:
+        yield
+
+    def passing(run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if _has_placeholder(args, kwargs):
+            return nothing()
+        return generator(make_repeatable(run, repeats=True), *args, **kwargs)  # the checkpoint calls it first
+
+    class Passing:
+        @staticmethod
+        def apply(run: Any, preserve: bool, *args: Any) -> Any:
+            if _has_placeholder(args, {}):
+                return run(*args)
+            return function.apply(make_repeatable(run, repeats=False), preserve, *args)
+
+    setattr(module, name, passing)
+    module.CheckpointFunction = Passing
+    try:
+        yield
+    finally:
+        setattr(module, name, generator)
+        module.CheckpointFunction = function
 
 
 def _is_absent_input(value: Value, inputs: Any) -> bool:
