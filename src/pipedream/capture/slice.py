@@ -94,12 +94,8 @@ class ModelSlice(SliceCalls):
         leave = _select_sites(made_here, lambda site: begin <= site.moment <= stop)
         self.arrive_in, self.arrive_out = _group_by_call(arrive, "in"), _group_by_call(arrive, "out")
         self.leave_in, self.leave_out = _group_by_call(leave, "in"), _group_by_call(leave, "out")
-        watched = (
-            skipped
-            | {call.name for call in seeded}
-            | set(self.described)
-            | {site.call for site, _ in (*arrive, *leave)}
-        )
+        watched = skipped | {call.name for call in seeded} | set(self.described)
+        watched |= {site.call for site, _ in (*arrive, *leave)}
         watched |= {name for name in (self.begin_at, self.stop_at) if name is not None}
         if graph.replayed:
             watched |= self.open_at_stop | open_calls
