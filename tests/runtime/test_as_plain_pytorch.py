@@ -23,6 +23,7 @@ from first_minibatches import plan_of
 from marks import thinned
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from pipedream import Pipeline
 from pipedream.core.errors import PipelineError
@@ -740,6 +741,41 @@ def hooked_twice() -> nn.Module:
     return model
 
 
+def with_factor(self: Any) -> None:
+    between_both(self)
+    self.factor = 1.0
+
+
+def scaling(self: Any, x: Tensor) -> Tensor:
+    return self.out(torch.tanh(self.inner(self.linear(x)))) * self.factor
+
+
+class Factor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def scaled() -> nn.Module:
+    return sequence(linear(), Factor(), nn.Tanh(), linear())
+
+
+def halve_factor(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "factor"):
+            module.factor = module.factor / 2
+
+
+def called_in_checkpoint() -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.inner, torch.tanh(self.inner(self.linear(x))), use_reentrant=True))
+
+    return Runs(forward, between_both).double()
+
+
 def between_both(self: Any) -> None:
     self.inner, self.out = linear(), linear()
 
@@ -768,6 +804,14 @@ HOOKED = {
 }
 FORWARDS = {
     **HOOKED,
+    "a factor that the loop changes, replicas": Case(scaled, mse, pairs(), replicas=(2, 1), between=halve_factor),
+    "a factor of the model that the loop changes, replicas": Case(
+        lambda: Runs(scaling, with_factor).double(), mse, pairs(), replicas=(1, 2), between=halve_factor
+    ),
+    "called in a reentrant checkpoint and outside": Case(called_in_checkpoint, mse, pairs(), cut=2),
+    "called in a reentrant checkpoint and outside, replicas": Case(
+        called_in_checkpoint, mse, pairs(), "gradient in two backwards .*use_reentrant=False", replicas=(1, 2), cut=1
+    ),
     "backward pre-hooks": Case(partial(hooked, (1, 2, 4), "register_full_backward_pre_hook"), mse, pairs(), cut=2),
     "backward hook of a module that is called on both stages": Case(hooked_twice, mse, pairs(), cut=2),
     "backward hook of a module with modules": Case(hooked_outside, mse, pairs(), cut=1),

@@ -240,9 +240,9 @@ def _collecting_gradients(model: nn.Module) -> Iterator[Numbers]:
     def collect(name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            numbers[name] = fingerprint(parameter.grad)
-            parameter.grad = None
+            numbers[name] = fingerprint(parameter.grad)  # so far: a reentrant checkpoint has a backward of its own
             if parameter.nbytes >= _LARGE:
+                parameter.grad = None
                 _return_memory()  # of the activations
 
         return hook

@@ -51,6 +51,8 @@ def show(
     stages: int | None = option(
         None,
         "Number of stages; of workers, for methods with several stages per worker.",
+        "--stages",
+        "--workers",
         metavar="P",
         least=1,
         most=_MOST_STAGES,

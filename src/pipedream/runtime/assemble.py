@@ -29,6 +29,7 @@ from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
+from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import StageModule, low_precision_weights
 from pipedream.runtime.stage.versions import Versions
@@ -145,6 +146,7 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
     holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in shared]
     channels, messages = list(enumerate(program.channels)), blueprint.settings.messages
     workers = []
+    moving: dict[int, set[tuple[int, str]]] = {}  # stage -> what `CopiedAttributes` leaves to each replica
     for rank in range(placement.workers):
         stage_states = {}
         for stage, replica in placement.stage_replicas(rank):
@@ -161,6 +163,10 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
                 replica_groups[stage].member(replica) if placement.replicas[stage] > 1 else None,
                 copies=copy_tied(replica_parameters, stage, shared) if not replica else None,
             )
+            if placement.replicas[stage] > 1:
+                stage_states[stage].copied = CopiedAttributes(
+                    _list_modules(blueprint.stages[stage]), _list_modules(layers), moving.setdefault(stage, set())
+                )
         ends = WorkerChannels(
             {n: with_encoding(queues[n], messages, c.carries) for n, c in channels if c.sender == rank},
             {n: with_decoding(queues[n], messages, c.carries) for n, c in channels if c.receiver == rank},
@@ -260,6 +266,10 @@ def _copy_layers(
                 memo.setdefault(id(value), value.detach().clone())
     copied = [(name, copy.deepcopy(layer, memo)) for name, layer in layers]
     return copied, {name: memo[id(handle)] for name, handle in parameters.items()}
+
+
+def _list_modules(layers: Sequence[tuple[str, nn.Module]]) -> list[nn.Module]:
+    return list({id(module): module for _, layer in layers for module in layer.modules()}.values())
 
 
 def _copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:

@@ -21,7 +21,7 @@ from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.predictions import WeightPredictions, check_velocity
 from pipedream.runtime.stage.recompute import Recomputation
-from pipedream.runtime.stage.replicas import EqualReplicas
+from pipedream.runtime.stage.replicas import CopiedAttributes, EqualReplicas
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, choose_weights
@@ -85,6 +85,7 @@ class StageState:
         received: the first message of a stage on a mesh, without data.
         replicas: keeps this replica like the others; None without others.
         choice: which weights the passes read.
+        copied: attributes of the modules, if there are other replicas in this process.
     """
 
     module: StageModule
@@ -98,6 +99,7 @@ class StageState:
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
     check: StageObserver = _UNOBSERVED
     received: Message | None = None
+    copied: CopiedAttributes | None = None
     replicas: EqualReplicas | None = field(init=False)
     choice: WeightChoice = field(init=False)
 
@@ -208,10 +210,11 @@ class StageState:
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         self.module.check_unchanged()
-        if self.saved_tensor_hooks is None:
-            return self.module.forward(value, read.leaves, microbatch, first)
-        layers = partial(self.module.forward, value, read.leaves, microbatch, first)
-        return self.saved_tensor_hooks.run(layers, value, read)
+        with _NOTHING if self.copied is None else self.copied.following():
+            if self.saved_tensor_hooks is None:
+                return self.module.forward(value, read.leaves, microbatch, first)
+            layers = partial(self.module.forward, value, read.leaves, microbatch, first)
+            return self.saved_tensor_hooks.run(layers, value, read)
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient while the last backward before an update still runs."""

@@ -330,3 +330,30 @@ def test_another_optimizer_is_refused(profile: pd.Profile, tmp_path: Path) -> No
         pytest.raises(ArtifactError, match="with the scheduler Decays, this run has SequentialLR; resume with Decays"),
     ):
         pipeline.load(tmp_path)
+
+
+class Grows(torch.optim.SGD):
+    """Trains biases from the third step on."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__([p for n, p in named if n.endswith("weight")], lr=0.1)
+        self.later = [p for n, p in named if n.endswith("bias")]
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            self.add_param_group({"params": self.later, "lr": 0.01})
+        super().step(closure)
+
+
+def test_a_group_that_the_new_optimizer_does_not_have_yet_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"loss": F.cross_entropy, "check": False, "optimizer": Grows}
+    with pd.Pipeline(model(), plan_of(profile, 2), **options) as pipeline:
+        list(pipeline.train(batches()))
+        pipeline.save(tmp_path)
+    with (
+        pd.Pipeline(model(), plan_of(profile, 2), **options) as pipeline,
+        pytest.raises(ArtifactError, match=r"Grows has the parameter '.*bias' in a group, this run's has it in none"),
+    ):
+        pipeline.load(tmp_path)

@@ -308,7 +308,7 @@ def _read_number(field: str, text: str) -> float:
 
 
 def _place_error(source: str, number: int, why: str) -> str:
-    return f"{source}, line {number}: {why}; give a whole graph.txt"
+    return f"{source}, line {number}: {why}; give a profile in JSON, or a whole graph.txt"
 
 
 def _format_exactly(value: float) -> str:

@@ -194,7 +194,9 @@ def restore(
         _fill_in_common_rest(whole, stages, type(inner).__name__)
     elif then.rest is not None:
         whole = from_json(then.rest)
-    outer, sources = _restore_groups(_describe_groups(optimizer), [saved.groups for saved in stages])
+    described = _describe_groups(optimizer)
+    _check_groups(optimizer, described, stages)
+    outer, sources = _restore_groups(described, [saved.groups for saved in stages])
     states = {name: _join_state(name, stages, tensors) for name in optimizer.named}
     common = dict(then.common)
     for block in sorted(blocks, key=lambda block: -len(block.path)):  # what is left belongs to the enclosing block
@@ -367,6 +369,17 @@ def _put_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_put_tensors(item, tensors) for item in value)
     return value
+
+
+def _check_groups(optimizer: Optimizer, described: _Block, stages: Sequence[SavedStage]) -> None:
+    """Raises an `ArtifactError` if a parameter was trained, and the new optimizer has it in no group yet."""
+    saved = {name for stage in stages for group in stage.groups for name in group.names}
+    lost = [name for name in optimizer.named if name in saved and name not in described.names.values()]
+    if lost and described.names:
+        raise ArtifactError(
+            f"the checkpoint's {type(optimizer.optimizer).__name__} has the parameter {lost[0]!r} in a group, this "
+            "run's has it in none, perhaps because it adds the group later; make all groups when the optimizer is made"
+        )
 
 
 def _restore_groups(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import CaptureError
@@ -88,6 +90,41 @@ class EqualReplicas:
         layers = [layer for _, layer in self._module.layers]
         norms = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
         return [m for m in norms.values() if m.track_running_stats]
+
+
+class CopiedAttributes:
+    """Plain attributes of a stage's modules, and of the copies that a replica in the same process runs.
+
+    What a user's loop changes on the model, such as ``model.beta``, is taken over before each forward; what a forward
+    changes itself, such as a counter, is not.
+
+    Args:
+        moving: (number of a module, name) of attributes that forwards change; shared by the replicas of a stage.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], copies: Sequence[nn.Module], moving: set[tuple[int, str]]) -> None:
+        self._pairs = [(module, copied, _read_plain(module)) for module, copied in zip(modules, copies, strict=True)]
+        self._moving = moving
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Context of a forward."""
+        for number, (module, copied, seen) in enumerate(self._pairs):
+            for name, value in _read_plain(module).items():
+                if seen.get(name, _ABSENT) != value and (number, name) not in self._moving:
+                    copied.__dict__[name] = seen[name] = value
+        before = [_read_plain(copied) for _, copied, _ in self._pairs]
+        yield
+        for number, (_, copied, _) in enumerate(self._pairs):
+            now = _read_plain(copied)
+            self._moving.update((number, name) for name in now if now[name] != before[number].get(name, _ABSENT))
+
+
+_ABSENT = object()
+
+
+def _read_plain(module: nn.Module) -> dict[str, Any]:
+    return {n: v for n, v in module.__dict__.items() if isinstance(v, (int, float, str)) and n != "training"}
 
 
 class _Kept:

@@ -110,7 +110,12 @@ class GradientAllReduce:
             self._unsummed[index] = gradient
             return
         bucket = self._buckets[self._bucket_of[index]]
-        assert index not in bucket.parts, f"handle {index} received its gradient twice for one update"
+        if index in bucket.parts:
+            raise PlanError(
+                "a parameter got its gradient in two backwards of a microbatch, as of a module that is called in a "
+                "reentrant checkpoint and outside of it, and its stage has replicas; checkpoint it with "
+                "use_reentrant=False, or give the stage one worker"
+            )
         bucket.parts[index] = gradient
         if len(bucket.parts) < len(bucket.members):
             return
