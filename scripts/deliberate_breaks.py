@@ -528,8 +528,8 @@ BREAKS = (
     Break(
         "data: inputs that hold the samples along another dimension are cut along the first",
         "runtime/data/splitter.py",
-        "dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)",
-        "dim = 0 if isinstance(batch_dim, int) else batch_dim.get(name, 0)",
+        "{name: batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0) for name in inputs}",
+        "{name: 0 if isinstance(batch_dim, int) else batch_dim.get(name, 0) for name in inputs}",
         ("runtime/data/test_splitter.py", "test_pipeline.py"),
     ),
     Break(
