@@ -46,7 +46,8 @@ def test_arrives_as_documented(
     assert arrived.shape == tensor.shape
     if tensor.numel() and arrived.data_ptr() != tensor.data_ptr():
         assert dimension_order(arrived) == dimension_order(tensor)
-    if is_encoded(tensor, encoding):
+    # In single precision the rotation's rounding may move a value over the middle between two steps.
+    if is_encoded(tensor, encoding) and (encoding != "int4" or dtype == torch.float64):
         torch.testing.assert_close(arrived, rounded(tensor, encoding), rtol=1e-5, atol=1e-5 * size, equal_nan=True)
     if encoding in ("int8", "int4") and rows:
         # Half a step of a block's scale: of each value, or of the block as a whole where it was rotated.

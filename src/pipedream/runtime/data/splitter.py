@@ -312,9 +312,9 @@ def _find_known_leaves(
     elif isinstance(value, tuple) and not isinstance(value, PackedSequence):
         inputs = dict(enumerate(value))
     dims = {name: batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0) for name in inputs}
-    given = () if isinstance(batch_dim, int) else batch_dim
+    named_dims = () if isinstance(batch_dim, int) else batch_dim
     all_lists = {
-        id(items): (name, items) for name in inputs if name not in given for items in _find_lists(inputs[name])
+        id(items): (name, items) for name in inputs if name not in named_dims for items in _find_lists(inputs[name])
     }
 
     def list_leaves(without: Iterable[int]) -> list[Leaf]:
