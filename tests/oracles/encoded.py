@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,9 +27,14 @@ def _block_of_int8(block: Tensor) -> Tensor:
     return (block / scale).round() * scale
 
 
-def _block_of_int4(block: Tensor) -> Tensor:
+@cache
+def _hadamard() -> Tensor:
     signs = [[(-1) ** (row & column).bit_count() for column in range(64)] for row in range(64)]
-    hadamard = torch.tensor(signs, dtype=block.dtype) / 8
+    return torch.tensor(signs, dtype=torch.float64) / 8
+
+
+def _block_of_int4(block: Tensor) -> Tensor:
+    hadamard = _hadamard().to(block.dtype)
     turned = torch.cat([block, block.new_zeros(64 - len(block))]) @ hadamard
     scale = max(float((turned.abs().max() / 7).float()), torch.finfo(torch.float32).tiny)
     return ((turned / scale).round() * scale @ hadamard)[: len(block)]

@@ -12,6 +12,7 @@ import summed
 import torch
 import zoo
 from cases import OPTIMIZERS, Fresh, assert_near, odd
+from marks import thinned
 
 import pipedream as pd
 from pipedream.core.errors import PlanError, ScheduleError
@@ -158,7 +159,7 @@ def test_replicas_agree_as_the_serial_loop_says(run: Run) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("run", [run for run in RUNS if run.replicas == (2,)], ids=str)
+@pytest.mark.parametrize("run", thinned(run for run in RUNS if run.replicas == (2,)), ids=str)
 def test_two_processes_agree_as_one_does(run: Run) -> None:
     alone = run.trained()
     first, second = processes.results(Run.trained, 2, run)
