@@ -99,7 +99,6 @@ def _answer_late(
 ) -> Trained:
     """Trains by the method's rule, one minibatch after the other."""
     moved = [(x.to(device), y.to(device)) for x, y in batches]
-    common: dict[str, Any] = {"microbatches": parts, "seed": SEED}
     if method in LATE_VERSIONS:
         owned = [[name for name, _ in model.named_parameters() if name.rpartition(".")[0] in names] for names in stages]
         answer = reference.delayed(
@@ -109,12 +108,13 @@ def _answer_late(
             _sum_loss,
             partial(_make_sgd, **SGD),
             stages=owned,
-            version=LATE_VERSIONS[method],
-            **common,
+            phases={0: reference.Phase(LATE_VERSIONS[method], parts)},
+            seed=SEED,
         )
     else:
         paper = delayed.PAPERS[method](len(stages), parts)
-        answer = delayed.train(model, stages, moved, _sum_loss, paper, lambda: delayed.Sgd(**SGD), **common)
+        sgd = partial(delayed.Sgd, **SGD)
+        answer = delayed.train(model, stages, moved, _sum_loss, paper, sgd, microbatches=parts, seed=SEED)
     return Trained(answer.losses, {name: tensor.cpu() for name, tensor in answer.state.items()})
 
 
