@@ -113,8 +113,8 @@ def postpone_returned(recording: Recording) -> None:
             return [record]
         if not record.parents or record.born in drawn:
             return None
-        found = [find_sources(parent) for parent in record.parents]
-        return None if None in found else [source for sources in found for source in sources or ()]
+        origins = [find_sources(parent) for parent in record.parents]
+        return None if None in origins else [source for sources in origins for source in sources or ()]
 
     for record in recording.tensors:
         if record.state or not record.sites or not is_returned(record):

@@ -78,9 +78,9 @@ def list_matrices(layers: Sequence[nn.Module]) -> list[tuple[Matrices, ...]]:
     counted: set[int] = set()
     rows = []
     for layer in layers:
-        own = [p for p in layer.parameters() if id(p) not in counted and p.requires_grad and p.ndim > 1]
+        weights = [p for p in layer.parameters() if id(p) not in counted and p.requires_grad and p.ndim > 1]
         counted |= {id(parameter) for parameter in layer.parameters()}
-        rows.append(join_matrices(Matrices(p.shape[0], p.numel() // max(p.shape[0], 1), 1, p.nbytes) for p in own))
+        rows.append(join_matrices(Matrices(p.shape[0], p.numel() // max(p.shape[0], 1), 1, p.nbytes) for p in weights))
     return rows
 
 

@@ -30,15 +30,17 @@ _OF_STEPS = ("optimizer", "compensation")
 
 def collect_tensors(optimizer: Optimizer, replica: int) -> dict[str, torch.Tensor]:
     """Returns what this replica does not have in common with others, and at the first one what all have."""
-    own: dict[str, torch.Tensor] = {}
+    local: dict[str, torch.Tensor] = {}
     if optimizer.low_rank is not None:
-        own = {f"error/{name}": error for name, error in optimizer.low_rank.errors.items()}
+        local = {f"error/{name}": error for name, error in optimizer.low_rank.errors.items()}
     if optimizer.average is not None:
-        own = dict(optimizer.average.own)
+        local = dict(optimizer.average.local)
         if replica:
             steps = optimizer_state.collect_tensors(optimizer)
-            own |= {name: tensor for name, tensor in steps.items() if name.partition("/")[0] in _OF_STEPS}
-    return {_name(replica, name): tensor for name, tensor in own.items()} | ({} if replica else _list_common(optimizer))
+            local |= {name: tensor for name, tensor in steps.items() if name.partition("/")[0] in _OF_STEPS}
+    return {_name(replica, name): tensor for name, tensor in local.items()} | (
+        {} if replica else _list_common(optimizer)
+    )
 
 
 def _list_common(optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -75,20 +77,20 @@ def restore(
         replica: (stage, replica) in the checkpoint; None if it has other replicas, of which this one takes what they
             had in common.
     """
-    own: dict[str, torch.Tensor] = {}
+    local: dict[str, torch.Tensor] = {}
     if replica is not None:
         at, number = replica
-        own = {n.removeprefix(p): t for p in [_name(number, "")] for n, t in tensors.items() if n.startswith(p)}
+        local = {n.removeprefix(p): t for p in [_name(number, "")] for n, t in tensors.items() if n.startswith(p)}
         if number and stages[at].replicas:
             stages = [*stages[:at], stages[at].replicas[number - 1], *stages[at + 1 :]]
-    steps = {name: tensor for name, tensor in own.items() if name.partition("/")[0] in _OF_STEPS}
+    steps = {name: tensor for name, tensor in local.items() if name.partition("/")[0] in _OF_STEPS}
     optimizer_state.restore(optimizer, stages, {**tensors, **steps}, stage=stage)
     if optimizer.low_rank is not None:
-        optimizer.low_rank.load(_select("error", own), _select("factor", tensors))
+        optimizer.low_rank.load(_select("error", local), _select("factor", tensors))
     if optimizer.average is not None:
         optimizer.average.load(
             stages[replica[0]].since_average if replica is not None else 0,
-            {name: tensor for name, tensor in own.items() if name not in steps},
+            {name: tensor for name, tensor in local.items() if name not in steps},
             _select("velocity", tensors),
         )
 

@@ -320,8 +320,8 @@ def _find_known_leaves(
     def list_leaves(without: Iterable[int]) -> list[Leaf]:
         return [(leaf, dims[name], name) for name, item in inputs.items() for leaf in _list_tensors(item, without)]
 
-    known = set() if lists is None else lists
-    certain = {key for key, (name, items) in all_lists.items() if name in known or _holds_dicts(items)}
+    split_before = set() if lists is None else lists
+    certain = {key for key, (name, items) in all_lists.items() if name in split_before or _holds_dicts(items)}
     likely = {key for key, (_, items) in all_lists.items() if _is_uneven(items)}
     if count is None and (certain or likely):
         count = _known_count(value, list_leaves(all_lists))
@@ -335,7 +335,7 @@ def _find_known_leaves(
             if all(_find_size(tensor, 0) != count for tensor in _list_tensors(items))
         }
     split = {key: pair for key, pair in all_lists.items() if key in certain | likely and len(pair[1]) == count}
-    known.update(name for name, _ in split.values())
+    split_before.update(name for name, _ in split.values())
     return [*list_leaves(split), *((items, 0, name) for name, items in split.values())], count
 
 

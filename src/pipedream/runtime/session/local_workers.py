@@ -110,7 +110,7 @@ class LocalWorkers:
         if mode == "eval":
             run_together(average.show_common() for average in averages)
         for average in averages if mode == "train" else ():
-            average.show_own()
+            average.show_local()
         for _, stage_state in self.stage_states:
             if stage_state.optimizer.switch_mode(mode) or stage_state.optimizer.average is not None:
                 stage_state.versions.reload()

@@ -42,9 +42,11 @@ def collect_state_dict(local: LocalWorkers, ema: bool = False, predicted: bool =
             return {}
         names_by_id = {id(tensor): name for name, tensor in state.items()}  # a hook may have put others into the state
         saved = local.model.state_dict(keep_vars=True)
-        own_names = {name: names_by_id.get(id(value), name) for name, value in saved.items()}
+        saved_names = {name: names_by_id.get(id(value), name) for name, value in saved.items()}
         # Of the names of a tied weight a layer may have one only, if it calls no other module that holds it.
-        aliases = {name: (name, *local.names.shared.get(own, (own,))) for name, own in own_names.items()}
+        aliases = {
+            name: (name, *local.names.shared.get(saved_name, (saved_name,))) for name, saved_name in saved_names.items()
+        }
         sources = {name: next((alias for alias in each if alias in whole), "") for name, each in aliases.items()}
         return {name: whole[source] for name, source in sources.items() if source}
 

@@ -26,7 +26,7 @@ class WeightAverage:
     """One replica's part in the averages of its stage; all make the same calls.
 
     Life: `end_update` after each update. At a drain `show_common` puts what all replicas have in common into the place
-    of this replica's own, and `show_own` puts that back.
+    of this replica's own, and `show_local` puts that back.
 
     Args:
         handles: the weights, by name.
@@ -34,7 +34,7 @@ class WeightAverage:
 
     Attributes:
         updates: since the weights were averaged.
-        own: while the common ones are shown, ``weights/NAME`` and ``ema/NAME`` of this replica; otherwise empty.
+        local: while the common ones are shown, ``weights/NAME`` and ``ema/NAME`` of this replica; otherwise empty.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class WeightAverage:
         self._group = group
         self._replicas = replicas
         self.updates = 0
-        self.own: Named = {}
+        self.local: Named = {}
 
     @property
     def _weights(self) -> Named:
@@ -74,32 +74,32 @@ class WeightAverage:
         return True
 
     def show_common(self) -> Waiting[None]:
-        if self.own:
+        if self.local:
             return
         shown = self.shown
-        self.own = {name: tensor.clone() for name, tensor in shown.items()}
+        self.local = {name: tensor.clone() for name, tensor in shown.items()}
         different = shown if self.updates else {name: tensor for name, tensor in shown.items() if name[:4] == "ema/"}
         _copy(shown, self._find_common((yield from self._average(different))))
 
-    def show_own(self) -> None:
-        _copy(self.shown, self.own)
-        self.own = {}
+    def show_local(self) -> None:
+        _copy(self.shown, self.local)
+        self.local = {}
 
     def adopt(self) -> None:
         """Continues with the weights that were loaded, which all replicas have."""
-        self.own = {}
+        self.local = {}
 
-    def load(self, updates: int, own: Named, velocity: Named) -> None:
+    def load(self, updates: int, local: Named, velocity: Named) -> None:
         """Loads this replica's part of a checkpoint, whose common weights are shown.
 
         Args:
             updates: since the weights were averaged.
-            own: see the attribute; empty if the checkpoint has other replicas.
+            local: see the attribute; empty if the checkpoint has other replicas.
             velocity: of the outer steps.
         """
         self.adopt()
         self.updates = updates
-        self.own = {name: own[name].clone() for name in self.shown if name in own}
+        self.local = {name: local[name].clone() for name in self.shown if name in local}
 
     def _average(self, tensors: Named) -> Waiting[Named]:
         sums = yield from all_reduce_many(self._group, list(tensors.values()))
@@ -133,8 +133,8 @@ class OuterOptimizer(WeightAverage):
         for name, handle in self._handles.items():
             self.outer[name].copy_(handle.detach())
 
-    def load(self, updates: int, own: Named, velocity: Named) -> None:
-        super().load(updates, own, velocity)
+    def load(self, updates: int, local: Named, velocity: Named) -> None:
+        super().load(updates, local, velocity)
         for name, tensor in self.velocity.items():
             tensor.copy_(velocity[name]) if name in velocity else tensor.zero_()
 
