@@ -78,5 +78,7 @@ def test_no_approximation_where_the_link_is_fast() -> None:
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(PipelineError, match="messages='int9' was asked for; the encodings are full, bfloat16"):
         pd.plan(PROFILE, SLOW, messages="int9")
+    with pytest.raises(PlanError, match="allow_approximate=True was given with messages='int8', but it tries"):
+        pd.plan(PROFILE, SLOW, messages="int8", allow_approximate=True)
     with pytest.raises(PlanError, match="allow_approximate=True was given with cost_model='classic'"):
         pd.plan(PROFILE, SLOW, cost_model="classic", allow_approximate=True)

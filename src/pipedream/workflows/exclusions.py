@@ -10,7 +10,7 @@ from typing import Any
 from pipedream import schedules
 from pipedream.core.errors import PipelineError, PlanError
 
-_DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "simulate"}
+_DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "simulate", "sums": "full"}
 
 
 def check_options(
@@ -131,6 +131,8 @@ allow_asynchronous | schedule!=auto
     leave it out, or ask for the schedule auto
 allow_approximate | cost_model=classic strategy=2bw
     their planners know neither encoded messages nor approximate sums
+allow_approximate | messages sums
+    it tries encodings and sums itself
 schedule:lays_out_stages | shape!=any|pipeline cuts update_delay in_flight recompute=auto
     this method lays its stages out on all workers itself
 schedule:has_one_stage_a_worker | chunks
