@@ -1,4 +1,4 @@
-"""One process of the memory benchmark: profiles the model, or trains as one rank and tells what all ranks held."""
+"""One process of the memory benchmark: profiles the model, or trains as one rank and reports the peaks of all ranks."""
 
 from __future__ import annotations
 

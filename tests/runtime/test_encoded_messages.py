@@ -89,7 +89,7 @@ def test_a_cut_without_floating_point_numbers_is_refused() -> None:
     batches = [(torch.randint(9, (8, 4)), torch.randint(2, (8,)))]
     optimizer, loss = partial(torch.optim.SGD, lr=0.1), torch.nn.functional.cross_entropy
     with (
-        pytest.raises(WorkerError, match=r"messages=int8 .*stage 0 sends .*only int64\[\d, 4\]; choose other cuts"),
+        pytest.raises(WorkerError, match=r"messages=int8 .*stage 0 sends no .*only int64\[\d, 4\]; choose other cuts"),
         pd.Pipeline(model, plan, loss=loss, optimizer=optimizer, schedule="1f1b", messages="int8") as pipeline,
     ):
         list(pipeline.train(batches))

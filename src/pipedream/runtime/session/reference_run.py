@@ -157,10 +157,10 @@ class _ModelRunner:
             return value
         tensors = tensors_in(value)
         if messages and not any(map(torch.is_floating_point, tensors)):
-            held = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensor"
+            kinds = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensor"
             raise PipelineError(
-                f"messages={messages} was asked for, but what stage {stage} sends on has no floating-point numbers, "
-                f"only {held}; choose other cuts, or leave messages out"
+                f"messages={messages} was asked for, but stage {stage} sends no floating-point numbers, only "
+                f"{kinds}; choose other cuts, or leave messages out"
             )
         return map_tensors(value, partial(apply_messages, messages=messages))
 
