@@ -365,7 +365,8 @@ class Pipeline:
 
 def _choose_exchange(plan: Plan, options: PipelineOptions) -> Plan:
     """Returns the plan with the sums and the encoding of messages that the options ask for."""
-    messages = Messages.read(options.messages or plan.messages, plan.messages.value_bits)
+    messages = plan.messages if options.messages is None else options.messages
+    messages = Messages.read(messages, plan.messages.value_bits)
     return replace(plan, sums=options.sums or plan.sums, messages=messages)
 
 

@@ -172,7 +172,8 @@ class Costs:
 
     def channel_bytes(self, channel: Channel) -> float:
         """Returns the bytes on the wire."""
-        shares = dict(zip((Carries.ACTIVATION, Carries.GRADIENT), self.cluster.message_shares, strict=True))
+        activation_share, gradient_share = self.cluster.message_shares
+        shares = {Carries.ACTIVATION: activation_share, Carries.GRADIENT: gradient_share}
         return self._count_bytes_in_memory(channel) * shares.get(channel.carries, 1.0)
 
     def _count_bytes_in_memory(self, channel: Channel) -> float:

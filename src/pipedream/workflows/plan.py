@@ -61,10 +61,10 @@ def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
         return plan_and_compare(profile, request).plan
     profile, request = _complete(request, profile)
     if request.mesh == AUTO:
-        return _describe_exchange(_search_meshes(profile, request).plan, profile, request)
+        return _add_exchange(_search_meshes(profile, request).plan, profile, request)
     with suggest_mesh_on_shortage(profile, request):
         comparison = _compare(*_plan_on_mesh(profile, request))
-        return _describe_exchange(add_mesh(comparison.plan, request.mesh), profile, request)
+        return _add_exchange(add_mesh(comparison.plan, request.mesh), profile, request)
 
 
 def plan_and_compare(
@@ -97,7 +97,7 @@ def plan_and_compare(
             profile, request = _plan_on_mesh(profile, request)
             comparison = _compare(profile, request, names)
         chosen = add_mesh(comparison.plan, mesh)
-    chosen = _describe_exchange(chosen, profile, request)
+    chosen = _add_exchange(chosen, profile, request)
     first, *rest = comparison.candidates
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
@@ -142,8 +142,8 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
     )
 
 
-def _describe_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:
-    """Returns the plan with its encoding of messages, which its cluster and costs then need not have, and its sums."""
+def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:
+    """Returns the plan with its messages and sums, in place of what they have added to its cluster and its costs."""
     plan = replace(
         plan,
         cluster=replace(plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts()),

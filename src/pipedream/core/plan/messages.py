@@ -20,10 +20,10 @@ BLOCK = 64
 LEAST_BYTES = 1024
 
 _SCALE_BITS = 32 / BLOCK
-_BITS = {"full": 64.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8 + _SCALE_BITS, "int4": 4 + _SCALE_BITS}
+BITS = {"full": 64.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8 + _SCALE_BITS, "int4": 4 + _SCALE_BITS}
 """Most bits of a value on the wire."""
 
-ENCODINGS = tuple(_BITS)
+ENCODINGS = tuple(BITS)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Messages:
 
     def __post_init__(self) -> None:
         for name in (self.activations, self.gradients):
-            if name not in _BITS:
+            if name not in BITS:
                 raise PipelineError(
                     f"messages={name!r} was asked for; the encodings are {', '.join(ENCODINGS)}, one for all messages "
                     "or two, for activations and for gradients"
@@ -86,4 +86,4 @@ class Messages:
         return replace(runtime, encoding_s_per_byte=more_s / 2)
 
     def _share(self, encoding: str) -> float:
-        return min(1.0, _BITS[encoding] / self.value_bits)
+        return min(1.0, BITS[encoding] / self.value_bits)

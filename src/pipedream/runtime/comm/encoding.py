@@ -5,8 +5,8 @@
     int4               blocks rotated by an orthonormal Hadamard matrix, which spreads outliers over a block; then the
                        same with / 7 (as TAH-Quant, arXiv 2506.01352)
 
-Blocks are taken row by row. One with a value that is not finite decodes to no finite value, so that an
-overflow is still noticed. Rounding is deterministic.
+Blocks are taken row by row. All values of a block decode to values that are not finite if one of them is not, so that
+an overflow is still noticed. Rounding is deterministic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipedream.core.plan.messages import BLOCK, LEAST_BYTES, Messages
+from pipedream.core.plan.messages import BITS, BLOCK, LEAST_BYTES, Messages
 from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Message, dense_strides, dimension_order
@@ -44,8 +44,8 @@ class Original(NamedTuple):
 
 def is_encoded(tensor: torch.Tensor, encoding: str) -> bool:
     """Returns whether an encoding makes a tensor smaller."""
-    bits = {"full": 64, "int8": 8, "int4": 8}.get(encoding, 16)
-    return tensor.is_floating_point() and tensor.nbytes >= LEAST_BYTES and 8 * tensor.element_size() > bits
+    is_smaller = 8 * tensor.element_size() > BITS[encoding]
+    return tensor.is_floating_point() and tensor.nbytes >= LEAST_BYTES and is_smaller
 
 
 def encode(tensor: torch.Tensor, encoding: str) -> tuple[torch.Tensor, Original]:
