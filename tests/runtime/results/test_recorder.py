@@ -121,6 +121,20 @@ def test_the_oldest_mark_is_what_the_gpu_has_not_reached(cuda: FakeCuda) -> None
     assert Recorder(0, torch.device("cpu")).oldest_mark() is None
 
 
+@pytest.mark.parametrize("most", [1, 6])
+def test_the_host_is_ahead_by_a_bounded_number_of_forwards(cuda: FakeCuda, most: int) -> None:
+    """Each has messages, whose memory no plan counts."""
+    recorder = Recorder(0, GPU)
+    recorder.most_ahead = most
+    for index in range(20):
+        _op(cuda, recorder, 2 * index, 1.0)
+        ahead = (cuda.stream_s - cuda.now_s) / 2.0
+        assert min(index, most - 2) < ahead <= most, "the GPU has work, and not more"
+        _op(cuda, recorder, index, 1.0, "B")
+    spans = [span for span in recorder.spans(0) if span.kind == "F"]
+    assert [span.index for span in spans] == list(range(0, 40, 2))
+
+
 def test_spans_on_a_cpu_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda().install(monkeypatch)
     recorder = Recorder(3, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,7 +53,10 @@ class Recorder:
     """Records one worker's spans and gradient versions, in memory that does not grow.
 
     `mark` returns the present moment, to be given to `note`. `peaks`: phase -> (most versions of a stage, memory).
+    `most_ahead`: forwards that a GPU may still have to do when the host goes on.
     """
+
+    most_ahead = sys.maxsize
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
@@ -83,9 +87,12 @@ class Recorder:
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
         """Records an op that began at `start` and ends now."""
         code = _CODES[kind]
-        self._loose.append((self.phase, code, stage, index, start, self._end()))
+        end = self._end()
+        self._loose.append((self.phase, code, stage, index, start, end))
         if code < len(WORK):
             self.memory.sample(kind == "F")
+        if kind == "F" and isinstance(end, GpuMoment) and self._gpu is not None:
+            self._gpu.limit(end, self.most_ahead)
         if len(self._loose) >= _MOST_LOOSE:
             self._settle(wait=len(self._loose) >= _MOST_KEPT)
 
@@ -185,6 +192,7 @@ class GpuTimer:
         self._device = device
         self._stream: tuple[int, torch.cuda.Stream | None] = 0, None
         self._pending: deque[GpuMoment] = deque()
+        self._forwards: deque[GpuMoment] = deque()
         self._free: list[torch.cuda.Event] = []
         self._origin: torch.cuda.Event | None = None
         self._origin_s = 0.0
@@ -210,6 +218,15 @@ class GpuTimer:
         if self._last is not None and time.perf_counter() - self._last_marked_s < _SAME_MOMENT_S:
             return self._last
         return self.mark()
+
+    def limit(self, moment: GpuMoment, most: int) -> None:
+        """Waits until at most `most` of the marks that were given here are not over.
+
+        What is received and sent takes memory from when the host issues it; in a minibatch no result is read.
+        """
+        self._forwards.append(moment)
+        if len(self._forwards) > most and (event := self._forwards.popleft().event):
+            event.synchronize()
 
     def oldest(self) -> GpuMoment | None:
         """Returns the oldest mark that is not over; changes nothing."""
