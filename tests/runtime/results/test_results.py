@@ -35,13 +35,13 @@ CASES = tuple(
 
 def outcome(case: Case, late: bool) -> Outcome:
     """Runs a case with losses that are read at once, or late as on a GPU."""
-
-    def make_results(*arguments: Any, **keywords: Any) -> Results:
-        return Results(*arguments, **keywords | {"late": late})
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "Results", make_results)
+        patch.setattr(assemble, "Results", partial(_make_results, late))
         return run(case)
+
+
+def _make_results(is_late: bool, *arguments: Any, **keywords: Any) -> Results:
+    return Results(*arguments, **keywords | {"late": is_late})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.Monke
 
 
 def test_a_loss_that_is_nan_is_an_error_also_when_it_is_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "Results", lambda *arguments, **rest: Results(*arguments, **rest | {"late": True}))
+    monkeypatch.setattr(assemble, "Results", partial(_make_results, True))
     calls = []
 
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -99,6 +99,22 @@ def test_a_loss_that_is_nan_is_an_error_also_when_it_is_read_late(monkeypatch: p
 
     with pytest.raises(WorkerError, match="the loss of minibatch 3 is nan"), pipeline(loss, 2) as trained:
         list(trained.train(zoo.make("mlp").batches))
+
+
+def test_an_evaluation_on_a_gpu_reads_its_losses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read would make the host wait for its GPU. A metric may write into the tensor that it has returned."""
+    reads = []
+    read = _HostCopies.read
+    monkeypatch.setattr(_HostCopies, "read", lambda copies: reads.append(1) or read(copies))
+    answers = []
+    for late in (False, True):
+        monkeypatch.setattr(assemble, "Results", partial(_make_results, late))
+        total = torch.zeros((), dtype=torch.float64)
+        metrics = {"sum": lambda output, batch, total=total: total.add_(output.sum())}
+        with pipeline(F.cross_entropy, 2, metrics=metrics) as trained:
+            answers.append(trained.evaluate(zoo.make("mlp").batches))
+    assert answers[0] == answers[1]
+    assert len(reads) == 1
 
 
 @pytest.mark.gpu

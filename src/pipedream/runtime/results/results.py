@@ -4,7 +4,8 @@ Off the compute path: a rank reads a minibatch's sums when its own weights conta
 made. They travel with the gradients of the minibatch's last microbatch, from stage to stage; a rank that does not get
 these gradients, because another replica does, receives a message of its own.
 
-Losses on a GPU are read one minibatch of their rank later (`late`), so that no worker waits for its GPU.
+Losses on a GPU are read one minibatch of their rank later (`late`), those of an evaluation at its end, so that no worker
+waits for its GPU.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Results:
         senders: by rank, at the last stage.
         receivers: by rank of the last stage.
         raises_on_nan: a loss that is nan, in training.
-        late: losses are read when the rank has made those of its next minibatch.
+        late: losses are read when the rank has made those of its next minibatch, or at the end of an evaluation.
         process: this rank among all ranks of the job, for errors; by default `rank`.
 
     Attributes:
@@ -198,16 +199,19 @@ class Results:
         sums.samples += message.samples
         if self.delay:
             sums.unread.append(scores)
+        elif self._late:  # copied: a metric may write into its tensor until the evaluation's end
+            sums.unread.append([(v.clone() if isinstance(v, torch.Tensor) else v, factor) for v, factor in scores])
         else:
             self._add(sums, [float(value) * factor for value, factor in scores])
 
     def complete(self, key: int, index: int = 0) -> None:
         """Hands out the sums of a minibatch; its last forward here was that of microbatch `index`."""
         sums = self._open.pop(key, None) or MinibatchSums(numbers=[0.0] * len(self.zeros))
+        if self._late:
+            sums.begin_reading()
         if not self.delay:
             self._send(key, sums, index)
             return
-        sums.begin_reading()
         if self._unsent is not None:
             self._send(*self._unsent, index)
         self._unsent = key, sums
