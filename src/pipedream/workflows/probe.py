@@ -36,7 +36,7 @@ from pipedream.probe import (
 from pipedream.profiler.device import name_device
 from pipedream.runtime.calibration import calibrate, measure_encodings
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.comm.connections import has_nccl, name_card
+from pipedream.runtime.comm.connections import has_nccl, make_link_group, name_card
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.verifier import verify
 
@@ -190,7 +190,8 @@ def _add_level(
 def _measure_step(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
     """Returns the results that this rank reports."""
     ranks = step[2]
-    group = process_group.make_group(ranks)
+    # The few CTAs of a message move less than a whole card could.
+    group = make_link_group(ranks, device) if step[0] == "link" else process_group.make_group(ranks)
     if rank not in ranks:
         return []
     result = _measure_in_group(step, group, rank, device, target_s)

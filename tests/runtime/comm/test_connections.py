@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import nullcontext
 from typing import Any
+
 
 import processes
 import pytest
@@ -139,9 +141,15 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Double", (), {"Options": Options}), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls.append({"ranks": ranks} | options))
     gpu = torch.device("cuda:1")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(connections, "groups_of_their_own", nullcontext)
     connections._make_group((1, 0), gpu, 4)
     connections._make_group((0, 1), gpu)
-    link, sums = calls
+    connections.make_link_group((1, 0), gpu)
+    connections.make_link_group((1, 0), CPU)
+    link, sums, measured, over_gloo = calls
+    assert measured["pg_options"].config.max_ctas == connections._LINK_CTAS, "the probe measures what messages use"
+    assert over_gloo == {"ranks": [1, 0], "backend": "gloo"}
     assert link["ranks"] == [0, 1]
     assert set(link) == {"ranks", "backend", "timeout", "pg_options", "device_id"}, "torch 2.11 has no sort_ranks"
     assert link["backend"] == "nccl"
@@ -149,7 +157,7 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     assert os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "0"
     assert link["pg_options"].config.max_ctas == 4
     assert sums["backend"] == "cpu:gloo,cuda:nccl"
-    assert all(call["device_id"] == gpu and 7 <= call["timeout"].days <= 24 for call in calls), (
+    assert all(call["device_id"] == gpu and 7 <= call["timeout"].days <= 24 for call in calls[:3]), (
         "milliseconds in 32 bits"
     )
 

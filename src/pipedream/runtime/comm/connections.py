@@ -245,6 +245,13 @@ def _connect_link(connecting: _Connecting, pair: tuple[int, int], device: torch.
     return connecting.connect(pair, make, lambda group: _exchange(group, sends, device))
 
 
+def make_link_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
+    """Returns a process group of two ranks as messages use it, for measurements; every rank calls it."""
+    uses_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
+    with groups_of_their_own():
+        return _make_group(ranks, device if uses_nccl else torch.device("cpu"), _LINK_CTAS)
+
+
 def _connect_sums(
     connecting: _Connecting, workers: Sequence[range], row: Sequence[int], device: torch.device
 ) -> dist.ProcessGroup | None:
