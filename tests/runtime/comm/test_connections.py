@@ -7,7 +7,6 @@ import threading
 from contextlib import nullcontext
 from typing import Any
 
-
 import processes
 import pytest
 import torch

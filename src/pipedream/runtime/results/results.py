@@ -4,8 +4,8 @@ Off the compute path: a rank reads a minibatch's sums when its own weights conta
 made. They travel with the gradients of the minibatch's last microbatch, from stage to stage; a rank that does not get
 these gradients, because another replica does, receives a message of its own.
 
-Losses on a GPU are read one minibatch of their rank later (`late`), those of an evaluation at its end, so that no worker
-waits for its GPU.
+Losses on a GPU are read one minibatch of their rank later (`late`), those of an evaluation at its end, so that no
+worker waits for its GPU.
 """
 
 from __future__ import annotations
