@@ -26,7 +26,7 @@ from pipedream.core.errors import RecipeError
 from pipedream.core.model.profile import LayerProfile
 from pipedream.core.variants import TORCH
 from pipedream.runtime import torch_baselines
-from pipedream.runtime.torch_baselines import Baseline, Task, data_parallel, one_f_one_b, plain_loop
+from pipedream.runtime.torch_baselines import Baseline, Task, collect_batches, data_parallel, one_f_one_b, plain_loop
 from pipedream.training import compare as comparing
 from pipedream.training.compare_variants import accumulate_minibatches, predict_samples_per_s
 
@@ -258,6 +258,16 @@ def test_bad_input(
     assert os.listdir() == ["small.py"]
 
 
+def test_batches_are_collected_for_one_update() -> None:
+    data = TensorDataset(torch.arange(20.0))
+    loader = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(0))
+    (first, second) = collect_batches(recipe(train=loader), 8).train
+    assert (len(first[0]), len(second[0])) == (16, 4)
+    assert sorted(torch.cat([first[0], second[0]]).tolist()) == data.tensors[0].tolist()
+    with pytest.raises(RecipeError, match=r"accumulating needs a DataLoader that makes the batches itself"):
+        collect_batches(recipe(train=DataLoader(data, batch_size=None)), 8)
+
+
 def test_accumulating_is_predicted_with_one_sum_for_all_minibatches() -> None:
     """8 minibatches of 1.2 s on each worker, and a sum of 4 s, of which the last backward hides 0.8 s."""
     layers = tuple(LayerProfile(0.1, 0.2, output_bytes=4, parameter_bytes=10_000_000) for _ in range(4))
@@ -355,6 +365,8 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     assert rows["DDP"]["samples_per_update"] == 16
     assert rows["DDP, minibatch shared"]["samples_per_update"] == rows["1F1B"]["samples_per_update"] == 8
     assert rows["DDP, accumulating 8"]["samples_per_update"] == 2 * 8 * 8
+    accumulating = rows["data parallel, powersgd:1, accumulating 8"]
+    assert accumulating["samples_per_update"] == 2 * 8 * 8
     weights_bytes = 4 * (3 * 72 + 18)
     for name, samples in (("DDP", 16), ("DDP, minibatch shared", 8)):  # two workers send the weights' gradients once
         assert rows[name]["bytes_per_sample"] > 2 * weights_bytes / samples
@@ -362,6 +374,8 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     for name in ("DDP, minibatch shared", "torch Schedule1F1B", "1F1B"):
         assert rows[name]["metrics"]["loss"] == pytest.approx(loss, rel=1e-5), name
     (folder,) = (tmp_path / "runs").iterdir()
+    (losses,) = folder.glob("*accumulating_8*/losses.json")
+    assert len(json.loads(losses.read_text())) == 2, "160 samples are a minibatch of 128 and one of 32"
     (messages,) = folder.glob("messages*/messages.json")
     assert 0 <= json.loads(messages.read_text())["message_s_per_byte"] < 1e-3
     assert json.loads((folder / "compare.json").read_text()) == comparison

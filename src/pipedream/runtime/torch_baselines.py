@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from statistics import median
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream.core.errors import RecipeError
 from pipedream.runtime.comm.values import to_device
@@ -318,6 +319,23 @@ def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Basel
         buffer_bytes=sum(parameter.nbytes for _, parameter in named if parameter.requires_grad),
         wrap_optimizer=average_rarely if period else None,
     )
+
+
+def collect_batches(recipe: Any, count: int) -> Any:
+    """Returns the recipe with `count` of its batches in one. Raises RecipeError if its loader makes no batches."""
+    loader = recipe.train
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        raise RecipeError("accumulating needs a DataLoader that makes the batches itself (batch_size=)")
+    larger = DataLoader(
+        loader.dataset,
+        count * loader.batch_size,
+        sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
+        generator=loader.generator,
+    )
+    return replace(recipe, train=larger)
 
 
 def _check_all_used(task: Task, model: nn.Module) -> None:

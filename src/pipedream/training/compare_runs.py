@@ -21,6 +21,7 @@ from pipedream.slow_links import Network
 from pipedream.training.compare_worker import BEGUN, WorkerJob
 
 _GRACE_S = 10.0  # for the other workers, once one has failed
+_PLAN_FILE = "plan.json"  # which a run folder gets between planning and training
 
 
 class Scales(NamedTuple):
@@ -72,33 +73,39 @@ class Runs:
     def run_worker(self, kind: str, workers: int, name: str, **details: Any) -> tuple[Path, int | None]:
         """Runs a `WorkerJob` with these details; returns the file that it has written."""
         options, out = self.options, self.folder / _make_folder_name(name) / f"{kind}.json"
-        job = WorkerJob(
-            kind=kind,
-            recipe=self.recipe,
-            out=str(out),
-            seed=options.seed or 0,
-            device=options.device,
-            epochs=options.epochs,
-            minibatches=options.minibatches,
-            mesh=options.mesh,
-            layout=options.layout,
-            shard_weights=options.shard_weights,
-            **details,
-        )
-        arguments = ["-m", "pipedream.training.compare_worker", json.dumps(asdict(job))]
-        return out, self._run(workers, arguments, out.with_suffix(BEGUN))
+        fields: dict[str, Any] = {
+            "kind": kind,
+            "recipe": self.recipe,
+            "out": str(out),
+            "seed": options.seed or 0,
+            "device": options.device,
+            "epochs": options.epochs,
+            "minibatches": options.minibatches,
+            "mesh": options.mesh,
+            "layout": options.layout,
+            "shard_weights": options.shard_weights,
+        }
+        arguments = ["-m", "pipedream.training.compare_worker", json.dumps(asdict(WorkerJob(**(fields | details))))]
+        begun = out.with_name(_PLAN_FILE) if kind == "pipeline" else out.with_suffix(BEGUN)
+        return out, self._run(workers, arguments, begun)
 
-    def train(self, plan: Plan, name: str) -> tuple[dict[str, Any], int | None]:
-        """Runs ``pipedream train``; returns its summary."""
+    def train(self, plan: Plan, name: str, accumulated: int = 1) -> tuple[dict[str, Any], int | None]:
+        """Runs ``pipedream train``, with so many of the recipe's batches in a minibatch; returns its summary."""
         options = self.options
+        if accumulated > 1:
+            plan_file = plan.save((self.folder / _make_folder_name(name)).with_suffix(".plan.json"))
+            details: dict[str, Any] = {"accumulated": accumulated, "plan": str(plan_file)}
+            if options.minibatches is not None:
+                details["minibatches"] = max(2, options.minibatches // accumulated)
+            out, sent = self.run_worker("pipeline", plan.ranks, name, **details)
+            return json.loads(out.with_name("summary.json").read_text(encoding="utf-8")), sent
         flags = ["--workers", plan.ranks, "--seed", options.seed or 0, "--device", options.device]
         flags += ["--checkpoint-every", 0]
         flags += [] if options.layout is None else ["--layout", options.layout]
         flags += [] if options.shard_weights is None else ["--shard-weights", options.shard_weights]
         flags += [] if options.epochs is None else ["--epochs", options.epochs]
         flags += [] if options.minibatches is None else ["--minibatches", options.minibatches]
-        # The run folder gets its plan between planning and training.
-        return self._run_command(plan, name, plan.ranks, "plan.json", "train", self.recipe, *flags, "--plan")
+        return self._run_command(plan, name, plan.ranks, _PLAN_FILE, "train", self.recipe, *flags, "--plan")
 
     def emulate(self, plan: Plan, name: str, scales: Scales, minibatches: int) -> tuple[dict[str, Any], int | None]:
         """Runs ``pipedream emulate``; returns its summary, without the scales."""

@@ -163,7 +163,8 @@ class LinkVariants:
         if key not in self._measured:
             measured = self._measure_method(way.name, plan)
             self._measured[key] = replace(measured, approximation=variant.approximation)
-            self._report(self._measured[key])
+            if not measured.why:
+                self._report(self._measured[key])
         return replace(self._measured[key], name=way.name, plan=text)
 
     def _measure_torch(self, variant: Variant, way: _Way, plan: Plan) -> Variant:
@@ -202,15 +203,17 @@ class LinkVariants:
         return measured
 
     def _measure_method(self, name: str, plan: Plan) -> Variant:
-        label = self._label(name)
+        label, accumulated = self._label(name), plan.batch // self.profile.batch
         self.progress(f"{label} ...{self._expect(plan)}")
         try:
             if self.scales is None:
-                summary, sent = self.runs.train(plan, label)
+                summary, sent = self.runs.train(plan, label, accumulated)
             else:
                 minibatches = self.runs.options.minibatches or _count_steady_minibatches(plan)
                 summary, sent = self.runs.emulate(plan, label, self.scales, minibatches)
         except RunFailed as failed:
+            if accumulated > 1:
+                return Variant(name, plan.ranks, why=failed.reason)
             raise failed.make_error(name) from None
         if target := summary.get("target"):
             self.target = (target["metric"], target["value"])

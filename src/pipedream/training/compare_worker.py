@@ -12,12 +12,14 @@ from typing import Any
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import BAD_CALL, PipelineError, RecipeError
+from pipedream.core.plan.plan import Plan
 from pipedream.recipe import Recipe, load_recipe
 from pipedream.runtime import torch_baselines
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.torch_baselines import Baseline, Task
 from pipedream.training.job import capture_recipe, profile_recipe, with_layout
+from pipedream.training.train import train_recipe
 
 BEGUN = ".begun"
 """Suffix of the file that rank 0 makes when the training begins."""
@@ -29,13 +31,16 @@ class WorkerJob:
 
     Attributes:
         kind: 'profile' measures the recipe on all workers at the same time; 'messages' what a byte of a message takes
-            from compute; 'plain', 'ddp' and '1f1b' train it as torch itself does.
+            from compute; 'plain', 'ddp' and '1f1b' train it as torch itself does; 'pipeline' runs `plan` in the folder
+            of `out`.
         out: the file that rank 0 writes: the profile, the figures, or why this recipe is not trained so.
         runs, microbatches, mesh, layout, shard_weights: of a profile; see `workflows.profile`.
         bytes_per_s: of the link of the messages.
         parts: microbatches of a minibatch.
-        accumulated, sums: of 'ddp', see `torch_baselines.data_parallel`.
+        accumulated, sums: of 'ddp', see `torch_baselines.data_parallel`. Of 'pipeline': the recipe's batches that make
+            a minibatch.
         bounds: the layers of each stage of '1f1b'.
+        plan: a file.
     """
 
     kind: str
@@ -55,10 +60,22 @@ class WorkerJob:
     accumulated: int = 1
     sums: str = "full"
     bounds: Sequence[tuple[int, int]] = ()
+    plan: str = ""
 
 
 def run_job(job: WorkerJob) -> None:
     """Does this rank's part."""
+    if job.kind == "pipeline":
+        train_recipe(
+            lambda seed: torch_baselines.collect_batches(load_recipe(job.recipe, seed=seed), job.accumulated),
+            out=Path(job.out).parent,
+            plan=Plan.load(job.plan),
+            **{name: getattr(job, name) for name in ("seed", "device", "epochs", "minibatches")},
+            layout=job.layout,
+            shard_weights=job.shard_weights,
+            checkpoint_every=0,
+        )
+        return
     device = process_group.process_device(job.device)
     rank, workers = process_group.join_group(device, check_software=False)
     set_threads(workers)
