@@ -207,8 +207,26 @@ def tokens(whole_first: bool = False) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
+def weighted() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Batches with a weight of each sample, which are equal in the first."""
+    return [
+        (x, y, torch.full((8,), 0.5, dtype=torch.float64) if not i else rand(8, seed=i).abs())
+        for i, (x, y) in enumerate(pairs())
+    ]
+
+
+def weigh_by_hand(output: Tensor, batch: Any) -> Tensor:
+    return (((output - batch[1]) ** 2).mean(1) * batch[2]).sum() / batch[2].sum()
+
+
+def weigh_torch(output: Tensor, batch: Any, *, of_means: bool = False) -> Tensor:
+    weighted = F.mse_loss(output, batch[1], reduction="none").mean(1) * batch[2]
+    return weighted.mean() / batch[2].mean() if of_means else weighted.sum() / batch[2].sum()
+
+
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0]).double()
 NOT_A_MEAN = "the loss is not a mean over samples; give weight="
+FIRST_IS_INPUT: dict[str, Any] = {"inputs": lambda batch: batch[0]}
 PROBABLE = [(x, y.softmax(1)) for x, y in pairs(3, 7)]
 SIGNS = [(x, (y > 0).double()) for x, y in pairs()]
 
@@ -267,6 +285,17 @@ LOSSES = {
     ),
     "reduction='none'": of_torch(nn.MSELoss(reduction="none"), pairs(), refused="a tensor of shape"),
     "smaller last batch": of_torch(nn.MSELoss(), [*pairs(2), *pairs(1, 3)]),
+    "weights by hand, equal at first": Case(
+        net, weigh_by_hand, weighted(), "4 samples counts otherwise: .* give weight=", options=FIRST_IS_INPUT
+    ),
+    "weights by hand, equal at first, replicas": Case(
+        net, weigh_by_hand, weighted(), "counts otherwise", replicas=(1, 2), options=FIRST_IS_INPUT
+    ),
+    "weights of torch's, equal at first": Case(net, weigh_torch, weighted(), options=FIRST_IS_INPUT),
+    "weights of torch's, unequal": Case(net, weigh_torch, weighted()[1:], replicas=(1, 2), options=FIRST_IS_INPUT),
+    "weights of torch's, means": Case(
+        net, partial(weigh_torch, of_means=True), weighted(), m=4, options=FIRST_IS_INPUT
+    ),
     "penalty on weights": Case(
         net, lambda o, b: mse(o, b), pairs(), optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
     ),

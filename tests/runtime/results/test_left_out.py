@@ -64,3 +64,70 @@ def test_a_part_with_another_share_of_it_is_refused(samples: int) -> None:
     with pytest.raises(ValueError, match=r"leaves out targets that are -100, and there are .* give weight="):
         loss(output, shorter, samples, 0.5, 2)
     assert loss(output, shorter, samples, 1.0)[1] == samples, "an evaluation, or a minibatch that is not split"
+
+
+def hidden_elsewhere(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nll(output, batch["y"]).masked_fill(batch["mask"], 0.0).sum() / (~batch["mask"]).sum()
+
+
+def unlike_one(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    counted = batch["y"] != 1
+    return (nll(output, batch["y"]) * counted).sum() / counted.sum()
+
+
+def draw(kind: str, length: int = 6) -> dict[str, Tensor]:
+    """Targets of 4 samples; of the first minibatches (`equal`), or with weights, masks or a label that does not count."""
+    labels = torch.randint(2, 14, (4, length))
+    mask = {"weights": torch.rand(4, length) + 0.5, "hidden": torch.rand(4, length) < 0.5}
+    empty = {"hidden": torch.zeros(4, length, dtype=torch.bool)}.get(kind.removeprefix("equal "), torch.ones(4, length))
+    return {"y": labels.masked_fill(mask["hidden"], 1) if kind == "labels" else labels, "mask": mask.get(kind, empty)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [(hidden, "weights"), (hidden_elsewhere, "hidden"), (unlike_one, "labels")]
+)
+@pytest.mark.parametrize("first", [1, 21])
+def test_a_part_that_counts_otherwise_is_refused_when_it_comes(loss: Any, kind: str, first: int) -> None:
+    """Also one of another length, which is compared with the other part of its minibatch."""
+    torch.manual_seed(0)
+    part_loss = Loss(loss)
+    for minibatch in range(first):
+        for _ in range(2):
+            targets = draw(f"equal {kind}", 6 - minibatch % 3)
+            part_loss(torch.randn(*targets["y"].shape, 14), targets, 4, 0.5, minibatch)
+    with pytest.raises(ValueError, match=r"a part of 4 samples counts otherwise: .* give weight=.*microbatches=1"):
+        for _ in range(2):
+            targets = draw(kind, 5 if first == 21 else 6)
+            part_loss(torch.randn(*targets["y"].shape, 14), targets, 4, 0.5, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_mean_over_samples_is_never_refused(dtype: torch.dtype) -> None:
+    """Although rounding moves a loss near zero by much of it, and a target grows from batch to batch."""
+
+    def centred(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        step = 1e-3 * batch["step"].to(output.dtype)
+        return (nll(output, batch["y"]) - nll(output, batch["y"].flip(-1))).mean() + step.mean()
+
+    torch.manual_seed(0)
+    part_loss = Loss(centred)
+    for minibatch in range(40):
+        for samples in (4, 3):
+            targets = {"y": torch.randint(14, (samples, 6)), "step": torch.full((samples,), minibatch)}
+            output = torch.randn(samples, 6, 14, dtype=dtype)
+            assert part_loss(output, targets, samples, samples / 7, minibatch)[1] == samples
+
+
+def test_parts_are_compared_more_and_more_rarely() -> None:
+    calls = []
+
+    def counted(output: Tensor, labels: Tensor) -> Tensor:
+        calls.append(len(output))
+        return exact(output, labels)
+
+    loss, labels, counts = Loss(counted), torch.arange(12).view(2, 6), []
+    for minibatch in range(100):
+        before = len(calls)
+        loss(torch.randn(2, 6, 14), labels, 2, 0.5, minibatch)
+        counts.append(len(calls) - before)
+    assert counts[1:] == [4 if part <= 8 or part in (16, 32, 64) else 1 for part in range(1, 100)]

@@ -1,7 +1,8 @@
-"""Finds out what a user's loss leaves out: padding, ignored labels, what a mask hides.
+"""Checks that the parts of minibatches count by their samples, as a loss that is written by hand is taken to.
 
-A loss that is written by hand is taken to be a mean over samples, which the first minibatch confirms. If it leaves
-something out, that holds only while all parts of a minibatch have as much of it.
+The first minibatch confirms it, and later ones may refute it. If the loss leaves something out (padding, ignored
+labels, what a mask hides), all parts must have as much of it. If it weights samples or tokens, which the first
+minibatch cannot show where all weights were equal, a later part must not weigh more than its samples.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ from pipedream.runtime.comm.values import map_tensors, tensors_in
 MARKS = (0, -1, -100, 255)
 """Values of labels and masks that losses leave out."""
 
+_ALWAYS = 8  # parts that are compared before only every power of two is
+_MOST_BY_RANGE = 64  # comparisons of parts because their numbers are new: some grow from batch to batch
+_MOST_IN_DOUBLE = 2**24  # elements of an output
+_ADVICE = (
+    "give weight=..., a function from a batch to the amount that the loss is a mean over, let the loss return "
+    "(sum, weight), or train with microbatches=1"
+)
+
 
 class LeftOut(NamedTuple):
     """A value of the targets that a loss does not count like others.
@@ -30,6 +39,165 @@ class LeftOut(NamedTuple):
     leaf: int
     value: int
     share: float
+
+
+class PartsCheck:
+    """Checks the parts of minibatches one after the other, the first minibatch's without a comparison.
+
+    A part is joined with the targets of an earlier one, and the loss should be the mean of both losses, weighted by
+    their samples. This costs three calls of the loss: for the first parts, then more and more rarely, and for each part
+    that has what was not compared: a new extreme among whole numbers and masks, or among numbers that were all equal.
+
+    Args:
+        evaluate: from output and targets to the loss.
+    """
+
+    def __init__(self, evaluate: Callable[[Any, Any], Any]) -> None:
+        self._evaluate = evaluate
+        self._left_out: list[LeftOut] | None = None
+        self._first_minibatch = -1
+        self._parts = 0
+        self._by_range = 0
+        self._is_due = False
+        self._ranges: dict[int, tuple[float, float]] = {}
+        self._earlier: list[tuple[Any, int]] = []  # targets and samples of the first part and of the one before
+
+    def check(self, output: Any, targets: Any, received: Any, samples: int, minibatch: int) -> None:
+        """Raises ValueError if a part does not count by its samples.
+
+        Args:
+            received: the targets on the CPU.
+        """
+        output = map_tensors(output, torch.Tensor.detach)
+        if self._left_out is None:
+            self._left_out = [
+                each._replace(share=count_share(received, each.leaf, each.value, samples))
+                for each in find_left_out(self._evaluate, output, targets, samples)
+            ]
+            self._first_minibatch = minibatch
+            self._ranges = _choose_ranges(received, samples)
+            outputs = tensors_in(output)
+            if all(len(t) == samples for t in outputs if t.ndim) and self._is_mean(output, targets, samples):
+                self._earlier = [(targets, samples)] * 2
+        for leaf, value, share in self._left_out:
+            here = count_share(received, leaf, value, samples)
+            if here != share:
+                raise ValueError(
+                    f"the loss leaves out targets that are {value}, and there are {here:g} of them per sample in "
+                    f"this part of a minibatch but {share:g} in the first part, so parts cannot be weighted by their "
+                    f"numbers of samples; {_ADVICE}"
+                )
+        if not self._earlier:
+            return
+        is_new = self._widen_ranges(received)
+        if minibatch != self._first_minibatch:
+            self._parts += 1
+            is_new = is_new and self._by_range < _MOST_BY_RANGE
+            self._by_range += is_new
+            self._is_due |= is_new or self._parts <= _ALWAYS or not self._parts & (self._parts - 1)
+            self._is_due = self._is_due and not self._compare(output, targets, samples)
+        self._earlier[1] = targets, samples
+
+    def _is_mean(self, output: Any, targets: Any, samples: int) -> bool:
+        joined = self._join_losses(output, targets, samples, targets, samples)
+        return joined is not None and joined.is_mean
+
+    def _widen_ranges(self, received: Any) -> bool:
+        """Returns whether a part has numbers beyond those before."""
+        before = self._ranges
+        tensors = tensors_in(received)
+        for number, (least, most) in before.items():
+            low, high = _measure_range(tensors[number]) if number < len(tensors) else (least, most)
+            self._ranges = {**self._ranges, number: (min(low, least), max(high, most))}
+        return self._ranges != before
+
+    def _compare(self, output: Any, targets: Any, samples: int) -> bool:
+        """Returns whether an earlier part could be joined with this one; raises ValueError if it does not count."""
+        for others, other_samples in self._earlier:
+            if _list_shapes(others) != _list_shapes(targets):  # as of other lengths
+                continue
+            joined = self._join_losses(output, targets, samples, others, other_samples)
+            if joined is not None and not joined.is_mean:
+                raise ValueError(
+                    f"the loss is taken for a mean over samples, as in the first minibatch, but a part of {samples} "
+                    f"samples counts otherwise: together with the targets of an earlier part its loss is "
+                    f"{joined.loss:.7g}, and the samples' mean is {joined.mean:.7g}, as where samples or tokens have "
+                    f"weights that differ, or masks; {_ADVICE}"
+                )
+            return True
+        return False
+
+    def _join_losses(
+        self, output: Any, targets: Any, samples: int, others: Any, other_samples: int
+    ) -> _Joined | None:
+        """Joins a part with other targets; returns None if the loss cannot be computed for them.
+
+        Where rounding may decide, and the loss computes in double precision, it is computed in that.
+        """
+        count = min(samples, other_samples)
+        narrow = any(t.is_floating_point() and torch.finfo(t.dtype).eps > 1e-5 for t in tensors_in(output))
+        widens = sum(tensor.numel() for tensor in tensors_in(output)) <= _MOST_IN_DOUBLE
+        joined = None
+        for change in (torch.Tensor.detach, _widen)[narrow and widens : 1 + widens]:
+            a, b, c = (map_tensors(value, change) for value in (output, targets, others))
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    first, other = _take_first(a, samples, count), _take_first(c, other_samples, count)
+                    pairs = [(a, b), (first, other), (_join(a, first, samples), _join(b, other, samples))]
+                    losses = [self._evaluate(*pair) for pair in pairs]
+                mine, theirs, both = map(float, losses)
+            except Exception:
+                continue
+            if math.isfinite(mine + theirs + both):
+                mean = (samples * mine + count * theirs) / (samples + count)
+                joined = _Joined(both, mean, _choose_tolerance(losses[0]) * max(abs(mine), abs(theirs)))
+                if joined.is_mean:
+                    break
+        return joined
+
+
+class _Joined(NamedTuple):
+    """The loss of two parts together, their mean by samples, and how far the two may be apart."""
+
+    loss: float
+    mean: float
+    tolerance: float
+
+    @property
+    def is_mean(self) -> bool:
+        return abs(self.loss - self.mean) <= self.tolerance
+
+
+def _choose_tolerance(loss: torch.Tensor) -> float:
+    return max(1e-5, 4 * torch.finfo(loss.dtype).eps) if loss.is_floating_point() else 1e-5
+
+
+def _list_shapes(value: Any) -> list[torch.Size]:
+    return [tensor.shape[1:] for tensor in tensors_in(value)]
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _take_first(value: Any, samples: int, count: int) -> Any:
+    return map_tensors(value, lambda t: t[:count] if t.ndim and len(t) == samples else t)
+
+
+def _choose_ranges(targets: Any, samples: int) -> dict[int, tuple[float, float]]:
+    """Returns the least and the greatest number of each tensor of whole numbers, and of each with equal ones."""
+    ranges = {}
+    for number, tensor in enumerate(tensors_in(targets)):
+        if tensor.ndim and len(tensor) == samples and tensor.layout is torch.strided and not tensor.is_complex():
+            low, high = _measure_range(tensor)
+            if low == high or not tensor.is_floating_point():
+                ranges[number] = low, high
+    return ranges
+
+
+def _measure_range(tensor: torch.Tensor) -> tuple[float, float]:
+    low, high = tensor.detach().aminmax() if tensor.numel() else (0.0, 0.0)
+    return float(low), float(high)
 
 
 def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int) -> list[LeftOut]:
@@ -46,8 +214,9 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         twice = _join(output, output, samples)
         try:
-            first = float(evaluate(output, targets))
-            if not _is_close(float(evaluate(twice, _join(targets, targets, samples))), first):
+            loss = evaluate(output, targets)
+            first, tolerance = float(loss), _choose_tolerance(loss)
+            if not _is_close(float(evaluate(twice, _join(targets, targets, samples))), first, tolerance):
                 return []  # the samples depend on each other, as the first minibatch shows
         except Exception:  # it takes parts of this size only
             return []
@@ -61,7 +230,7 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
                     both = float(evaluate(twice, _join(targets, others, samples)))
                 except Exception:  # the loss does not know the value
                     continue
-                if math.isfinite(both) and not _is_close(both, (first + second) / 2):
+                if math.isfinite(both) and not _is_close(both, (first + second) / 2, tolerance):
                     left_out.append(LeftOut(number, value, count_share(targets, number, value, samples)))
     return left_out
 
@@ -87,5 +256,5 @@ def _join(value: Any, other: Any, samples: int) -> Any:
     return map_tensors(value, lambda t: torch.cat([t, pairs[id(t)]]) if t.ndim and len(t) == samples else t)
 
 
-def _is_close(value: float, other: float) -> bool:
-    return abs(value - other) <= 1e-5 * max(abs(value), abs(other))
+def _is_close(value: float, other: float, tolerance: float) -> bool:
+    return abs(value - other) <= tolerance * max(abs(value), abs(other))

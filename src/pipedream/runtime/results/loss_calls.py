@@ -37,7 +37,8 @@ class Amounts(NamedTuple):
         values: several if it is a sum of means; none if it is itself a sum.
         terms: what is added to the losses of torch, as regularisers and losses of the user's own; read only where its
             values matter, because they may be on a GPU.
-        full: as `values`, if no target were ignored and all classes had weight 1; empty if that is unknown.
+        full: as `values`, if no target were ignored and all classes had weight 1; empty if that is unknown, as of a sum
+            that is divided by a count.
     """
 
     is_sum: bool
@@ -359,7 +360,9 @@ class LossCalls(TorchFunctionMode):
             scaled = all(
                 _is_number(item) or first.kind == "elements" for item in operands[:2] if not self._find_note(item)
             )
-            return lambda result: first if scaled else None
+            factors = [item for item in operands[:2] if isinstance(item, torch.Tensor) and not self._find_note(item)]
+            product = _scale_amounts(first, factors[0], -1) if scaled and factors else first
+            return lambda result: product if scaled else None
         if name in _QUOTIENTS and self._find_note(operands[0]) and len(notes) == 1:
             divided = self._divide_note(first, *operands[:2])
             return lambda result: divided
@@ -373,13 +376,15 @@ class LossCalls(TorchFunctionMode):
             return noted
         if not _is_number(divisor):
             return None
-        if noted.kind == "mean":
-            return noted
         if isinstance(divisor, torch.Tensor):
             if id(divisor) in self._inputs:
                 return noted
+            if noted.kind == "mean":
+                return _scale_amounts(noted, divisor, 1)
             count, total = divisor.detach().clone(), divided.detach().clone()
             return _Noted("mean", (lambda: _read_count(count, total),))
+        if noted.kind == "mean":
+            return noted
         number = float(divisor)
         if number == self._samples or (number not in self._input_numbers and not number % self._samples):
             return _Noted("mean", (lambda: number,))
@@ -407,6 +412,18 @@ def _reduce_note(noted: _Noted, name: str, argument: Any, result: torch.Tensor) 
         return _Noted("sum")
     count = float(argument.numel())
     return _Noted("mean", (lambda: count,))
+
+
+def _scale_amounts(noted: _Noted, number: torch.Tensor, power: int) -> _Noted:
+    """Returns the note of a mean that is divided by a number, as by the mean of weights, or for -1 multiplied by it."""
+    if noted.kind != "mean":
+        return noted
+    copy = number.detach().clone()
+
+    def scale(amount: _Amount) -> float:
+        return amount() * (abs(float(copy)) or 1.0) ** power
+
+    return noted._replace(amounts=tuple(partial(scale, amount) for amount in noted.amounts), full=())
 
 
 def _join_notes(notes: list[_Noted]) -> _Noted | None:
@@ -439,7 +456,7 @@ def _read_count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
 def _evaluate_note(noted: _Noted, samples: int) -> Amounts | None:
     if noted.kind == "mean":
         values, full = ([amount() for amount in amounts] for amounts in (noted.amounts, noted.full))
-        return Amounts(False, samples, tuple(values), noted.terms, tuple(full if len(full) == len(values) else values))
+        return Amounts(False, samples, tuple(values), noted.terms, tuple(full if len(full) == len(values) else ()))
     amounts = Amounts(True, samples, terms=noted.terms)
     return None if amounts.read_terms() else amounts
 

@@ -23,7 +23,7 @@ from torch.nn import _reduction as _Reduction
 
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results.left_out import LeftOut, count_share, find_left_out
+from pipedream.runtime.results.left_out import PartsCheck
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
 
 Metric = Callable[[Any, Any], Any]
@@ -91,7 +91,7 @@ class Loss:
         self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
         self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._has_checked_pair = False
-        self._left_out: list[LeftOut] | None = None
+        self._parts_check = PartsCheck(self._evaluate)
 
     def anew(self) -> Loss:
         """Returns the same loss, which has seen no batch."""
@@ -152,7 +152,7 @@ class Loss:
             result = self._check_scalar(result)
             amount, is_sum = self._weigh_user_loss(watched, result, samples, share, minibatch)
             if watched.recognised is False:
-                self._check_left_out(output, batch, received, samples)
+                self._parts_check.check(output, batch, received, samples, minibatch)
             return result, amount, is_sum
         if self.function is None and self.weight is None:
             return self._check_scalar(result), *self._weigh_model_loss(result, samples, share, minibatch)
@@ -160,7 +160,7 @@ class Loss:
         if self.weight is not None:
             return result, float(self.weight(received)), False
         if minibatch is not None and self._user_calls is not None:
-            self._check_left_out(output, batch, received, samples)
+            self._parts_check.check(output, batch, received, samples, minibatch)
         reduction = self._reduction
         if reduction == "sum" and self._is_torch_loss:
             # The minibatch's loss is the sum of its parts: their weights sum to one.
@@ -168,39 +168,23 @@ class Loss:
         weight = self._weigh_torch_loss(output, received, reduction)
         return result, float(samples if weight is None else weight), False
 
-    def _check_left_out(self, output: Any, batch: Any, received: Any, samples: int) -> None:
-        """Raises ValueError if a part has more or less of what the loss leaves out than the first part had."""
-        if self._left_out is None:
-            left_out = find_left_out(self._evaluate, map_tensors(output, torch.Tensor.detach), batch, samples)
-            self._left_out = [
-                each._replace(share=count_share(received, each.leaf, each.value, samples)) for each in left_out
-            ]
-        for leaf, value, share in self._left_out:
-            here = count_share(received, leaf, value, samples)
-            if here != share:
-                raise ValueError(
-                    f"the loss leaves out targets that are {value}, and there are {here:g} of them per sample in "
-                    f"this part of a minibatch but {share:g} in the first part, so parts cannot be weighted by their "
-                    "numbers of samples; give weight=..., a function from a batch to the amount that the loss is a "
-                    "mean over, let the loss return (sum, weight), or train with microbatches=1"
-                )
-
     def _weigh_user_loss(
         self, calls: LossCalls, loss: torch.Tensor, samples: int, share: float, minibatch: int
     ) -> tuple[float, bool]:
         """Returns the weight of a loss of the user's own, and whether it is a sum.
 
-        It is the number of samples, less those that torch's losses, which it calls, ignore.
+        It is the number of samples, less those that torch's losses, which it calls, ignore, or what the loss divides
+        by.
         """
         amounts = calls.amounts(loss)
         if amounts is not None and amounts.is_sum:
             return share, True
-        if amounts is None or not max(amounts.full, default=0.0):
+        if amounts is None or not max(amounts.full, default=1.0):
             return float(samples), False
         first = self._first_part
         if first is None or first[0] != minibatch or not max(first[1].values):
             self._first_part = first = minibatch, amounts
-        was, per_sample = (max(part.full) / part.samples for part in (first[1], amounts))
+        was, per_sample = (max(part.full, default=0.0) / part.samples for part in (first[1], amounts))
         if not first[1].fits(amounts) or abs(was - per_sample) > 1e-9 * was:
             here, before = (", ".join(f"{v:g}" for v in each.values) for each in (amounts, first[1]))
             raise ValueError(
@@ -209,8 +193,9 @@ class Loss:
                 "weight=..., a function from a batch to the amount that the loss is a mean over, let the loss return "
                 "(sum, weight), or train with microbatches=1"
             )
-        most = max(range(len(amounts.full)), key=lambda i: amounts.full[i])
-        return samples * amounts.values[most] / amounts.full[most], False
+        full, values = amounts.full or (float(samples),) * len(amounts.values), amounts.values
+        most = max(range(len(full)), key=lambda i: (full[i], values[i]))
+        return samples * values[most] / full[most], False
 
     def _weigh_model_loss(
         self, loss: torch.Tensor, samples: int, share: float, minibatch: int | None
