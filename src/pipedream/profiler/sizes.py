@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.matrices import Matrices, join_matrices
 from pipedream.core.model.profile import TiedParameters
+from pipedream.sharding.outside_func import HooksOutsideFunc
 from pipedream.sharding.parts import local_part
 
 _MARK = "pipedream: a section begins"
@@ -124,7 +125,7 @@ def measure_sizes(
 
     outputs, leaving = [], []
     arguments, value = sample, None
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.enable_grad(), HooksOutsideFunc(pack, unpack):
         for index in range(len(layers)):
             value = run_layer(index, arguments)
             arguments = (value,)

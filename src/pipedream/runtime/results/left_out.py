@@ -127,9 +127,7 @@ class PartsCheck:
             return True
         return False
 
-    def _join_losses(
-        self, output: Any, targets: Any, samples: int, others: Any, other_samples: int
-    ) -> _Joined | None:
+    def _join_losses(self, output: Any, targets: Any, samples: int, others: Any, other_samples: int) -> _Joined | None:
         """Joins a part with other targets; returns None if the loss cannot be computed for them.
 
         Where rounding may decide, and the loss computes in double precision, it is computed in that.

@@ -32,6 +32,7 @@ from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import list_own_generators
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_state import StageObserver, StageState
+from pipedream.sharding.outside_func import HooksOutsideFunc
 from pipedream.sharding.stage import StageSharding
 
 _log = logging.getLogger("pipedream")
@@ -282,7 +283,7 @@ class LayersCheck(StageCheck):
             return copy.clone()  # into which a layer may write
 
         # Within a forward that is to be recomputed, no other graph would be kept.
-        keeping = torch.autograd.graph.saved_tensors_hooks(_return_itself, _return_itself)
+        keeping = HooksOutsideFunc(_return_itself, _return_itself)
         with self._run.restoring_state(), torch.enable_grad(), keeping:
             output = self._module.forward(map_tensors(value, enter), dict(self._module.handles), microbatch, is_first)
             if targets is not None:

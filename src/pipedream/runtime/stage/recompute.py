@@ -31,6 +31,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.data.rng import read_state, set_state
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.sharding.outside_func import HooksOutsideFunc
 
 
 class ForwardFunction(Protocol):
@@ -150,7 +151,7 @@ def _is_plain(value: Any) -> bool:
 
 def run_without_graph(run: ForwardFunction, message: Message) -> Message:
     """Runs a forward on a copy of the message, by the same paths as in training; keeps none of its tensors."""
-    with torch.autograd.graph.saved_tensors_hooks(_forget, _refuse_unpack):
+    with HooksOutsideFunc(_forget, _refuse_unpack):
         result = run(_copy_message(message), False)
     return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
 
