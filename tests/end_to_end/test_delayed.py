@@ -217,24 +217,14 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
 
 
 @pytest.mark.parametrize("name", delayed.PAPERS)
-def test_tags_are_those_of_the_static_table(name: str) -> None:
-    animal = zoo.make("mlp")
-    factory = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    plan = zoo.plan_of(animal, 3)
-    with pd.Pipeline(
-        animal.model, plan, schedule=name, microbatches=PARTS.get(name), loss=animal.loss, optimizer=factory
-    ) as pipeline:
-        for _ in pipeline.train(animal.batches, epochs=3):
-            pass
-        tags = pipeline.timeline().gradient_versions
-    rule, updates = pipeline.program.weights, pipeline.program.updates
-    assert len(tags) == 3 * 3 * len(animal.batches) * pipeline.program.microbatches - _empty(pipeline, animal, 3)
-    paper = delayed.PAPERS[name](3, pipeline.program.microbatches)
-    for tag in tags:
-        s, k = tag.stage, tag.microbatch
-        assert tag.forward_version == rule.forward_version(s, k) == paper.forward(s, k)
-        assert tag.backward_version == rule.backward_version(s, k) == paper.backward(s, k)
-        assert tag.applied_to == updates.update_of(s, k) - 1
+def test_the_static_table_is_the_papers(name: str) -> None:
+    """`run` holds the tags of each run to the table."""
+    schedule = build(name, Plan.uniform(3), PARTS.get(name))
+    paper = delayed.PAPERS[name](3, schedule.microbatches)
+    for s in range(3):
+        for k in range(45):
+            assert schedule.weights.forward_version(s, k) == paper.forward(s, k)
+            assert schedule.weights.backward_version(s, k) == paper.backward(s, k)
 
 
 def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,12 +270,6 @@ def test_lags_of_nf1b_in_a_run(p: int, m: int, delays_updates: list[int]) -> Non
         assert [max(outcome.late[s]) for s in range(p)] == expected
 
 
-def _empty(pipeline: pd.Pipeline, animal: zoo.Animal, epochs: int) -> int:
-    """Returns how many microbatches without a sample there were, over the stages."""
-    m = pipeline.program.microbatches
-    return 3 * epochs * sum(max(0, m - len(x)) for x, _ in animal.batches)
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -327,9 +311,12 @@ def test_activations_that_are_not_kept_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("animal", "parameter"), [("transformer", r"1\.self_attn\.in_proj_weight"), ("lstm", r"2\.lstm\.weight_hh_l0")]
+    ("name", "animal", "parameter"),
+    [
+        ("pipelined_backprop", "transformer", r"1\.self_attn\.in_proj_weight"),
+        ("timeprest", "lstm", r"2\.lstm\.weight_hh_l0"),
+    ],
 )
-@pytest.mark.parametrize("name", ["pipelined_backprop", "timeprest"])
 def test_weights_that_autocast_casts_are_refused_by_name(name: str, animal: str, parameter: str) -> None:
     optimizer = partial(torch.optim.SGD, lr=0.1)
     more = {"dtype": torch.float32, "autocast": torch.bfloat16}
@@ -408,8 +395,7 @@ def _matrices() -> zoo.Animal:
     return zoo.Animal(model, batches, nn.CrossEntropyLoss(), zoo._classes, {3: (2, 4)})
 
 
-@pytest.mark.parametrize("schedule", [pb_lwp, spectrain_v2])
-@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.RMSprop])
+@pytest.mark.parametrize(("schedule", "kind"), [(pb_lwp, torch.optim.Muon), (spectrain_v2, torch.optim.RMSprop)])
 def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: Any) -> None:
     animal, factory = _matrices(), partial(kind, lr=0.02)
     plan = zoo.plan_of(animal, 3)
@@ -422,14 +408,14 @@ def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: 
         optimizer=lambda named: factory([p for _, p in named]),
         seed=3,
     ) as pipeline:
-        losses = [done.loss for done in pipeline.train(animal.batches, epochs=10)]
+        losses = [done.loss for done in pipeline.train(animal.batches, epochs=4)]
     paper = replace(delayed.PAPERS[schedule.__name__](3, 1), by="difference")
     names = [stage.names for stage in plan.stages]
     expected = delayed.train(
-        _matrices().model, names, animal.batches * 10, animal.total, paper, lambda: _Torchs(kind, 0.02), seed=3
+        _matrices().model, names, animal.batches * 4, animal.total, paper, lambda: _Torchs(kind, 0.02), seed=3
     )
     assert losses == pytest.approx(expected.losses, rel=BOUND)
-    assert len(losses) == 50
+    assert len(losses) == 20
 
 
 # -- drains and checkpoints ------------------------------------------------------------------------
@@ -464,8 +450,9 @@ def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert not all(torch.equal(whole[name], lost[name]) for name in whole)
 
 
-@pytest.mark.parametrize("name", delayed.PAPERS)
-def test_a_drain_leaves_one_version(name: str) -> None:
+@pytest.mark.parametrize("name", ["pipelined_backprop", "spectrain_v2", "timeprest"])
+def test_a_drain_leaves_the_weights_in_the_model(name: str) -> None:
+    """Not a view of them. `run` counts the versions that a drain leaves."""
     animal = zoo.make("mlp")
     plan = zoo.plan_of(animal, 3)
     optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -480,8 +467,6 @@ def test_a_drain_leaves_one_version(name: str) -> None:
                     for worker in pipeline._session.local.workers
                     for stage_state in worker.stage_states.values()
                 ]
-                assert {stage_state.versions.alive for stage_state in stage_states} == {1}
-                # What stands in the model is the weights, not a view of them.
                 state = pipeline.state_dict()
                 for stage_state in stage_states:
                     for key, leaf in stage_state.versions.peek().leaves.items():

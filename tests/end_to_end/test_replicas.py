@@ -20,7 +20,7 @@ from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
-PLANS = ((2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (2, 1, 1), (2, 2, 1), (4, 2, 1), (5, 3))
+PLANS = ((2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (2, 1, 1), (2, 2, 1), (4, 2, 1))
 METHODS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw", "1f1b", "gpipe")
 ROUNDS = ("pipedream", "pipedream_vertical_sync")
 """Methods whose updates are rounds of the replicas, so that a last round may be incomplete."""
@@ -39,7 +39,6 @@ LAGS = {
     (2, 1, 1): ((1, 0, 0), "full"),
     (2, 2, 1): ((1, 1, 0), (4, 2, 1)),
     (4, 2, 1): ((1, 1, 0), "full"),
-    (5, 3): ((0, 1), (4, 1)),
 }
 
 
@@ -108,10 +107,8 @@ def test_each_plan_and_each_method_is_in_the_default_run() -> None:
 
 @pytest.mark.parametrize(
     "replicas",
-    [
-        pytest.param(replicas, id=str(replicas), marks=pytest.mark.slow if number % 3 else ())
-        for number, replicas in enumerate(PLANS)
-    ],
+    [(2, 1), (2, 2, 1), *(pytest.param(replicas, marks=pytest.mark.slow) for replicas in ((2, 3), (4, 2, 1)))],
+    ids=str,
 )
 def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int, ...]) -> None:
     for depth in ("noam", "full"):

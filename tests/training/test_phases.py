@@ -100,7 +100,7 @@ def test_tags_begin_anew_behind_another_method() -> None:
 
 
 def test_averages_of_updates_go_on_into_a_phase_that_needs_them_too() -> None:
-    run = replace(PIPEMARE, phases="pipemare/2:13,pipemare/2", epochs=6)
+    run = replace(PIPEMARE, phases="pipemare/2:13,pipemare/2", epochs=4)
     outcome = go(run)
     check_papers(run, outcome, {0: delayed.Turn(delayed.pipemare(3, 2), 2)})
     assert 13 in outcome.drains
@@ -185,7 +185,7 @@ def test_the_comparison_can_fail() -> None:
 
 def test_a_run_of_one_phase_is_the_run_of_its_method() -> None:
     # A phase that goes on with the same method changes nothing but the drain.
-    run = Run("pipedream:20,pipedream", evaluate_at=())
+    run = Run("pipedream:20,pipedream", evaluate_at=(), epochs=6)
     check(run, go(run))
     animal = zoo.make("mlp")
     with pd.Pipeline(
