@@ -28,11 +28,11 @@ _STARTED = pytest.StashKey[float]()
 _PROCESSOR_S: dict[str, float] = {}  # of each test
 _modules_frozen = 0
 
-# No deadline and no complaint about slow examples: shared cores are sometimes slow. In CI more examples, and the same
-# each time. HYPOTHESIS_PROFILE=thorough draws 400 where a test does not name a number.
+# No deadline and no complaint about slow examples: shared cores are sometimes slow. In CI the same examples each time.
+# HYPOTHESIS_PROFILE=thorough draws 400 where a test does not name a number.
 settings.register_profile(
     "house",
-    max_examples=18 if "CI" in os.environ else 12,
+    max_examples=12,
     deadline=None,
     derandomize="CI" in os.environ,
     print_blob=True,

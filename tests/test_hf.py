@@ -18,19 +18,16 @@ from torch import Tensor, nn
 import pipedream
 from pipedream.core.errors import PipelineError
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-if find_spec("accelerate") is None:
-    pytest.skip("accelerate is not installed; pip install accelerate", allow_module_level=True)
-
-import transformers
-
-from pipedream import hf
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory.*:UserWarning")
-PLAIN = transformers.Trainer
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed; pip install accelerate"),
+]
 
 
 def make_model() -> nn.Module:
+    import transformers  # here: it takes seconds, and most runners need it not
+
     torch.manual_seed(0)
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(
@@ -59,7 +56,17 @@ def make_plan(schedule: str, microbatches: int | None) -> pipedream.Plan:
     return pipedream.plan(profile, cluster, shape="pipeline", schedule=schedule, microbatches=microbatches)
 
 
-def make_trainer(kind: Any, folder: Path, callbacks: Any = None, rest: Any = None, **changes: Any) -> Any:
+def make_trainer(kind: str, folder: Path, callbacks: Any = None, rest: Any = None, **changes: Any) -> Any:
+    """Returns a Trainer: "plain", that of a "pipeline", or one with an "own loss"."""
+    import transformers
+
+    from pipedream import hf
+
+    class OwnLoss(hf.Trainer):
+        def compute_loss(self, *positional: Any, **options: Any) -> Any:
+            return 2 * super().compute_loss(*positional, **options)
+
+    kinds = {"plain": transformers.Trainer, "pipeline": hf.Trainer, "own loss": OwnLoss}
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -80,10 +87,10 @@ def make_trainer(kind: Any, folder: Path, callbacks: Any = None, rest: Any = Non
     }
     args = transformers.TrainingArguments(**settings | changes)
     rest = rest or {}
-    if kind is hf.Trainer:
+    if kind == "pipeline":
         steps = args.gradient_accumulation_steps
         rest = {"plan": make_plan(rest.get("schedule", "1f1b"), steps if steps > 1 else None)} | rest
-    return kind(
+    return kinds[kind](
         make_model(),
         args,
         train_dataset=make_data(18),
@@ -111,7 +118,9 @@ def check_equal(trainer: Any, plain: Any) -> None:
 
 
 def test_a_trainer_in_a_pipeline_gives_what_the_plain_one_gives(tmp_path: Path) -> None:
-    plain, trainer = make_trainer(PLAIN, tmp_path / "plain"), make_trainer(hf.Trainer, tmp_path / "pipeline")
+    import transformers
+
+    plain, trainer = make_trainer("plain", tmp_path / "plain"), make_trainer("pipeline", tmp_path / "pipeline")
     expected, output = plain.train(), trainer.train()
     assert output.global_step == expected.global_step == 10
     assert output.training_loss == pytest.approx(expected.training_loss, rel=1e-4)
@@ -131,23 +140,24 @@ def test_a_trainer_in_a_pipeline_gives_what_the_plain_one_gives(tmp_path: Path) 
 def test_a_trainer_resumes_under_a_method_without_a_flush(tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
     rest = {"schedule": "pipedream", "options": {"clip": "local"}}
-    first = make_trainer(hf.Trainer, tmp_path, rest=rest, **changes)
+    first = make_trainer("pipeline", tmp_path, rest=rest, **changes)
     first.train()
-    second = make_trainer(hf.Trainer, tmp_path, rest=rest, **changes)
+    second = make_trainer("pipeline", tmp_path, rest=rest, **changes)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     check_equal(second, first)
 
 
-class StopAtThree(transformers.TrainerCallback):  # type: ignore[misc]
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 3
-
-
 def test_callbacks_steps_and_low_precision(tmp_path: Path) -> None:
+    import transformers
+
+    class StopAtThree(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
     changes = {"max_steps": 7, "bf16": True, "save_strategy": "no", "eval_strategy": "no"}
-    plain = make_trainer(PLAIN, tmp_path, **changes)
-    trainer = make_trainer(hf.Trainer, tmp_path, **changes)
-    stopped = make_trainer(hf.Trainer, tmp_path, callbacks=[StopAtThree], **changes)
+    plain = make_trainer("plain", tmp_path, **changes)
+    trainer = make_trainer("pipeline", tmp_path, **changes)
+    stopped = make_trainer("pipeline", tmp_path, callbacks=[StopAtThree], **changes)
     plain.train(), trainer.train(), stopped.train()
     np.testing.assert_allclose(entries(trainer, "loss"), entries(plain, "loss"), rtol=5e-3)
     assert len(entries(trainer, "loss")) == 7
@@ -163,27 +173,22 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
         "learning_rate": 0.2,
         "save_total_limit": 1,
     }
-    plain = make_trainer(PLAIN, tmp_path / "plain", **changes)
-    trainer = make_trainer(hf.Trainer, tmp_path / "pipeline", **changes)
+    plain = make_trainer("plain", tmp_path / "plain", **changes)
+    trainer = make_trainer("pipeline", tmp_path / "pipeline", **changes)
     plain.train(), trainer.train()
     assert Path(trainer.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-4)
 
 
-class OwnLoss(hf.Trainer):
-    def compute_loss(self, *positional: Any, **options: Any) -> Any:
-        return 2 * super().compute_loss(*positional, **options)
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "name"),
     [
-        (hf.Trainer, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        (hf.Trainer, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
-        (OwnLoss, {}, "a compute_loss of your own"),
+        ("pipeline", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ("pipeline", {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        ("own loss", {}, "a compute_loss of your own"),
     ],
 )
-def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, kind: Any, changes: Any, name: str) -> None:
+def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, kind: str, changes: Any, name: str) -> None:
     with pytest.raises(PipelineError, match=f"{name}: not possible in a pipeline"):
         make_trainer(kind, tmp_path, **changes)
 
@@ -194,7 +199,7 @@ def train_as_a_rank(folder: Path) -> list[tuple[Any, Any]]:
     # As torchrun sets them, for accelerate.
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     warnings.simplefilter("ignore")
-    first, second = make_trainer(hf.Trainer, folder), make_trainer(hf.Trainer, folder)
+    first, second = make_trainer("pipeline", folder), make_trainer("pipeline", folder)
     first.train()
     second.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
     for trainer in (first, second):
@@ -206,7 +211,7 @@ def train_as_a_rank(folder: Path) -> list[tuple[Any, Any]]:
 @pytest.mark.processes
 def test_two_processes_train_as_the_plain_trainer(tmp_path: Path) -> None:
     """Every rank ends with the same weights, figures and evaluations, also after a resume."""
-    plain = make_trainer(PLAIN, tmp_path / "plain")
+    plain = make_trainer("plain", tmp_path / "plain")
     plain.train()
     for ended in processes.results(train_as_a_rank, 2, tmp_path / "run", timeout_s=120.0):
         for history, weights in ended:

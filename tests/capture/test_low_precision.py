@@ -33,7 +33,6 @@ KINDS: dict[str, tuple[torch.dtype, torch.dtype | None, float, float]] = {
 }
 DEFAULT = {
     ("hf_llama", "bfloat16 autocast"),
-    ("hf_mamba", "bfloat16 autocast"),
     ("hf_t5", "bfloat16 weights"),
     ("resnet", "float16 autocast"),
 }

@@ -237,7 +237,7 @@ def attend(x: Tensor, y: Tensor) -> Any:
     return F.multi_head_attention_forward(x, y, y, 4, 2, *weights, need_weights=False)[0]
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("low", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "function",
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import spread
+from marks import seeds
 from own_models import PAD, WIDTH, WORDS, padded_tokens
 from random_models import RandomBlock, newest
 from torch import Tensor, nn
@@ -142,7 +142,7 @@ def cuts_of(rng: random.Random, graph: LayerGraph) -> list[int]:
     return sorted(rng.sample(inner, min(len(inner), rng.randint(1, 4))))
 
 
-@pytest.mark.parametrize("seed", spread(pytest.param(n, marks=[] if n < 6 else pytest.mark.slow) for n in range(80)))
+@pytest.mark.parametrize("seed", seeds(3, 18, 80))
 def test_random_modules_at_random_cuts(seed: int) -> None:
     def make() -> nn.Module:
         torch.manual_seed(seed)

@@ -36,7 +36,7 @@ import tasks
 from arms import Arm, Method
 
 BOUND = 1e-9
-UPDATES = 20
+UPDATES = 12
 RATES = {"sgd": 0.05, "adamw": 0.01, "nadam": 0.01, "muon": 0.02}
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -156,8 +156,9 @@ def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
             assert Counter(loaded) == Counter(expected[done:]), str(job)
 
 
-@pytest.mark.parametrize("kind", ["ahead", "persistent"])
-@pytest.mark.parametrize("rest", [{}, {"leave_at": 6}, {"fails_at": 3}], ids=["end", "break", "failure"])
+@pytest.mark.parametrize(
+    ("kind", "rest"), [("ahead", {}), ("persistent", {"leave_at": 6}), ("ahead", {"fails_at": 3})], ids=str
+)
 def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path: Path) -> None:
     before = set(multiprocessing.active_children())
     job = Job(kind, (2, 1), **rest)  # type: ignore[arg-type]

@@ -146,7 +146,7 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...], Callable[[torch.Tensor], torc
 QUICK = (
     "conv", "conv, strided, in groups", "conv of the padding alone", "transposed conv", "batch norm", "group norm",
     "max pool", "adaptive average pool", "bilinear", "reflected padding", "pixel shuffle", "unfold",
-    "dropout of channels", "linear", "layer norm", "lstm", "attention, causal", "activations", "softmax", "triu",
+    "dropout of channels", "linear", "layer norm", "attention, causal", "activations", "softmax", "triu",
     "index", "index, apart", "index put", "gather", "scatter", "roll", "cumulative sum", "sorted", "greatest",
     "argmax", "statistics", "einsum", "chunks", "repeated", "parts replaced", "diagonal", "cross entropy", "kl",
 )  # fmt: skip

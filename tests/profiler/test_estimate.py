@@ -69,9 +69,10 @@ def attention() -> nn.Module:
     [
         (convolutions, torch.randn(4, 3, 8, 8)),
         pytest.param(attention, torch.zeros(2, 6, dtype=torch.long), marks=pytest.mark.slow),
-        (
+        pytest.param(
             lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2)),
             torch.randn(3, 5, 8),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["convolutions", "attention", "transformer"],

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from drawn import runs, schedules
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
@@ -37,6 +37,7 @@ def check_same(actual: list[list[Span]], expected: list[list[Span]], kinds: str)
         assert [t for s in here for t in s[4:]] == pytest.approx([t for s in there for t in s[4:]], rel=1e-9, abs=1e-9)
 
 
+@settings(max_examples=8)
 @given(runs())
 def test_equals_the_slow_clock(run: tuple[Schedule, Costs, int]) -> None:
     schedule, seconds, total = run

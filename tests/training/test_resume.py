@@ -16,6 +16,7 @@ import reference
 import torch
 import zoo
 from cases import OPTIMIZERS, Fresh, assert_near
+from marks import spread
 from torch import Tensor
 from torch.optim import lr_scheduler
 
@@ -151,10 +152,10 @@ SAME = [
 
 @pytest.mark.parametrize(
     "leg",
-    [
-        pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 4 or case.animal != "mlp" else ())
+    spread(
+        pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 8 else ())
         for number, case in enumerate(SAME)
-    ],
+    ),
 )
 def test_the_same_plan_goes_on_to_the_bit(leg: Leg, tmp_path: Path) -> None:
     check_resumed(leg, tmp_path, lambda *args: go(leg, *args))
@@ -205,7 +206,7 @@ ACROSS = [
 
 @pytest.mark.parametrize(
     ("animal", "legs"),
-    [
+    spread(
         pytest.param(
             animal,
             legs,
@@ -214,7 +215,7 @@ ACROSS = [
         )
         for number, legs in enumerate(ACROSS)
         for animal in ("mlp", "lstm", "transformer")
-    ],
+    ),
 )
 def test_other_plans_go_on_as_one_process_would(animal: str, legs: list[tuple[Any, int]], tmp_path: Path) -> None:
     scheduler = {"mlp": "steps", "lstm": "cosine", "transformer": "one cycle"}[animal]

@@ -326,7 +326,7 @@ def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObje
     assert re.search(rf"{stage}U\d+: needs {stage}[BW]\d+, which comes later", text)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", thinned(sorted(SCHEDULES)))
 def test_an_update_too_late(name: str) -> None:
     """It is refused, or takes the same gradients and is in time for whoever reads it."""
     for which, late in ((1, 1), (2, 2)):

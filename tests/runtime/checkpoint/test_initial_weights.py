@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -648,8 +649,7 @@ def sums(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return F.cross_entropy(output, targets, reduction="sum"), float(len(targets))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "schedule"), list(zip(KINDS, cycle(["1f1b", "zb-h1"]), strict=False)))
 def test_frozen_stages_and_adapters_train_as_in_one_process(kind: str, schedule: str) -> None:
     losses, state, _ = frozen_run(kind, schedule)
     batches = [(x.double(), y) for x, y in untied_batches()]

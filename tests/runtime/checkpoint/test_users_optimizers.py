@@ -173,8 +173,7 @@ def train_in_two_parts(
         return pipeline.state_dict()
 
 
-@pytest.mark.parametrize("cuts", [(2,), (4,)], ids=["same plan", "other plan"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "cuts"), [("wraps one", (2,)), *((case, (4,)) for case in CASES)])
 def test_a_resumed_run_is_a_plain_loop(case: str, cuts: tuple[int, ...], profile: pd.Profile, tmp_path: Path) -> None:
     expected = train_plainly(*CASES[case])
     weights = train_in_two_parts(tmp_path, (plan_of(profile, 2), plan_of(profile, *cuts)), *CASES[case])

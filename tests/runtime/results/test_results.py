@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from cases import Case, Outcome, run
+from marks import thinned
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
@@ -44,10 +45,7 @@ def _make_results(is_late: bool, *arguments: Any, **keywords: Any) -> Results:
     return Results(*arguments, **keywords | {"late": is_late})
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=str(case), marks=pytest.mark.slow if case.replicas == (1, 3) else ()) for case in CASES],
-)
+@pytest.mark.parametrize("case", thinned(CASES), ids=str)
 def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
     at_once, late = outcome(case, False), outcome(case, True)
     assert late.dones == at_once.dones

@@ -23,7 +23,7 @@ from pipedream.runtime.session.comparison import Comparison
 
 DATA = batches()
 PARTS = {"gpipe": 3, "zb_h2": 5, "pipedream_2bw": 3, "paci": 2, "pipemare": 2, "xpipe": 2}
-QUICK = ("1f1b", "zb_h1", "pipedream", "paci")
+QUICK = ("zb_h1", "pipedream", "paci")
 
 
 def make_case(schedule: str, **more: Any) -> Case:
@@ -40,7 +40,7 @@ def mark_slow(case: Case) -> Any:
 OTHERS = [
     make_case("1f1b", recompute=True, scheduled=True, clip_grad_norm=0.1),
     mark_slow(make_case("zb_h1", recompute=True)),
-    make_case("spectrain", options=(("backward_rule", "recompute"),)),
+    mark_slow(make_case("spectrain", options=(("backward_rule", "recompute"),))),
     replace(make_case("1f1b"), stages=2, replicas=(2, 1)),
     mark_slow(replace(make_case("pipedream"), stages=2, replicas=(2, 1))),
     replace(make_case("zb_h1"), stages=1),
