@@ -822,6 +822,49 @@ def change(how: str) -> Callable[[Any], None]:
     return lambda model: setattr(model, "how", how)
 
 
+FUNCTIONAL: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "grad": lambda layer, x: torch.func.grad(lambda y: layer(y).tanh().sum())(x),
+    "jacrev": lambda layer, x: torch.func.vmap(torch.func.jacrev(lambda y: layer(y).tanh()))(x).sum(1),
+    "jvp": lambda layer, x: torch.func.jvp(lambda y: layer(y).tanh(), (x,), (torch.ones_like(x),))[1],
+    "vmap": lambda layer, x: torch.func.vmap(layer)(x),
+    "functional_call": lambda layer, x: torch.func.functional_call(layer, {"weight": layer.weight / 2}, (x,)),
+}
+
+
+class Functional(nn.Module):
+    """Applies a function of torch.func to a layer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner, self.name = linear(), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FUNCTIONAL[self.name](self.inner, x)
+
+
+class AroundFunctional(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.before, self.functional, self.after = linear(), Functional(name), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.functional(self.before(x).tanh()).tanh())
+
+
+def functional(name: str) -> nn.Module:
+    return AroundFunctional(name).double()
+
+
+FUNCTIONAL_CASES = {
+    **{f"torch.func.{name}": Case(partial(functional, name), mse, pairs(), cut=1) for name in FUNCTIONAL},
+    "torch.func.grad, on the first stage": Case(partial(functional, "grad"), mse, pairs(), cut=2),
+    "torch.func.grad, recompute": Case(partial(functional, "grad"), mse, pairs(), cut=2, recompute="always"),
+    "torch.func.grad, old graphs": Case(
+        partial(functional, "grad"), mse, pairs(), "take .*backward_rule=recompute", cut=2, schedule="paci", m=1
+    ),
+}
+
+
 RUNS = "runs the layers .* where the pipeline runs"
 IN_REPLICAS = "differs between the replicas"
 HOOKED = {
@@ -833,6 +876,7 @@ HOOKED = {
 }
 FORWARDS = {
     **HOOKED,
+    **FUNCTIONAL_CASES,
     "a factor that the loop changes, replicas": Case(scaled, mse, pairs(), replicas=(2, 1), between=halve_factor),
     "a factor of the model that the loop changes, replicas": Case(
         lambda: Runs(scaling, with_factor).double(), mse, pairs(), replicas=(1, 2), between=halve_factor

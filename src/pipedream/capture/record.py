@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from pipedream.capture.placeholder import meta_like
@@ -158,7 +159,8 @@ class _Recorder(TorchFunctionMode):
 
     def _read_generator(self) -> bytes:
         # The first words hold seed and position; comparing all 5 KB is as good and simple.
-        return torch.default_generator.get_state().numpy().tobytes()
+        with temporarily_clear_interpreter_stack():  # a torch.func that surrounds it would wrap the state
+            return torch.default_generator.get_state().numpy().tobytes()
 
     def _has_drawn(self, name: str, args: Any, kwargs: Any, result: Any, before: bytes) -> bool:
         """Whether a function has drawn random numbers. Only for numbers on the CPU a generator shows that."""
@@ -216,12 +218,16 @@ class _Recorder(TorchFunctionMode):
         return written
 
     def record_of(self, tensor: torch.Tensor) -> TensorRecord:
+        while id(tensor) not in self.records and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         if id(tensor) not in self.records:  # made where no function was seen
             self.records[id(tensor)] = TensorRecord(tensor, self.moment, True, made_by="an operation that was not seen")
         return self.records[id(tensor)]
 
     def wrapped(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                return original(*args, **kwargs)
             call = self._enter(module, args, kwargs)
             try:
                 output = original(*args, **kwargs)
@@ -320,7 +326,7 @@ def record(
     for record in records:
         record.storage = _find_storage(record.tensor)
     for record in records:
-        if not record.state and record.tensor.layout is torch.strided:
+        if not record.state and record.storage != id(record.tensor):
             record.tensor = meta_like(record.tensor)  # frees its memory
     return Recording(root, records, recorder.writes, recorder.draws, frozenset(changed), set_here, draws_in_python)
 
@@ -351,7 +357,9 @@ def _wrapping_modules(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 def _find_storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _explain_frames() -> str:

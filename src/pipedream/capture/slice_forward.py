@@ -325,6 +325,8 @@ class SliceForward:
             _unwrap(saved)
 
     def _call(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # as in the recording, no call of its own
+            return original(*args, **kwargs)
         part = self.part
         count = self.counts[path] = self.counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}@{count}"
@@ -465,6 +467,8 @@ class SliceForward:
         Both stages run the same code of the same call with the same numbers so far, so the n-th application of the
         function in this call is the same for both.
         """
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func calls it
+            return function(*args, **kwargs)
         name = f"{self.frames[-1]}/{function.__name__}"
         count = self.frame_counts[name] = self.frame_counts.get(name, 0) + 1
         name = f"{name}@{count}"

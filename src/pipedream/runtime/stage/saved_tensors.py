@@ -63,8 +63,16 @@ class SavedTensorHooks:
         offloading), or if a function keeps a weight that cannot be redirected.
         """
         is_checked = self._checked and (self._redirect_checked or not self.redirects)
-        with self.watching(value, read) as tracker:
-            output = layers()
+        try:
+            with self.watching(value, read) as tracker:
+                output = layers()
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ScheduleError(
+                "the backward rule 'graph' needs to see what a forward saves for its backward, and this one takes "
+                f"derivatives with torch.func, which hides it; take {_RECOMPUTE}, or torch.autograd.grad"
+            ) from error
         if not is_checked:
             self._redirect_checked = self.redirects
             self._check_graph(tensors_in(output), _WeightLocator(read.leaves if self.redirects else {}), tracker)
