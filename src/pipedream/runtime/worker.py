@@ -173,11 +173,7 @@ class Worker:
         self._backwards.switch_to(program)
         self._replicas = program.placement.replicas
         self._waits_for_others = _find_waiting_stages(program)
-        self.recorder.switch_to(phase)
-        # Two more than the method has in flight: the GPU always has work.
-        self.recorder.most_ahead = (max(program.plan.in_flight) + 2) * (
-            len(self.stage_states) + len(self.remote_forwards)
-        )
+        self.recorder.switch_to(phase, (max(program.plan.in_flight) + 2) * len(self.stage_states))
         self._scorer.switch_to(program)
         self.update_barrier.switch_to(program)
         for stage, stage_state in self.stage_states.items():

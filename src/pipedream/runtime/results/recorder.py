@@ -53,10 +53,7 @@ class Recorder:
     """Records one worker's spans and gradient versions, in memory that does not grow.
 
     `mark` returns the present moment, to be given to `note`. `peaks`: phase -> (most versions of a stage, memory).
-    `most_ahead`: forwards that a GPU may still have to do when the host goes on.
     """
-
-    most_ahead = sys.maxsize
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
@@ -70,10 +67,12 @@ class Recorder:
         self._versions = _Newest(_VERSIONS)
         self._busy: dict[str, tuple[float, float]] = {}
         self._start_s = time.perf_counter()
-        self.phase = 0
+        self.phase, self._most_ahead = 0, sys.maxsize
         self.peaks: dict[int, tuple[int, Peak]] = {}
 
-    def switch_to(self, phase: int) -> None:
+    def switch_to(self, phase: int, most_ahead: int) -> None:
+        """`most_ahead`: forwards that a GPU may have left to do when a further one has been issued."""
+        self._most_ahead = most_ahead
         if phase != self.phase:
             self.memory.reset()
         self.phase = phase
@@ -92,7 +91,7 @@ class Recorder:
         if code < len(WORK):
             self.memory.sample(kind == "F")
         if kind == "F" and isinstance(end, GpuMoment) and self._gpu is not None:
-            self._gpu.limit(end, self.most_ahead)
+            self._gpu.limit(end, self._most_ahead)
         if len(self._loose) >= _MOST_LOOSE:
             self._settle(wait=len(self._loose) >= _MOST_KEPT)
 
