@@ -16,6 +16,7 @@ from typing import Any
 
 import processes
 import pytest
+import strict
 import torch
 from torch import nn
 from torch.distributed.tensor import _random
@@ -27,6 +28,7 @@ from pipedream.core.plan.mesh import meshes_of
 from pipedream.sharding.stage import StageSharding
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
+Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, float]]
 D = 16
 
 
@@ -172,7 +174,7 @@ class Case:
         return sum(mesh.size * count for mesh, count in zip(meshes_of(self.mesh, len(workers)), workers, strict=True))
 
 
-def _train(case: Case, mesh: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, float]]:
+def _train(case: Case, mesh: str) -> Trained:
     pipeline, batches = _make_pipeline(case, mesh)
     with pipeline:
         losses = [done.loss for done in pipeline.train(batches, epochs=2)]
@@ -315,13 +317,40 @@ TWO_RANKS = (
     ids=str,
 )
 def test_meshes_train_as_single_ranks_do(case: Case) -> None:
+    _check_as_single_ranks(case, _train)
+
+
+def _check_as_single_ranks(case: Case, train: Callable[[Case, str], Trained]) -> None:
     losses, weights, scores = _train(case, "")
-    for rank, (trained, state, seen) in enumerate(processes.kept(case.ranks).results(_train, case, case.mesh)):
+    for rank, (trained, state, seen) in enumerate(processes.kept(case.ranks).results(train, case, case.mesh)):
         assert trained == pytest.approx(losses, abs=1e-10), rank
         assert seen == pytest.approx(scores, abs=1e-10), rank
         assert state.keys() == (weights.keys() if rank == 0 else set())
         for name, tensor in state.items():
             assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
+
+
+def _train_over_links(case: Case, mesh: str) -> Trained:
+    with strict.installed(on_one_machine=True):
+        return _train(case, mesh)
+
+
+OVER_LINKS = (
+    Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=()),
+    Case("mlp", "data:2", "batch:data", stages=(), shard_weights="data", options=CLIPPED),
+    Case("mlp", "data:2,model:2", "batch:data, d_ff:model", stages=()),
+    Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, options=CLIPPED),
+    Case("mlp", "model:2/-", "d_ff:model", options=CLIPPED),
+    Case("halves", "data:2/model:2", "batch:data, d_ff:model", "pipedream", None, names=HALVES),
+    Case("mlp", "cut1:2", "", "pipedream", None, stages=(), options=CLIPPED),
+)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OVER_LINKS, ids=str)
+def test_each_kind_of_mesh_trains_over_links_as_between_gpus(case: Case) -> None:
+    _check_as_single_ranks(case, _train_over_links)
 
 
 def _train_twice(case: Case) -> list[list[float]]:

@@ -176,6 +176,11 @@ def _exchange_parts(part: torch.Tensor, group: dist.ProcessGroup, before: int, a
     return torch.cat([piece.view(shape) for piece, shape in zip(arrived, shapes, strict=True)], before)
 
 
+def goes_over_gloo(tensor: torch.Tensor) -> bool:
+    """Returns whether the ranks of a mesh exchange such tensors over gloo."""
+    return tensor.device.type == "cpu"
+
+
 # An operator, so that a dispatch mode sees one call, and tensors without data are exchanged as well.
 @torch.library.custom_op("pipedream::exchange", mutates_args=("incoming",))
 def exchange(
@@ -194,7 +199,7 @@ def exchange(
         kind: kind of collective as which it is counted.
     """
     ranks = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
-    if outgoing.device.type != "cpu":  # NCCL sends and receives at once, and its first batch waits for all ranks
+    if not goes_over_gloo(outgoing):  # NCCL sends and receives at once, and its first batch waits for all ranks
         dist.all_to_all_single(incoming, outgoing, received, sent, group=ranks)
         return
     here, count = ranks.rank(), ranks.size()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import processes
 import pytest
@@ -210,6 +214,64 @@ def completion() -> list[bool]:
     return events
 
 
+def wait_that_returns() -> list[Any]:
+    """Returns of a receive whether its tensor is wrong before, whether a wait waits, and the right sum; at rank 1."""
+    communicator, store = strict.StrictCommunicator((0, 1), CPU, 2005), dist.distributed_c10d._get_default_store()
+    with strict._Stream():
+        if dist.get_rank() == 0:
+            store.wait(["waited"])
+            communicator.send([torch.ones(2)], 1, 0)
+            return []
+        tensor = torch.zeros(2)
+        work = communicator.recv([tensor], 0, 0)
+        before = tensor.isnan().all().item()
+        work.wait()
+        before_send = work.is_completed()
+        store.set("waited", "")
+        return [before, before_send, tensor.sum().item()]
+
+
+def sums_in_another_order() -> None:
+    with strict.installed(on_one_machine=True):
+        group = dist.new_group([0, 1], backend="strict")
+        try:
+            works = [
+                dist.all_reduce(torch.ones(2 + (size == dist.get_rank())), group=group, async_op=True)
+                for size in range(2)
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+            torch.zeros(1)
+        finally:
+            dist.destroy_process_group(group)
+
+
+def group_of_other_ranks() -> None:
+    with strict.installed(on_one_machine=True):
+        dist.new_group([0, 1] if dist.get_rank() else [0])
+
+
+def group_at_one_rank() -> None:
+    with mock.patch.object(strict, "_HOST_TIMEOUT_S", 0.5), strict.installed(on_one_machine=True):
+        if dist.get_rank() == 0:
+            next(strict._groups)
+        else:
+            dist.new_group([1])
+
+
+def sends_that_face_each_other(queues: int) -> None:
+    """In one queue of the hardware each would have to end before the receive behind it begins."""
+    options: Any = {"queues": queues, "timeout_s": 1.0 if queues == 1 else 30.0}
+    first = 2006 + 2 * (queues == 1)
+    links = [strict.StrictCommunicator((0, 1), CPU, number, **options) for number in (first, first + 1)]
+    sends, receives = links if dist.get_rank() == 0 else links[::-1]
+    place = 1 - dist.get_rank()
+    works = [sends.send([torch.ones(2)], place, 0), receives.recv([torch.zeros(2)], place, 0)]
+    for work in works:
+        work.wait()
+
+
 def tensors_on_a_device_travel_apart() -> tuple[str, float]:
     """A message with a tensor on the device, here meta, and one in the memory of the CPU."""
     out, back = ends(5, device="meta")
@@ -236,13 +298,41 @@ def all_scenarios() -> dict[str, Any]:
         orders_that_differ,
         first_use_in_the_program,
     )
-    for scenario in scenarios:
-        results[scenario.__name__] = refused(scenario)
-        dist.barrier()
+    results |= try_all(scenarios)
     results["completion"] = completion()
     results["types"] = types_arrive()
     results["apart"] = tensors_on_a_device_travel_apart()
     return results
+
+
+def try_all(scenarios: Sequence[Callable[[], None]]) -> dict[str, str]:
+    answers = {}
+    for scenario in scenarios:
+        answers[scenario.__name__] = refused(scenario)
+        dist.barrier()
+    return answers
+
+
+def queues_and_groups() -> dict[str, Any]:
+    results: dict[str, Any] = try_all((sums_in_another_order, group_of_other_ranks, group_at_one_rank))
+    results["wait"] = wait_that_returns()
+    results["facing"] = [refused(partial(sends_that_face_each_other, queues)) for queues in (32, 1)]
+    return results
+
+
+def peer_that_dies() -> list[bool]:
+    """Returns whether its transfer has ended, and whether the process could exit: before it aborts, and after."""
+    communicator = strict.StrictCommunicator((0, 1), CPU, 0)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    work = communicator.recv([torch.empty(2)], 1, 0)
+    leaving = threading.Thread(target=strict._hang_at_exit, daemon=True)
+    leaving.start()
+    leaving.join(0.2)
+    before = not leaving.is_alive()
+    communicator.abort()
+    leaving.join(60.0)
+    return [work.is_completed(), before, not leaving.is_alive()]
 
 
 @pytest.mark.processes
@@ -259,3 +349,21 @@ def test_a_link_does_what_nccl_needs_and_the_stand_in_refuses_the_rest() -> None
     assert second["drain_with_a_receive"].startswith("a drain, while a receive")
     assert "a receive of [12, 4] bytes meets a send of [8, 4]" in second["orders_that_differ"]
     assert "waits at rank 1 for rank 0, which waits for something else" in second["first_use_in_the_program"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_stand_in_has_nccls_streams_queues_and_groups() -> None:
+    first, second = processes.results(queues_and_groups, 2)
+    assert second["wait"] == [True, False, 2.0]
+    assert second["group_at_one_rank"].endswith(" is not made by rank 0")
+    for results in (first, second):
+        assert "meets another collective" in results["sums_in_another_order"]
+        assert "[0, 1] at rank 1" in results["group_of_other_ranks"]
+        assert results["facing"][0] == "nothing was refused"
+        assert results["facing"][1].endswith("does not end")
+
+
+@pytest.mark.processes
+def test_transfers_of_a_rank_that_is_gone_never_end() -> None:
+    assert processes.launch(peer_that_dies, 2)[0].value == [False, False, True]
