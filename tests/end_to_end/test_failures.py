@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -137,6 +138,27 @@ def test_worker_is_killed(tmp_path: Path) -> None:
     time.sleep(1)  # the launcher looks where its workers are twice a second
     started.kill(int((tmp_path / "pid0").read_text()))
     check(started.end(), 1, "rank 0 was ended by SIGKILL; it was last in", "stage 0, ")
+
+
+LINKS = """
+import strict
+links = strict.installed(on_one_machine=True)
+links.__enter__()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["exception", "killed"])
+def test_a_failure_ends_all_whose_messages_never_end(tmp_path: Path, killed: bool) -> None:
+    """As between GPUs: a transfer of a rank that is gone goes on, and a process that does not abort it cannot exit."""
+    arguments = written(tmp_path, **{"loader": "slow=True, count=100_000"} if killed else {"second": "Forward"})
+    with (tmp_path / "small.py").open("a", encoding="utf-8") as recipe:
+        recipe.write(LINKS)
+    started = commands.start(*arguments, folder=tmp_path, environment={"PYTHONPATH": os.pathsep.join(sys.path)})
+    if killed:
+        started.wait_for_file("going")
+        started.kill(int((tmp_path / "pid0").read_text()))
+    check(started.end(), 1, "rank 0 was ended by SIGKILL" if killed else "rank 1, stage 1, 1F5: ValueError")
 
 
 @pytest.mark.slow
