@@ -6,11 +6,13 @@ Faults of training begin after the first minibatch, which the library compares b
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +37,9 @@ from pipedream.runtime.update.optimizer import Optimizer
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
-loops, speed, results, processes, links = (
+loops, speed, results, processes, links, nccl = (
     importlib.import_module(name)
-    for name in ("loops", "speed_checks", "result_checks", "process_checks", "links_check")
+    for name in ("loops", "speed_checks", "result_checks", "process_checks", "links_check", "nccl_check")
 )
 sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
 
@@ -159,11 +161,70 @@ def test_a_fault_fails_its_finding(
     assert not findings[finding].ok
 
 
+def test_each_check_has_a_fault() -> None:
+    """Those of several ranks are below, and that of NCCL."""
+    checks = {getattr(check, "__name__", "") for check, *_ in FAULTS} | {"links", "processes", "nccl"}
+    spec = importlib.util.spec_from_file_location("gpu_run", FOLDER / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    assert checks == set(run.CHECKS)
+
+
 def _iterate_until(name: str, check: Any) -> Any:
     for finding in check(CPU, loops.TINY):
         yield finding
         if finding.name == name:
             return
+
+
+class Transfer:
+    """A message from this process to itself, as NCCL has it, or with a fault: the finding that must fail."""
+
+    def __init__(self, sent: torch.Tensor, received: torch.Tensor, fault: str) -> None:
+        self._sent, self._received, self._fault = sent, received, fault
+        self._done = fault == "completed_too_early"
+
+    def wait(self) -> None:
+        if self._fault == "wait_s":
+            time.sleep(0.01)
+        if self._fault == "wrong_elements":  # the freed block was written, and nothing had kept it
+            self._sent.fill_(-1.0)
+        self._received.copy_(self._sent)
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def end(self) -> None:
+        self._done = self._fault != "completed_at_last"
+
+
+@pytest.mark.parametrize("fault", ["", "wait_s", "completed_too_early", "completed_at_last", "wrong_elements"])
+def test_a_fault_of_nccl_fails_its_finding(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the check takes for granted, and each of it missing."""
+    transfers: list[Transfer] = []
+
+    def send_to_itself(group: Any, sent: torch.Tensor, received: torch.Tensor) -> list[Transfer]:
+        transfers.append(Transfer(sent, received, fault))
+        return transfers[-1:]
+
+    def synchronize() -> None:
+        for transfer in transfers:
+            transfer.end()
+
+    monkeypatch.setattr(nccl, "SENT", 64)
+    for name in ("need_card", "_check_groups", "_check_two_ranks"):
+        monkeypatch.setattr(nccl, name, lambda *of: ())
+    monkeypatch.setattr(nccl, "_check_alone", nullcontext)
+    monkeypatch.setattr(nccl, "_count_cycles", lambda *of: 0)
+    monkeypatch.setattr(nccl, "_send_to_itself", send_to_itself)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *of, **options: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    findings = list(nccl.nccl(CPU, loops.TINY))
+    assert [item.name for item in findings if item.sign and not item.ok] == ([fault] if fault else [])
+    assert sum(bool(item.sign) for item in findings) == 4
 
 
 WRONG_RANK = """
