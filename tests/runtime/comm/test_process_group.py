@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
@@ -223,10 +224,16 @@ def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
 
 
 def _profile_alone(others_wait: bool) -> None:
-    """Rank 0 alone profiles."""
+    """Rank 0 alone profiles, and then frees its group, as the interpreter's end does."""
     process_group.COME_TIMEOUT_S = 2.0
     if dist.get_rank() == 0:
-        pipedream.profile(nn.Linear(4, 4), torch.zeros(8, 4))
+        try:
+            pipedream.profile(nn.Linear(4, 4), torch.zeros(8, 4))
+        except PlanError as error:
+            message = str(error)
+        process_group.leave_group()
+        gc.collect()
+        raise PlanError(message)
     elif others_wait:
         dist.barrier()
     else:

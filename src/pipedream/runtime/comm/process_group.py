@@ -181,15 +181,14 @@ def make_on_rank_0(make: Callable[[], str], rank: int) -> str:
 
 
 @peers_may_end()
-def gather_texts(text: str, group: dist.ProcessGroup | None, *, limit_s: float | None = None) -> list[str]:
-    """Returns the texts of the group's ranks in their order, if all come within the limit."""
+def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """Returns the texts of the group's ranks in their order."""
     if group is None:
         return [text]
     data = text.encode()
     ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    work = dist.all_gather(sizes, torch.tensor([len(data)]), group=group, async_op=True)
-    work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
     longest = max(1, *(int(size) for size in sizes))
     mine = torch.zeros(longest, dtype=torch.uint8)
     if data:
@@ -268,8 +267,13 @@ def _gather_in_time(text: str) -> list[str]:
         return [text]
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
     number = store.add(f"pipedream/came/{rank}", 1)
+    group = world_group()
+    assert group is not None
+    usual = group._get_backend(torch.device("cpu")).options._timeout
+    # Not a limit on `wait` alone: the interpreter would not end before gloo gives the exchange up.
+    set_timeout(timedelta(seconds=COME_TIMEOUT_S), group)
     try:
-        return gather_texts(text, world_group(), limit_s=COME_TIMEOUT_S)
+        return gather_texts(text, group)
     except (RuntimeError, PeerError) as error:
         others = [other for other in range(dist.get_world_size()) if other != rank]
         absent = [other for other in others if store.add(f"pipedream/came/{other}", 0) < number]
@@ -281,6 +285,8 @@ def _gather_in_time(text: str) -> list[str]:
             "must call it, without a condition on the rank around it; ranks that take longer until then should meet "
             "before it (torch.distributed.barrier())"
         ) from error
+    finally:
+        set_timeout(usual, group)
 
 
 def process_device(name: str) -> torch.device:
