@@ -10,8 +10,11 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Level
 from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.profile import LayerProfile
 from pipedream.core.plan.sums import SumMethod
+from pipedream.metrics import run_metrics
 from pipedream.plan_request import PlanRequest
 from pipedream.simulator import costs
 from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
@@ -80,6 +83,19 @@ def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
     config, verdict = answer("powersgd:4")
     assert config == "2"
     assert "with sums=powersgd:4 (approximate)" in verdict
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_rare_sums_cross_between_sites_and_messages_do_not(schedule: str) -> None:
+    profile = pd.Profile.of_chain((LayerProfile(0.1, 0.2, 1_000_000, 1_000_000),) * 8, batch=8)
+    fast, sites = (pd.Cluster((Level(2, 1e8, 1e-4), Level(2, rate, 1e-4))) for rate in (1e8, 2e6))
+    request = {"schedule": schedule, "shape": "pipeline", "all_workers": True, "sums": "diloco:30"}
+    plan, near = pd.plan(profile, sites, **request), pd.plan(profile, fast, **request)
+    assert (plan.config, plan.worker_order) == ("2-2", (0, 2, 1, 3))
+    assert all({worker // 2 for worker in plan.workers_of(stage)} == {0, 1} for stage in range(2))
+    rates = [run_metrics(pd.simulate(each, minibatches=60)).samples_per_s for each in (plan, near)]
+    assert rates[0] > 0.9 * rates[1]
+    assert pd.plan(profile, sites, **request | {"sums": "full"}).worker_order == ()
 
 
 def test_replicas_hold_errors_and_outer_weights(wide: pd.Profile) -> None:

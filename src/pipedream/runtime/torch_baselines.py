@@ -322,7 +322,11 @@ def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Basel
 
 
 def collect_batches(recipe: Any, count: int) -> Any:
-    """Returns the recipe with `count` of its batches in one. Raises RecipeError if its loader makes no batches."""
+    """Returns the recipe with `count` of its batches in one, at the end of an epoch fewer.
+
+    Raises:
+        RecipeError: its loader makes no batches.
+    """
     loader = recipe.train
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         raise RecipeError("accumulating needs a DataLoader that makes the batches itself (batch_size=)")
@@ -332,7 +336,6 @@ def collect_batches(recipe: Any, count: int) -> Any:
         sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        drop_last=loader.drop_last,
         generator=loader.generator,
     )
     return replace(recipe, train=larger)

@@ -11,9 +11,11 @@ from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.sums import SumMethod
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
+from pipedream.planner.tables.search_space import apply_depth
 from pipedream.workflows.methods import MOST_SIMULATED, adapt_plan_to_method, occupancy_of
 
 _FEW_WORKERS = 8  # up to here all replica counts are tried, at most 128
@@ -88,9 +90,39 @@ class StageSearch:
                     continue
                 key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order
                 plans.setdefault(key, (str(finalist), plan))
+        try:
+            if copies := self._copy_over_sites():
+                plans.setdefault((copies.worker_order,), ("a copy on each site", copies))
+        except PipelineError as error:
+            errors.append(error)
         if not plans:
             raise errors[0]
         return [(make_candidate(plan, text), plan) for text, plan in plans.values()], refused
+
+    def _copy_over_sites(self) -> Plan | None:
+        """Plans for one component of the outermost level, and copies each of its stages to the others.
+
+        Messages then stay within a site, and what crosses is a sum: worth it if weights are averaged rarely. Replica
+        j of each stage is in site j modulo their number, so that a minibatch stays in its site, too.
+        """
+        request, cluster = self.request, self.request.workers_and_links
+        *levels, outermost = cluster.levels
+        if not (levels and SumMethod.read(request.sums).averages_weights) or outermost.sizes or cluster.kinds:
+            return None
+        sites, site = outermost.width, replace(cluster, levels=tuple(levels))
+        plan = StageSearch(self.profile, replace(request, cluster=site)).plan_best("pipeline")
+        order: list[int] = []
+        for stage in plan.stages:
+            first = len(order) // sites
+            inside = range(first, first + stage.replicas)
+            order += [number * site.workers + worker for worker in inside for number in range(sites)]
+        stages = tuple(replace(stage, replicas=sites * stage.replicas) for stage in plan.stages)
+        plan = replace(plan, cluster=cluster, stages=stages, worker_order=tuple(order))
+        parts = plan.microbatches
+        occupancy = occupancy_of(request.schedule, parts)
+        space = planner.SearchSpace.of(self.profile, cluster, occupancy=occupancy, microbatches=parts)
+        plan = apply_depth(space, plan, request.in_flight)
+        return adapt_plan_to_method(plan, self.profile, request.schedule, request.microbatches)
 
     def plan_with_microbatches(self, parts: int, shape: str | tuple[int, ...], slower: float = 1.0) -> Plan:
         """Returns a plan for minibatches of so many microbatches, which may not be the method's."""

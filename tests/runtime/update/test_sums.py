@@ -44,6 +44,7 @@ class Run:
     microbatches: int | None = None
     optimizer: str = "sgd"
     dtype: torch.dtype = torch.float64
+    worker_order: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -56,9 +57,8 @@ class Run:
     def plan(self) -> pd.Plan:
         plan = zoo.plan_of(zoo.make(self.animal, self.dtype), len(self.replicas), self.replicas)
         layout = LAYOUTS.get(self.schedule)
-        if layout is not None:
-            plan = replace(plan, worker_order=layout.order(len(self.replicas), layout.replicas))
-        return plan
+        order = self.worker_order if layout is None else layout.order(len(self.replicas), layout.replicas)
+        return replace(plan, worker_order=order)
 
     def trained(self) -> dict[str, Any]:
         """Trains, in this process or as one rank; returns losses and weights."""
@@ -146,6 +146,7 @@ RUNS = [
     Run("diloco:2", "pipedream", (2,), options=(("clip_grad_norm", 0.1), ("ema", 0.8))),
     Run("every:3", "gpipe", (2, 1), microbatches=3, animal="lstm", options=(("ema", 0.8), ("grad_scaler", 1024.0))),
     Run("every:3", "zb_h1", (2, 2), microbatches=4),
+    Run("diloco:2", "1f1b", (2, 2), microbatches=4, worker_order=(0, 2, 1, 3)),  # a pipeline in each of two sites
 ]
 
 
