@@ -63,8 +63,13 @@ class Workers:
 
 
 @contextmanager
-def worker_processes(network: Network, count: int, *command: str) -> Iterator[Workers]:
-    """Starts so many workers: a Python file and its arguments, on each of the first hosts."""
+def worker_processes(network: Network, count: int, *command: str, limit_bytes: int | None = None) -> Iterator[Workers]:
+    """Starts so many workers: a Python file and its arguments, on each of the first hosts.
+
+    Args:
+        limit_bytes: of a worker's memory, with Python and torch; what does not fit is refused by the kernel.
+    """
+    limit = () if limit_bytes is None else ("prlimit", f"--data={limit_bytes}")
     cores = sorted(os.sched_getaffinity(0))
     workers: list[subprocess.Popen[str]] = []
     try:
@@ -76,7 +81,7 @@ def worker_processes(network: Network, count: int, *command: str) -> Iterator[Wo
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
-            run = host.inside(*pinned, sys.executable, *command)
+            run = host.inside(*limit, *pinned, sys.executable, *command)
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             workers.append(
                 subprocess.Popen(run, env=os.environ | variables, stdin=subprocess.PIPE, stdout=output, text=True)

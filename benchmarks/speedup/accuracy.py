@@ -1,8 +1,8 @@
-"""Time to accuracy, end to end, on two hosts with a slow link between them.
+"""Seconds to a target, end to end, on two hosts with a slow link between them.
 
-One worker, DDP as it ships, DDP with the pipeline's batch, 1F1B, PipeDream and 2BW train the digits and the characters
-(accuracy_recipe.py) for the same epochs. Learning rates are tuned for both batches of DDP, with a seed of their own;
-one worker and the pipelines take that of DDP with their batch.
+One worker, torch's DDP with its means to send less, data parallelism with approximate sums, and pipelines train the
+digits and the characters (accuracy_recipe.py) for the same epochs. Learning rates are tuned for each of them, with a
+seed of their own, over a fast link.
 """
 
 from __future__ import annotations
@@ -12,47 +12,91 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from accuracy_recipe import ASKED, recipe
 
-from pipedream import Cluster, Plan, Profile
+from pipedream import Cluster, Profile
 from pipedream import plan as make_plan
 from pipedream.core.units import format_bytes, format_number
-from pipedream.core.variants import DDP, ONE_WORKER, TORCH, format_link, format_ratio
+from pipedream.core.variants import (
+    ACCUMULATED,
+    DDP,
+    HALF,
+    HALF_ACCUMULATING,
+    LOCAL_SGD,
+    ONE_WORKER,
+    SHARED,
+    format_link,
+    format_ratio,
+)
 from pipedream.options import TrainingOptions
-from pipedream.runtime import torch_baselines
 from pipedream.slow_links import Network, slow_network
 from pipedream.training.compare import profile_together
 from pipedream.training.compare_runs import Runs, limit_threads
+from pipedream.training.compare_variants import accumulate_minibatches
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_table
 from worker_processes import cores_busy_s
 
-SAME_BATCH = TORCH[1]
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    ONE_WORKER: None,
-    DDP: None,
-    SAME_BATCH: None,
-    "1F1B": {"schedule": "1f1b"},
-    "PipeDream, noam": {"schedule": "pipedream"},
-    "PipeDream, full": {"schedule": "pipedream", "in_flight": "full"},
-    "2BW": {"schedule": "pipedream_2bw"},
-}
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
 TUNING_SEED = 100
 QUIET, TRIES = 0.05, 2  # share of the cores that others may take; runs until that is so
 
 
 @dataclass(frozen=True)
+class Way:
+    """How a row trains: by torch, or by this library.
+
+    Attributes:
+        minibatches: that enter an update.
+        torch: details of a `WorkerJob`; empty for this library.
+        plan: arguments of `pipedream.plan`.
+    """
+
+    minibatches: int = 1
+    torch: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+def _copies(sums: str, accumulated: int = 1) -> Way:
+    return Way(2 * accumulated, plan={"shape": "data-parallel", "sums": sums})
+
+
+def _pipeline(schedule: str, **how: Any) -> Way:
+    return Way(plan={"shape": "pipeline", "all_workers": True, "schedule": schedule} | how)
+
+
+VARIANTS: dict[str, Way] = {
+    ONE_WORKER: Way(1, {"kind": "plain"}),
+    DDP: Way(2, {"kind": "ddp"}),
+    SHARED: Way(1, {"kind": "ddp", "parts": PARTS}),
+    HALF: Way(2, {"kind": "ddp", "sums": "float16"}),
+    HALF_ACCUMULATING: Way(2 * ACCUMULATED, {"kind": "ddp", "sums": "float16", "accumulated": ACCUMULATED}),
+    LOCAL_SGD: Way(2, {"kind": "ddp", "sums": f"every:{ACCUMULATED}"}),
+    "PowerSGD 1": _copies("powersgd:1"),
+    "PowerSGD 4": _copies("powersgd:4"),
+    "PowerSGD 4, accumulating 8": _copies("powersgd:4", ACCUMULATED),
+    "DiLoCo, every 30": _copies("diloco:30"),
+    "1F1B": _pipeline("1f1b"),
+    "1F1B, int8": _pipeline("1f1b", messages="int8"),
+    "PipeDream, noam": _pipeline("pipedream"),
+    "PipeDream, full": _pipeline("pipedream", in_flight="full"),
+    "PipeDream, full, int8": _pipeline("pipedream", in_flight="full", messages="int8"),
+    "2BW": _pipeline("pipedream_2bw"),
+    "2BW, int8": _pipeline("pipedream_2bw", messages="int8"),
+}
+
+
+@dataclass(frozen=True)
 class Task:
-    """What is trained, and over which link.
+    """What is trained.
 
     Attributes:
         metric: that decides, and the target's.
@@ -65,7 +109,6 @@ class Task:
     rate: float
     epochs: int
     minibatches: int | None
-    bytes_per_s: float
 
     def describe_request(self, rate: float, *, batch: int = 1, each_update: int = 1) -> str:
         """Returns what the recipe reads."""
@@ -73,8 +116,8 @@ class Task:
         return json.dumps({"task": self.name, "batch": batch, "each_update": each_update} | numbers)
 
 
-DIGITS = Task("digits", "accuracy", 0.01, 5, None, 50e6)
-CHARACTERS = Task("characters", "loss", 0.004, 8, 30, 25e6)
+DIGITS = Task("digits", "accuracy", 0.01, 5, None)
+CHARACTERS = Task("characters", "loss", 0.004, 8, 30)
 
 
 @dataclass(frozen=True)
@@ -83,27 +126,50 @@ class Size:
 
     Attributes:
         rates: factors on the task's rate that are tried; one alone is not tried.
+        links: bytes per second.
     """
 
     tasks: tuple[Task, ...]
     seeds: int
     rates: tuple[float, ...]
+    links: tuple[float, ...] = (50e6,)
     variants: tuple[str, ...] = tuple(VARIANTS)
 
 
 SIZES = {
-    "test": Size((Task("digits", "accuracy", 0.01, 1, 4, 50e6),), 1, (1.0,), (DDP, "PipeDream, full")),
-    "short": Size((Task("digits", "accuracy", 0.01, 2, None, 50e6),), 1, (1.0,), (DDP, "PipeDream, full", "2BW")),
-    "full": Size((DIGITS, CHARACTERS), 3, (0.5, 1.0, 2.0, 4.0)),
+    "test": Size((Task("digits", "accuracy", 0.01, 1, 4),), 1, (1.0,), variants=(DDP, "PipeDream, full")),
+    "short": Size((Task("digits", "accuracy", 0.01, 2, None),), 1, (1.0,), variants=(DDP, "PipeDream, full", "2BW")),
+    "full": Size((DIGITS, CHARACTERS), 3, (0.5, 1.0, 2.0, 4.0), (3.125e6, 12.5e6, 50e6)),
 }
 
 
-def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Returns a row for each run, those that tune a rate included."""
-    size_options, rows = SIZES[size], []
+def measure(
+    size: str,
+    log: Callable[[str], None],
+    *,
+    tasks: Sequence[str] = (),
+    links: Sequence[float] = (),
+    earlier: Sequence[dict[str, Any]] = (),
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Returns a row for each run, those that tune a rate included.
+
+    Args:
+        size: 'test', 'short' or 'full'.
+        tasks, links: others than those of the size.
+        earlier: rows that are not measured again.
+        keep: gets the rows so far after each run.
+    """
+    few, rows = SIZES[size], list(earlier)
     with tempfile.TemporaryDirectory() as folder, slow_network((2,), (None,)) as network, limit_threads(2):
-        for task in size_options.tasks:
-            rows += _Bench(task, size_options, network, Path(folder, task.name), log).rows()
+        for task in few.tasks:
+            if tasks and task.name not in tasks:
+                continue
+            bench = _Bench(task, few, network, Path(folder, task.name))
+            for run in bench.list_runs(rows, links or few.links):
+                rows.append(bench.run(run))
+                keep(rows)
+                log(json.dumps({key: value for key, value in rows[-1].items() if key != "evaluations"}))
     return rows
 
 
@@ -115,111 +181,105 @@ class _Bench:
     size: Size
     network: Network
     folder: Path
-    log: Callable[[str], None]
     _count: int = 0
 
-    def rows(self) -> list[dict[str, Any]]:
-        task = self.task
-        rows = [row for each_update in (1, 2) for row in self._tune(each_update)]
-        rates = {row["each_update"]: row["rate"] for row in rows if row["is_best"]}
-        os.environ[ASKED] = task.describe_request(rates[1])
+    def list_runs(self, rows: Sequence[dict[str, Any]], links: Sequence[float]) -> Iterator[dict[str, Any]]:
+        """Yields the runs that `rows` lacks; it may grow meanwhile. The rates are tried first."""
+        common = {"task": self.task.name}
+        wanted = [common | {"variant": name, "seed": TUNING_SEED, "bytes_per_s": None, "rate": self.task.rate * factor}
+                  for name in self.size.variants for factor in self.size.rates if len(self.size.rates) > 1]  # fmt: skip
+        yield from (run for run in wanted if not any(run.items() <= row.items() for row in rows))
+        for link in links:
+            for seed in range(self.size.seeds):
+                for name in self.size.variants:
+                    rate = _find_best_rate(rows, self.task.name, name) or self.task.rate
+                    run = common | {"variant": name, "seed": seed, "bytes_per_s": link, "rate": rate}
+                    if not any(run.items() <= row.items() for row in rows):
+                        yield run
+
+    @cached_property
+    def profile(self) -> Profile:
+        os.environ[ASKED] = self.task.describe_request(self.task.rate)
         self.network.limit(None)
-        profile, _ = profile_together(self._run_all(TUNING_SEED), 2, PARTS)
-        self.network.limit(task.bytes_per_s)
-        for seed in range(self.size.seeds):
-            for name in self.size.variants:
-                row = self._run_least_disturbed(name, seed, profile, rates[2 if name == DDP else 1])
-                rows.append(row)
-                self.log(
-                    f"{task.name}, seed {seed}, {name}: {row['samples_per_s']:.4g} samples/s, "
-                    f"{task.metric} {row['final']:.4f}, others' share of the cores {row['others']:.0%}"
-                )
-        return rows
+        return profile_together(self._make_runs(TUNING_SEED), 2, PARTS)[0]
 
-    def _tune(self, each_update: int) -> list[dict[str, Any]]:
-        """Tries rates for updates of so many minibatches, in this process, as DDP's sums do not depend on the link.
-
-        The one with the least loss is taken.
-        """
-        task, rows = self.task, []
-        for factor in self.size.rates:
-            row = {"task": task.name, "tunes": DDP if each_update == 2 else SAME_BATCH, "each_update": each_update}
-            row |= {"rate": task.rate * factor, "metric": task.metric, "final": None, "loss": 0.0, "is_best": False}
-            if len(self.size.rates) > 1:
-                os.environ[ASKED] = task.describe_request(task.rate * factor, batch=each_update)
-                loop = torch_baselines.plain_loop(
-                    torch_baselines.Task(recipe(TUNING_SEED), 0, 1, torch.device("cpu"), PARTS)
-                )
-                metrics = loop.train(task.epochs, None)["metrics"]
-                row |= {"final": metrics[task.metric], "loss": metrics["loss"]}
-                self.log(f"{task.name}, {row['tunes']}, rate {row['rate']:g}: {task.metric} {row['final']:.4f}")
-            rows.append(row)
-        min(rows, key=lambda row: row["loss"])["is_best"] = True
-        return rows
-
-    def _run_all(self, seed: int) -> Runs:
-        self._count += 1
-        options = TrainingOptions(seed=seed, epochs=self.task.epochs)
-        file = str(Path(__file__).with_name("accuracy_recipe.py"))
-        return Runs(file, options, self.folder / str(self._count), self.network, count=10 * self._count)
-
-    def _run_least_disturbed(self, name: str, seed: int, profile: Profile, rate: float) -> dict[str, Any]:
-        """Runs a variant until other processes have left the cores alone meanwhile, or often enough."""
-        os.environ[ASKED] = self.task.describe_request(rate, each_update=2 if name == DDP else 1)
-        best: dict[str, Any] = {}
-        for _ in range(TRIES if self.size.seeds > 1 else 1):
+    def run(self, run: dict[str, Any]) -> dict[str, Any]:
+        """Runs it until other processes have left the cores alone meanwhile, or often enough."""
+        profile, best = self.profile, {}
+        self.network.limit(run["bytes_per_s"])
+        minibatches = VARIANTS[run["variant"]].minibatches
+        os.environ[ASKED] = self.task.describe_request(run["rate"], each_update=minibatches)
+        for _ in range(TRIES if self.size.seeds > 1 and run["bytes_per_s"] else 1):
             busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:4]), time.monotonic()
-            row = self._run(name, seed, profile)
+            row = self._train(run["variant"], run["seed"], profile, run["bytes_per_s"] or 50e6)
             taken_s = max(0.0, cores_busy_s() - busy_s - (sum(os.times()[:4]) - own_s))
             row["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
             if not best or row["others"] < best["others"]:
                 best = row
             if best["others"] <= QUIET:
                 break
-        return {"task": self.task.name, "variant": name, "seed": seed, "rate": rate} | best
+        return run | best
 
-    def _run(self, name: str, seed: int, profile: Profile) -> dict[str, Any]:
-        runs, task = self._run_all(seed), self.task
-        how = VARIANTS[name]
-        if how is None:
-            workers, parts = (1 if name == ONE_WORKER else 2), (PARTS if name == SAME_BATCH else 1)
-            file, sent = runs.run_worker("plain" if workers == 1 else "ddp", workers, name, parts=parts, bounds=())
+    def _make_runs(self, seed: int) -> Runs:
+        self._count += 1
+        options = TrainingOptions(seed=seed, epochs=self.task.epochs)
+        file = str(Path(__file__).with_name("accuracy_recipe.py"))
+        return Runs(file, options, self.folder / str(self._count), self.network, count=10 * self._count)
+
+    def _train(self, name: str, seed: int, profile: Profile, bytes_per_s: float) -> dict[str, Any]:
+        runs, way = self._make_runs(seed), VARIANTS[name]
+        if way.torch:
+            workers = 1 if name == ONE_WORKER else 2
+            file, sent = runs.run_worker(workers=workers, name=name, **way.torch)
             summary = json.loads(file.read_text(encoding="utf-8"))
             rate = summary["samples_per_s"]
         else:
-            cluster = Cluster.flat(2, bandwidth_bytes_per_s=task.bytes_per_s)
-            plan: Plan = make_plan(profile, cluster, shape="pipeline", all_workers=True, **how)
-            summary, sent = runs.train(plan, name)
+            plan = make_plan(profile, Cluster.flat(2, bandwidth_bytes_per_s=bytes_per_s), **way.plan)
+            if way.minibatches > plan.workers:
+                plan = accumulate_minibatches(plan, ACCUMULATED)
+            summary, sent = runs.train(plan, name, plan.batch // profile.batch)
             rate = summary["throughput"]["measured_per_s"]
         seconds = summary["seconds_to_target"]
         reached = [
             evaluation["minibatches"] for evaluation in summary["evaluations"] if evaluation["seconds"] == seconds
         ]
         return {
-            "metric": task.metric,
-            "bytes_per_s": task.bytes_per_s,
+            "metric": self.task.metric,
             "samples_per_s": rate,
             "target": recipe().target[1],
             "seconds_to_target": seconds,
             "bytes_to_target": (sent or 0) * reached[0] / summary["minibatches"] if reached else None,
-            "final": summary["metrics"][task.metric],
+            "final": summary["metrics"][self.task.metric],
+            "loss": summary["metrics"]["loss"],
             "evaluations": summary["evaluations"],
         }
 
 
+def _find_best_rate(rows: Sequence[dict[str, Any]], task: str, variant: str) -> float | None:
+    """Returns the rate with the least loss of those that were tried."""
+    tried = [row for row in rows if (row["task"], row["variant"], row["seed"]) == (task, variant, TUNING_SEED)]
+    return min(tried, key=lambda row: row["loss"])["rate"] if tried else None
+
+
 def tables(rows: list[dict[str, Any]]) -> str:
-    """Returns for each task what each variant reached, and the rates that were tried."""
-    return "\n\n".join(_format_table(rows, task) for task in dict.fromkeys(row["task"] for row in rows))
+    """Returns for each task and link what each variant reached, and the rates that were tried."""
+    timed = [row for row in rows if row["seed"] != TUNING_SEED]
+    parts = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        mine = [row for row in timed if row["task"] == task]
+        parts += [_format_table([row for row in mine if row["bytes_per_s"] == link])
+                  for link in sorted({row["bytes_per_s"] for row in mine})]  # fmt: skip
+        if tried := [row for row in rows if row["task"] == task and row["seed"] == TUNING_SEED]:
+            parts.append(_format_rates(tried))
+    return "\n\n".join(parts)
 
 
-def _format_table(rows: list[dict[str, Any]], task: str) -> str:
+def _format_table(rows: list[dict[str, Any]]) -> str:
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["task"] == task and "variant" in row:
-            runs.setdefault(row["variant"], []).append(row)
-    baseline = runs[DDP][0]
-    metric, seeds = baseline["metric"], len(runs[DDP])
-    ddp = _find_median(row["seconds_to_target"] for row in runs[DDP])
+        runs.setdefault(row["variant"], []).append(row)
+    baseline, metric, seeds = rows[0], rows[0]["metric"], len(next(iter(runs.values())))
+    ddp = _find_median(row["seconds_to_target"] for row in runs.get(DDP, rows))
     titles = f"variant | learning rate | {metric} at the end | s to target | DDP's over them | bytes to target"
     table_rows = []
     for name, variant_runs in runs.items():
@@ -237,21 +297,28 @@ def _format_table(rows: list[dict[str, Any]], task: str) -> str:
         ]
         table_rows.append(table_row)
     lines = [
-        f"### {task}, {format_link(baseline['bytes_per_s'])}",
+        f"### {baseline['task']}, {format_link(baseline['bytes_per_s'])}",
         "",
         f"Target: {metric} {baseline['target']:g}. Medians of {seeds} seeds (their range).",
         "",
         format_table(f"{titles} | samples/s | others' share of the cores", "lr", table_rows),
     ]
-    tried = [row for row in rows if row["task"] == task and "tunes" in row and row["final"] is not None]
-    for name in dict.fromkeys(row["tunes"] for row in tried):
-        values = [
-            f"{row['rate']:g}: {row['final']:.3f}{' (taken)' if row['is_best'] else ''}"
-            for row in tried
-            if row["tunes"] == name
-        ]
-        lines += ["", f"Learning rates tried for {name}, with the {metric} at the end: {'; '.join(values)}."]
     return "\n".join(lines)
+
+
+def _format_rates(rows: list[dict[str, Any]]) -> str:
+    """Returns what each rate came to with the tuning seed; the one that is taken has the least loss."""
+    rates = sorted({row["rate"] for row in rows})
+    table_rows = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        finals = {row["rate"]: row["final"] for row in rows if row["variant"] == name}
+        best = _find_best_rate(rows, rows[0]["task"], name)
+        cells = [f"{'**' * (rate == best)}{finals[rate]:.3f}{'**' * (rate == best)}" if rate in finals else "-"
+                 for rate in rates]  # fmt: skip
+        table_rows.append([name, *cells])
+    title = f"{rows[0]['metric']} at the end, by learning rate"
+    head = f"Learning rates tried on the {rows[0]['task']}; that with the least loss is taken:"
+    return f"{head}\n\n{format_table('|'.join([title, *(f'{rate:g}' for rate in rates)]), 'lr', table_rows)}"
 
 
 def _find_median(values: Iterable[float | None]) -> float | None:

@@ -35,8 +35,8 @@ M = 8
 """Microbatches of a minibatch, for the methods that split it."""
 
 RHOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-_LATENCY_S = 1e-4
-_WORKER = str(Path(__file__).with_name("worker.py"))
+LATENCY_S = 1e-4
+WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def measure(
     names = only or few.variants
     rows: list[dict[str, Any]] = []
     for model in models or few.models:
-        with slow_network((2,), (None,)) as network, worker_processes(network, 2, _WORKER, model, str(M)) as workers:
+        with slow_network((2,), (None,)) as network, worker_processes(network, 2, WORKER, model, str(M)) as workers:
             ask = {"do": "profile", "patience_s": few.patience_s}
             profiles = {
                 count: Profile.from_json(workers.ask(ask | {"microbatches": count})["profile"])
@@ -186,9 +186,9 @@ def _measure_point(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Plan]]:
     """Measures all variants at one rate of the link; returns their rows and plans."""
     profile = profiles[1]
-    compute_s = _compute_s(profile)
-    bytes_per_s = sum(layer.parameter_bytes for layer in profile.layers) / (rho * compute_s)
-    cluster = Cluster.flat(2, bytes_per_s, latency_s=_LATENCY_S)
+    microbatch_s = compute_s(profile)
+    bytes_per_s = sum(layer.parameter_bytes for layer in profile.layers) / (rho * microbatch_s)
+    cluster = Cluster.flat(2, bytes_per_s, latency_s=LATENCY_S)
     network.limit(bytes_per_s)
     message_s_per_byte = _measure_message(workers, profile, bytes_per_s, size)
     profiles = {
@@ -214,15 +214,15 @@ def _measure_point(
             point_row = measured[name]
             if point_row and "why" in point_row[-1]:
                 continue
-            answer = workers.ask(_make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s})
+            answer = workers.ask(make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s})
             point_row.append(answer)
             log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_describe_row(answer)}")
     for name, same in copies.items():
         measured[name] = measured[same]
     common = {"model": model, "rho": rho, "bytes_per_s": bytes_per_s}
     alone = statistics.median(run["samples_per_s"] for run in measured["solo"])
-    rows = {"solo": common | {"variant": "solo", "samples_per_s": alone, "compute_s": compute_s}}
-    rows["solo"]["parameter_bytes"] = bytes_per_s * rho * compute_s
+    rows = {"solo": common | {"variant": "solo", "samples_per_s": alone, "compute_s": microbatch_s}}
+    rows["solo"]["parameter_bytes"] = bytes_per_s * rho * microbatch_s
     for name, plan in plans.items():
         rates = sorted(run["samples_per_s"] for run in measured[name] if "why" not in run)
         row: dict[str, Any] = common | {"variant": name, "config": plan.config, "method": plan.schedule}
@@ -248,7 +248,7 @@ def _measure_message(workers: Workers, profile: Profile, bytes_per_s: float, siz
 
     The cores that compute also serve gloo and the network, at the cost of the slower rate in `_Worker.exchange`.
     """
-    message_bytes = int(min(2e6, 0.4 * bytes_per_s * _compute_s(profile)))
+    message_bytes = int(min(2e6, 0.4 * bytes_per_s * compute_s(profile)))
     rates = [
         workers.ask(request | {"patience_s": size.patience_s})["samples_per_s"]
         for request in ({"do": "solo", "steps": 8}, {"do": "exchange", "steps": 8, "message_bytes": message_bytes})
@@ -262,23 +262,23 @@ def _predict_points(
 ) -> list[dict[str, Any]]:
     """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds."""
     alone = statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points)
-    speed = (_compute_s(profile) + profile.update_s) * alone / profile.batch
+    speed = (compute_s(profile) + profile.update_s) * alone / profile.batch
     for rows, plans in points:
         rows["solo"]["speed"] = speed
         for name, plan in plans.items():
             variant = BY_NAME.get(name)
             is_torchs = variant is not None and variant.runs in ("ddp", "fsdp")
             rows[name]["predicted_per_s"] = (
-                _predict_ddp(profile, plan, variant, speed) if is_torchs else _predict_rate(plan, speed)
+                predict_ddp(profile, plan, variant, speed) if is_torchs else predict_rate(plan, speed)
             )
     return [row for rows, _ in points for row in rows.values()]
 
 
-def _compute_s(profile: Profile) -> float:
+def compute_s(profile: Profile) -> float:
     return profile.forward_s + profile.backward_s + profile.loss_s
 
 
-def _make_request(variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
+def make_request(variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
     if plan is None:
         return {"do": "solo", "steps": 4}
     text = plan.to_json()
@@ -307,19 +307,19 @@ def _runs_alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
     return variant.runs in ("pipeline", "ddp") and ran(plan) == ran(other)
 
 
-def _predict_ddp(profile: Profile, plan: Plan, variant: _Variant, speed: float) -> float:
+def predict_ddp(profile: Profile, plan: Plan, variant: _Variant, speed: float) -> float:
     """Predicts torch's DDP and FSDP as compute, then communication.
 
     DDP's buckets of 25 MiB hold all gradients of these models. FSDP gathers the weights twice and scatters the
     gradients once, each half of an all-reduce.
     """
     each = max(1, variant.samples // 2)
-    compute_s = each * _compute_s(profile) + profile.update_s
+    update_s = each * compute_s(profile) + profile.update_s
     sums = 1.5 if variant.runs == "fsdp" else 1.0
-    return 2 * each * profile.batch / (compute_s / speed + sums * plan.costs.sync_s[0])
+    return 2 * each * profile.batch / (update_s / speed + sums * plan.costs.sync_s[0])
 
 
-def _predict_rate(plan: Plan, speed: float) -> float:
+def predict_rate(plan: Plan, speed: float) -> float:
     """Simulates a plan on workers that are so many times as fast as when they were profiled."""
     stages = tuple(
         replace(stage, **{name: getattr(stage, name) / speed for name in ("forward_s", "backward_s", "update_s")})

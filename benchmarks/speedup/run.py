@@ -11,14 +11,16 @@ from typing import Any
 
 import accuracy
 import curve
+import limited
 import workers
 
+from pipedream.core.units import parse_rate
 from pipedream.slow_links import why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import Environment, make_parser
 
-PARTS = {"curve": curve, "accuracy": accuracy, "workers": workers}
+PARTS = {"curve": curve, "accuracy": accuracy, "limited": limited, "workers": workers}
 """Each has `measure` and `tables`, and may have `pictures`."""
 
 
@@ -33,13 +35,15 @@ def main() -> int:
             print(f"benchmarks/speedup cannot run here: {reason}")
             return 0
         for name in names:
-            how: dict[str, Any] = {}
-            if name == "curve":
-                how = {"models": options.models, "rhos": options.rhos}
-                how |= {"only": options.variants, "rounds": options.rounds}
             save = partial(_save, file, parts, name, Environment().describe(f"size {options.size}"))
             log = partial(print, file=sys.stderr, flush=True)
-            save(PARTS[name].measure(options.size, log, **how, **({"keep": save} if name == "curve" else {})))
+            how: dict[str, Any] = {} if name in ("limited", "workers") else {"keep": save}
+            if name == "curve":
+                how |= {"models": options.models, "rhos": options.rhos}
+                how |= {"only": options.variants, "rounds": options.rounds}
+            elif name == "accuracy":
+                how |= {"tasks": options.tasks, "links": options.links, "earlier": parts.get(name, {}).get("rows", ())}
+            save(PARTS[name].measure(options.size, log, **how))
     for name in names:
         if name in parts:
             print(f"## {name}\n\n{parts[name]['environment']}\n\n{PARTS[name].tables(parts[name]['rows'])}\n")
@@ -57,10 +61,12 @@ def _parse_options() -> argparse.Namespace:
         nargs="+",
         choices=list(curve.MODELS),
         default=(),
-        help="of the curve; other rows of rows.json are kept",
+        help="of the curve; other rows of rows.json are kept, and those of the accuracy are not measured again",
     )
     parser.add_argument("--rhos", nargs="+", type=float, default=(), help="of the curve")
     parser.add_argument("--variants", nargs="+", default=(), choices=[variant.name for variant in curve.VARIANTS])
+    parser.add_argument("--tasks", nargs="+", choices=("digits", "characters"), default=(), help="of the accuracy")
+    parser.add_argument("--links", nargs="+", type=parse_rate, default=(), help="of the accuracy, e.g. 100mbit/s")
     parser.add_argument("--rounds", type=int, help="of the curve")
     parser.add_argument("--again", action="store_true", help="only print and draw what rows.json has")
     parser.add_argument("--out", type=Path, default=Path("build/speedup"), help="folder of rows.json and the pictures")

@@ -10,8 +10,8 @@
 {"do": "torch", "schedule": ..., "plan": ...}      torch's schedule of that name, on the stages of the plan
 
 Each but the first also has `steps`, updates (of PipeDream: minibatches) to time, and is answered with the samples per
-second of both workers together and the bytes that both sent for a sample. Started by curve.py, which sets torch's
-variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+second of both workers together, the bytes that both sent for a sample, and by how many bytes the fuller one grew.
+Started by curve.py and limited.py, which set torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import MODELS, Job, optimizer
+from models import LARGE, MODELS, Job, optimizer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -41,6 +41,7 @@ import pipedream as pd
 from pipedream.slow_links import LINK
 
 sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import read_memory, restart_peak
 from worker_processes import answer_lines, cores_busy_s
 
 _QUIET = 0.03
@@ -217,7 +218,7 @@ class _Worker:
         """Runs what is asked; torch's schedules refuse some models, on both workers alike."""
         try:
             return self._run_least_disturbed(request.pop("do"), request.pop("patience_s"), request)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, MemoryError) as error:
             return {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
 
     def _run_least_disturbed(self, do: str, patience_s: float, request: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +230,12 @@ class _Worker:
         start = time.monotonic()
         while True:
             dist.barrier(self.group)
+            before_bytes = restart_peak()
             busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:2]), time.monotonic()
             answer = getattr(self, do)(**request)
+            rise_bytes = torch.tensor([read_memory("VmHWM") - before_bytes])
+            dist.all_reduce(rise_bytes, dist.ReduceOp.MAX, group=self.group)
+            answer["rise_bytes"] = int(rise_bytes)
             gc.collect()
             own_cpu_s = torch.tensor([sum(os.times()[:2]) - own_s], dtype=torch.float64)
             dist.all_reduce(own_cpu_s, group=self.group)
@@ -253,4 +258,4 @@ def _count_sent_bytes() -> int:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    answer_lines(_Worker(MODELS[sys.argv[1]], int(sys.argv[2])).answer)
+    answer_lines(_Worker((MODELS | {"large": LARGE})[sys.argv[1]], int(sys.argv[2])).answer)

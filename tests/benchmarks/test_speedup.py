@@ -80,16 +80,16 @@ def test_it_runs_in_its_smallest_size(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "gpt.svg").read_text().startswith("<svg")
 
 
-@pytest.mark.parametrize(("batch", "each_update", "updates"), [(1, 1, 10), (1, 2, 4), (2, 1, 4)])
+@pytest.mark.parametrize(("batch", "each_update", "updates"), [(1, 1, 10), (1, 2, 4), (2, 1, 4), (1, 4, 4)])
 def test_rate_falls_to_zero_over_the_updates(
     batch: int, each_update: int, updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = accuracy.Task("digits", "accuracy", 0.01, 2, 5, 5e7)
+    task = accuracy.Task("digits", "accuracy", 0.01, 2, 5)
     monkeypatch.setenv(accuracy_recipe.ASKED, task.describe_request(0.02, batch=batch, each_update=each_update))
     recipe = accuracy_recipe.recipe(3)
     images, _ = next(iter(recipe.train))
     assert len(images) == 32 * batch
-    assert len(recipe.train) // each_update * recipe.epochs == updates
+    assert (len(recipe.train) // each_update + (each_update > 2)) * recipe.epochs == updates
     optimizer = recipe.optimizer(recipe.model.parameters())
     scheduler, rates = recipe.scheduler(optimizer), []
     for _ in range(updates):
@@ -101,9 +101,7 @@ def test_rate_falls_to_zero_over_the_updates(
 
 
 def test_characters_are_new_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        accuracy_recipe.ASKED, accuracy.Task("characters", "loss", 0.01, 2, 3, 5e7).describe_request(0.01)
-    )
+    monkeypatch.setenv(accuracy_recipe.ASKED, accuracy.Task("characters", "loss", 0.01, 2, 3).describe_request(0.01))
     recipe = accuracy_recipe.recipe(0)
     first, second = ([text for text, _ in recipe.train] for _ in range(2))
     assert [len(text) for text in first] == [16] * 3
@@ -120,10 +118,10 @@ def _row(variant: str, seed: int, final: float, seconds: float | None) -> dict[s
 
 
 def test_tables_of_time_to_accuracy() -> None:
-    tuned = {"task": "digits", "metric": "accuracy", "tunes": "DDP", "each_update": 2}
+    tried = _row("DDP", accuracy.TUNING_SEED, 0.0, None)
     rows = [
-        tuned | {"rate": 0.01, "final": 0.99, "is_best": True},
-        tuned | {"rate": 0.02, "final": 0.98, "is_best": False},
+        tried | {"rate": 0.01, "final": 0.99, "loss": 0.1},
+        tried | {"rate": 0.02, "final": 0.98, "loss": 0.2},
         *(_row("DDP", seed, 0.99, 20.0 + seed) for seed in range(3)),
         *(_row("PipeDream, full", seed, 0.99 + seed / 1000, 5.0) for seed in range(3)),
         *(_row("2BW", seed, 0.97, 5.0 if seed else None) for seed in range(3)),
@@ -132,7 +130,7 @@ def test_tables_of_time_to_accuracy() -> None:
     assert "| DDP | 0.01 | 0.990 (0.990 to 0.990) | 21.0 (20.0 to 22.0) | 1.0 | 2.10 GB (2.00 GB to 2.20 GB)" in text
     assert "| PipeDream, full | 0.01 | 0.991 (0.990 to 0.992) | 5.0 (5.0 to 5.0) | 4.2 | 500 MB (500 MB to " in text
     assert "| 2BW | 0.01 | 0.970 (0.970 to 0.970) | not reached by 1 of 3 | - | not reached by 1 of 3" in text
-    assert "Learning rates tried for DDP, with the accuracy at the end: 0.01: 0.990 (taken); 0.02: 0.980." in text
+    assert "| DDP | **0.990** | 0.980 |" in text
 
 
 @pytest.mark.network
@@ -142,9 +140,24 @@ def test_tables_of_time_to_accuracy() -> None:
 def test_time_to_accuracy_is_measured() -> None:
     lines: list[str] = []
     rows = accuracy.measure("test", lines.append)
-    assert [row["variant"] for row in rows if "variant" in row] == ["DDP", "PipeDream, full"]
+    assert [row["variant"] for row in rows] == ["DDP", "PipeDream, full"]
     assert len(lines) == 2
     assert "| PipeDream, full | 0.01 |" in accuracy.tables(rows)
+    assert accuracy.measure("test", lines.append, earlier=rows) == rows, "nothing is measured again"
+    assert len(lines) == 2
+
+
+def test_what_runs_out_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, curve: Any) -> None:
+    limited = importlib.import_module("limited")
+    common = {"bytes_per_s": 1.25e7, "limit_bytes": 9e8}
+    rows = [
+        common | {"variant": "torch DDP", "peak_bytes": 8e8, "why": "RuntimeError: can't allocate memory"},
+        common | {"variant": "1F1B, full", "peak_bytes": 4e8, "samples_per_s": 9.0, "predicted_per_s": 10.0,
+                  "rise_bytes": 3.8e8},
+    ]  # fmt: skip
+    text = limited.tables(rows)
+    assert "| torch DDP | out of memory | 800 MB | - |" in text
+    assert "| 1F1B, full | 9 (90%) | 400 MB | 380 MB |" in text
 
 
 @pytest.fixture

@@ -1,0 +1,91 @@
+"""A model that fits only when it is cut: the memory of each of two workers is limited.
+
+Each row runs in processes of its own, to which the kernel gives no more than LIMIT_BYTES (RLIMIT_DATA), Python and
+torch included.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from curve import BY_NAME, LATENCY_S, WORKER, M, compute_s, make_request, predict_ddp, predict_rate
+from models import LARGE
+
+import pipedream as pd
+from pipedream import Cluster, Profile
+from pipedream.core.units import format_bytes
+from pipedream.core.variants import format_link
+from pipedream.slow_links import slow_network
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import format_table
+from worker_processes import worker_processes
+
+LIMIT_BYTES = 920_000_000
+VARIANTS = (
+    "torch DDP", "torch DDP, fp16", "torch local SGD, every 8", "PowerSGD 4", "DiLoCo, every 30",
+    "torch FSDP", "1F1B, full", "1F1B, full, int8", "2BW, full", "2BW, full, int8",
+)  # fmt: skip
+LINKS = {"test": (), "short": (12.5e6,), "full": (50e6, 12.5e6)}
+
+
+def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Returns a row for each link and variant; one that ran out of memory has a reason instead of figures."""
+    rows: list[dict[str, Any]] = []
+    with slow_network((2,), (None,)) as network:
+        with worker_processes(network, 2, WORKER, "large", str(M)) as workers:
+            profiles = {
+                count: Profile.from_json(
+                    workers.ask({"do": "profile", "patience_s": 0.0, "microbatches": count})["profile"]
+                )
+                for count in sorted({1, *(BY_NAME[name].planned for name in VARIANTS)})
+            }
+            alone = workers.ask({"do": "solo", "steps": 4, "patience_s": 5.0})["samples_per_s"]
+        profile = profiles[1]
+        speed = (compute_s(profile) + profile.update_s) * alone / profile.batch
+        for bytes_per_s in LINKS[size]:
+            network.limit(bytes_per_s)
+            cluster = Cluster.flat(2, bytes_per_s, latency_s=LATENCY_S)
+            for name in ("one worker", *VARIANTS):
+                row: dict[str, Any] = {"variant": name, "bytes_per_s": bytes_per_s, "limit_bytes": LIMIT_BYTES}
+                plan, variant = None, BY_NAME.get(name)
+                if variant is not None:
+                    how = variant.how | ({"microbatches": variant.planned} if variant.planned > 1 else {})
+                    plan = pd.plan(profiles[variant.planned], cluster, schedule=variant.schedule, **how)
+                    row["peak_bytes"] = max(stage.peak_bytes for stage in plan.stages)
+                    is_torchs = variant.runs in ("ddp", "fsdp")
+                    row["predicted_per_s"] = (
+                        predict_ddp(profile, plan, variant, speed) if is_torchs else predict_rate(plan, speed)
+                    )
+                with worker_processes(network, 2, WORKER, "large", str(M), limit_bytes=LIMIT_BYTES) as workers:
+                    row |= workers.ask(make_request(variant, plan) | {"patience_s": 0.0})
+                rows.append(row)
+                log(f"{name} over {format_link(bytes_per_s)}: {row}")
+    return rows
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """Returns a table: a row for each variant, the rates over each link, and the memory."""
+    links = list(dict.fromkeys(row["bytes_per_s"] for row in rows))
+    lines = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        mine = [row for row in rows if row["variant"] == name]
+        cells = [_format_rate(next(row for row in mine if row["bytes_per_s"] == link)) for link in links]
+        peaks = [format_bytes(row["peak_bytes"]) if "peak_bytes" in row else "-" for row in mine[:1]]
+        rises = [format_bytes(max(row["rise_bytes"] for row in mine)) if "rise_bytes" in mine[0] else "-"]
+        lines.append([name, *cells, *peaks, *rises])
+    heads = "|".join(["", *map(format_link, links), "peak planned", "memory grew by"])
+    text = (
+        f"{LARGE.title}, {format_bytes(rows[0]['limit_bytes'])} of memory for each worker. Samples per second of both"
+    )
+    return f"{text} (of the predicted ones):\n\n{format_table(heads, 'lr', lines)}"
+
+
+def _format_rate(row: dict[str, Any]) -> str:
+    if "why" in row:
+        return "out of memory" if "memory" in row["why"].lower() else row["why"]
+    share = f" ({row['samples_per_s'] / row['predicted_per_s']:.0%})" if "predicted_per_s" in row else ""
+    return f"{row['samples_per_s']:.3g}{share}"
