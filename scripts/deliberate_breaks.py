@@ -528,8 +528,22 @@ BREAKS = (
         "wire: a link receives what no header has announced",
         "runtime/comm/nccl_link.py",
         "receives.append((work, tensor))",
-        "receives += [(work, tensor), (self._communicator.recv([tensor], _SENDER, 0), tensor)]",
+        "receives += [(work, tensor), (self._communicator.recv([tensor], self._sender, 0), tensor)]",
         ("runtime/comm/test_nccl_link.py",),
+    ),
+    Break(
+        "wire: tensors of a link are read before they have arrived",
+        "runtime/comm/nccl_link.py",
+        "work.wait()  # on a GPU",
+        "pass  # on a GPU",
+        ("runtime/comm/test_nccl_link.py",),
+    ),
+    Break(
+        "wire: a host runs ahead of its GPU without a bound",
+        "runtime/results/recorder.py",
+        "event.synchronize()\n\n    def oldest",
+        "pass\n\n    def oldest",
+        ("runtime/results/test_recorder.py",),
     ),
     # Data and losses
     Break(
