@@ -177,7 +177,7 @@ def _exchange_parts(part: torch.Tensor, group: dist.ProcessGroup, before: int, a
 
 
 def goes_over_gloo(tensor: torch.Tensor) -> bool:
-    """Returns whether the ranks of a mesh exchange such tensors over gloo."""
+    """Returns whether the ranks of a mesh exchange and sum such tensors over gloo."""
     return tensor.device.type == "cpu"
 
 

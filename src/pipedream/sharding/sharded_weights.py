@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipedream.sharding import functions
 from pipedream.sharding.parts import like_part, local_part, runs_early, spec_of
 
 # The names of torch 2.13 on; the earlier ones warn there.
@@ -71,7 +72,7 @@ def _sum_rows(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callab
         for at, chunk in enumerate(torch.split(whole, part_rows.each))
     ]
     torch._foreach_copy_([place for place, _ in pairs], [chunk for _, chunk in pairs])
-    if every.device.type == "cpu":  # gloo's own reduce-scatter is this of a copy
+    if functions.goes_over_gloo(every):  # gloo's own reduce-scatter is this of a copy
         dist.all_reduce(every, group=group)
         look()
         return [
