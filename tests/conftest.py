@@ -20,8 +20,12 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 PROCESSES = "pytest.mark.processes"
-_MODELS = ("examples", "models", "model_features", "replicas", "transparency")
-COMPUTING = ("tests/sharding/", *(f"tests/end_to_end/test_{name}.py" for name in _MODELS))
+_NUMBERS = ("compensation", "couplings", "delayed", "examples", "models", "model_features", "replicas", "transparency")
+COMPUTING = (
+    *("tests/runtime/checkpoint/", "tests/schedules/", "tests/sharding/", "tests/test_packaging.py"),
+    *("tests/training/test_restarts.py", "tests/training/test_resume.py"),
+    *(f"tests/end_to_end/test_{name}.py" for name in _NUMBERS),
+)
 """Files whose processes are compared by their numbers, however long they take."""
 
 _STARTED = pytest.StashKey[float]()
@@ -63,7 +67,8 @@ class _TestsTogether(LoadScopeScheduling):
     """Where tests run side by side, those that start processes stay with one of the runners, or two.
 
     They would take each other's time, and some of them measure it; those that only compute have a runner of their own.
-    Tests that share what takes long stay with one runner, too, which makes it once.
+    Tests that share what takes long stay with one runner, too, which makes it once; so do those of Hugging Face, whose
+    import takes seconds.
     pytest-xdist's own groups do not work with this pytest, which no longer lets names of tests be changed; here the
     marks are read off the files.
     """
@@ -72,6 +77,8 @@ class _TestsTogether(LoadScopeScheduling):
         file, _, test = nodeid.partition("::")
         if test.partition("[")[0] in _starting_processes(file):
             return "processes that compute" if file.startswith(COMPUTING) else "processes"
+        if re.search(r'needs_hf|"transformers"', _read(file)):
+            return "Hugging Face"
         return file if re.search(r"^@(functools\.)?cache$|scope=.module", _read(file), re.M) else nodeid
 
 

@@ -345,29 +345,32 @@ def test_the_two_gradients_of_a_tied_weight_matter() -> None:
     assert abs(untied.losses[-1] - trained[0][-1]) > 1e-4
 
 
+def train_all_tied(runs: list[Tied], folder: Path, resumes: bool) -> list[Any]:
+    """Trains and saves, or goes on from what was saved."""
+    folders = [folder / str(number) for number in range(len(runs))]
+    return [
+        train_tied(run, path) if resumes else train_tied(run, None, path)
+        for run, path in zip(runs, folders, strict=True)
+    ]
+
+
+IN_PROCESSES = {
+    2: [replace(run, epochs=4) for run in (TIED[2], LATE_TIED[1], *(run for run in TIED if run.workers == 2))],
+    3: [TIED[3]],
+    5: [replace(LATE_TIED[2], epochs=4)],
+}
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(replace(TIED[2], epochs=4), marks=pytest.mark.slow),
-        pytest.param(TIED[3], marks=pytest.mark.slow),
-        pytest.param(replace(LATE_TIED[1], epochs=4), marks=pytest.mark.slow),
-        pytest.param(replace(LATE_TIED[2], epochs=4), marks=pytest.mark.long),
-        *(
-            pytest.param(replace(run, epochs=4), marks=pytest.mark.slow if run.clip else pytest.mark.long)
-            for run in TIED
-            if run.workers == 2
-        ),
-    ],
-    ids=str,
-)
-def test_processes_keep_tied_weights_equal(run: Tied, tmp_path: Path) -> None:
-    workers = run.workers or sum(run.replicas)
-    whole = processes.results(train_tied, workers, run, None, tmp_path)[0]
-    check_tied(run, whole)
-    rest = processes.results(train_tied, workers, run, tmp_path)[0]
-    assert rest[0] == whole[0][-len(rest[0]) :]
-    assert all(torch.equal(rest[1][name], value) for name, value in whole[1].items())
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(5, marks=pytest.mark.long)])
+def test_processes_keep_tied_weights_equal(workers: int, tmp_path: Path) -> None:
+    runs = IN_PROCESSES[workers]
+    whole, rest = (processes.results(train_all_tied, workers, runs, tmp_path, resumes)[0] for resumes in (False, True))
+    for run, trained, resumed in zip(runs, whole, rest, strict=True):
+        check_tied(run, trained)
+        assert resumed[0] == trained[0][-len(resumed[0]) :]
+        assert all(torch.equal(resumed[1][name], value) for name, value in trained[1].items())
 
 
 @pytest.mark.slow
@@ -730,6 +733,11 @@ def train_marked(
         return pipeline.state_dict(), pipeline.skipped_updates(), losses
 
 
+def train_each_marked(schedules: tuple[str, ...]) -> list[Any]:
+    """Trains by one method after the other."""
+    return [train_marked(schedule, marked((3, 7, 11))) for schedule in schedules]
+
+
 EACH_LAYER = [["0."], ["2."], ["4."]]
 
 
@@ -883,12 +891,12 @@ def test_all_stages_on_one_worker_are_clipped_by_their_common_norm() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_skip_what_one_does() -> None:
-    for schedule, workers in (("1f1b", 3), ("pipedream", 3), ("interleaved_1f1b", 2), ("chimera", 2)):
-        alone = train_marked(schedule, marked((3, 7, 11)))
-        state, skipped, losses = processes.results(train_marked, workers, schedule, marked((3, 7, 11)))[0]
-        assert skipped == alone[1]
-        assert str(losses) == str(alone[2])
-        assert all(torch.equal(state[name], value) for name, value in alone[0].items())
+    for schedules, workers in ((("1f1b", "pipedream"), 3), (("interleaved_1f1b", "chimera"), 2)):
+        trained = processes.results(train_each_marked, workers, schedules)[0]
+        for alone, (state, skipped, losses) in zip(train_each_marked(schedules), trained, strict=True):
+            assert skipped == alone[1]
+            assert str(losses) == str(alone[2])
+            assert all(torch.equal(state[name], value) for name, value in alone[0].items())
 
 
 @pytest.mark.slow

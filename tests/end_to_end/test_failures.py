@@ -98,7 +98,7 @@ def test_plan_is_for_other_workers(tmp_path: Path) -> None:
         pytest.param(
             "import nothing_of_that_name\n",
             ("does not import", "nothing_of_that_name", "small.py, line 1"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -191,7 +191,7 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     ("moment", "ranks"),
     [
         pytest.param("start", (1,), marks=pytest.mark.long),
-        pytest.param("start", (0, 1), marks=pytest.mark.slow),
+        pytest.param("start", (0, 1), marks=pytest.mark.long),
         pytest.param("end", (0, 1), marks=pytest.mark.long),
     ],
 )

@@ -38,7 +38,7 @@ class Case:
     """A run: the animal, the method, the cut, and what else is asked.
 
     Attributes:
-        epochs: of five minibatches each; `lengthened` gives the run of 55 minibatches, which is slow.
+        epochs: of five minibatches each; `lengthened` gives the run of 35 minibatches, which is slow.
         drain_at: minibatch after which the loop evaluates; negative for never.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
         update_delay: the plan's; None is 0 at every stage.
@@ -98,8 +98,8 @@ class Case:
         return 5 * self.epochs
 
     def lengthened(self) -> Case:
-        """Returns the case with a run of at least 55 minibatches, the drain in its middle, the first one compared."""
-        return replace(self, epochs=max(self.epochs, 11), drain_at=23 if self.drain_at >= 0 else -1, check=True)
+        """Returns the case with a run of at least 35 minibatches, the drain in its middle, the first one compared."""
+        return replace(self, epochs=max(self.epochs, 7), drain_at=13 if self.drain_at >= 0 else -1, check=True)
 
     @property
     def scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:

@@ -79,7 +79,7 @@ def test_delays_of_t1_are_those_of_t2() -> None:
         check_papers(run, outcome, {0: delayed.Turn(delayed.pipemare(3, 3), 3, rate=t1(30, lambda s: ceil(tau(s))))})
 
 
-@pytest.mark.parametrize("name", ["pb_lwp", "spectrain", "spectrain_v2", "pipeoptim"])
+@pytest.mark.parametrize("name", thinned(["pb_lwp", "spectrain", "pipeoptim", "spectrain_v2"]))
 def test_predictions_go_by_the_rate_that_t1_leaves(name: str) -> None:
     """A prediction is by the rate of the coming update, which is the stage's own."""
     late = lambda s: (2 if name == "pb_lwp" else 1) * (2 - s)  # noqa: E731
