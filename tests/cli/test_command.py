@@ -243,3 +243,10 @@ with importing_torch():
 assert gc.get_freeze_count() <= frozen
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr == ""
+
+
+def test_a_recipe_that_does_not_import_is_one_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
+    assert cli.main(["train", str(tmp_path / "small.py"), "--workers", "1", "--out", str(tmp_path / "run")]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert all(words in line for words in ("does not import", "nothing_of_that_name", "small.py, line 1"))

@@ -77,7 +77,7 @@ def test_the_norms_of_a_wrong_update_would_be_found() -> None:
 def test_processes_clip_to_the_bit_as_one_does() -> None:
     run = Run("1f1b/2:4,pipedream", (1, 1), epochs=3, evaluate_at=(7,), clip=0.05, clip_by="delayed_global")
     alone = go(run)
-    outcome = processes.results(go, 2, run)[0]  # of more, gloo adds up in another order
+    outcome = processes.kept(2).results(go, run)[0]  # of more, gloo adds up in another order
     assert outcome.losses == alone.losses
     assert all(torch.equal(outcome.state[name], value) for name, value in alone.state.items())
 
@@ -366,7 +366,9 @@ IN_PROCESSES = {
 @pytest.mark.parametrize("workers", [2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_processes_keep_tied_weights_equal(workers: int, tmp_path: Path) -> None:
     runs = IN_PROCESSES[workers]
-    whole, rest = (processes.results(train_all_tied, workers, runs, tmp_path, resumes)[0] for resumes in (False, True))
+    whole, rest = (
+        processes.kept(workers).results(train_all_tied, runs, tmp_path, resumes)[0] for resumes in (False, True)
+    )
     for run, trained, resumed in zip(runs, whole, rest, strict=True):
         check_tied(run, trained)
         assert resumed[0] == trained[0][-len(resumed[0]) :]
@@ -451,7 +453,7 @@ def test_a_tied_model_on_the_meta_device_stays_tied() -> None:
     alone = train_from_meta(())
     assert torch.equal(alone["0.words.weight"], alone["3.head.weight"])
     assert_near(train_from_meta((2,)), alone, 1e-5)
-    assert_near(processes.results(train_from_meta, 2, (2,))[0], alone, 1e-5)
+    assert_near(processes.kept(2).results(train_from_meta, (2,))[0], alone, 1e-5)
 
 
 def test_tied_weights_that_cannot_be_kept_equal_are_refused() -> None:
@@ -653,7 +655,7 @@ def test_a_frozen_weight_that_stages_share_is_no_coupling() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_share_a_frozen_weight() -> None:
-    losses, state = processes.results(train_frozen, 2, True)[0]
+    losses, state = processes.kept(2).results(train_frozen, True)[0]
     expected, values = train_frozen(True)
     assert losses == expected
     assert all(torch.equal(state[name], value) for name, value in values.items())
@@ -892,7 +894,7 @@ def test_all_stages_on_one_worker_are_clipped_by_their_common_norm() -> None:
 @pytest.mark.slow
 def test_processes_skip_what_one_does() -> None:
     for schedules, workers in ((("1f1b", "pipedream"), 3), (("interleaved_1f1b", "chimera"), 2)):
-        trained = processes.results(train_each_marked, workers, schedules)[0]
+        trained = processes.kept(workers).results(train_each_marked, schedules)[0]
         for alone, (state, skipped, losses) in zip(train_each_marked(schedules), trained, strict=True):
             assert skipped == alone[1]
             assert str(losses) == str(alone[2])

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,59 +114,58 @@ def test_minibatches_end_the_run() -> None:
     assert figures["seconds_to_target"] is None
 
 
-def _metrics_of(way: str) -> dict[str, Any]:
-    rank, workers, trained = torch.distributed.get_rank(), 2, recipe()
+def _make_recipe() -> pipedream.Recipe:
     # Schedule1F1B takes minibatches of one size only.
-    data = trained.train.dataset  # type: ignore[attr-defined]
-    trained = recipe(train=DataLoader(data, batch_size=8, drop_last=True))
-    layers = [(str(number), layer) for number, layer in enumerate(trained.model)]
-    ways: dict[str, Callable[[], Baseline]] = {
-        "shared": lambda: data_parallel(Task(trained, rank, workers, CPU, 4)),
-        "own": lambda: data_parallel(Task(trained, rank, workers, CPU)),
-        "fp16": lambda: data_parallel(Task(trained, rank, workers, CPU), sums="float16"),
-        "every:1": lambda: data_parallel(Task(trained, rank, workers, CPU), sums="every:1"),
-        "accumulated": lambda: data_parallel(Task(trained, rank, workers, CPU), 2),
-        "1f1b": lambda: one_f_one_b(Task(trained, rank, workers, CPU, 4), [layers[:3], layers[3:]]),
+    return recipe(train=DataLoader(recipe().train.dataset, batch_size=8, drop_last=True))  # type: ignore[attr-defined]
+
+
+def _train_each_way() -> dict[str, dict[str, Any]]:
+    rank = torch.distributed.get_rank()
+
+    def task(*microbatches: int) -> Task:
+        return Task(_make_recipe(), rank, 2, CPU, *microbatches)
+
+    of_stages = task(4)
+    layers = [(str(number), layer) for number, layer in enumerate(of_stages.recipe.model)]
+    ways: dict[str, Baseline] = {
+        "shared": data_parallel(task(4)),
+        "own": data_parallel(task()),
+        "fp16": data_parallel(task(), sums="float16"),
+        "every:1": data_parallel(task(), sums="every:1"),
+        "accumulated": data_parallel(task(), 2),
+        "1f1b": one_f_one_b(of_stages, [layers[:3], layers[3:]]),
     }
-    return ways[way]().train(2, None)
+    return {way: baseline.train(2, None) for way, baseline in ways.items()}
+
+
+@cache
+def _figures() -> list[dict[str, dict[str, Any]]]:
+    return processes.results(_train_each_way, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("way", ["shared", "1f1b"])
-def test_torchs_ways_give_the_plain_loops_weights(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "samples", "bound"),
+    [
+        ("shared", 8, 1e-5),
+        ("1f1b", 8, 1e-5),
+        ("own", 16, 1e-5),
+        ("fp16", 16, 1e-2),
+        ("every:1", 16, 1e-5),
+        ("accumulated", 32, 1e-5),
+    ],
+)
+def test_torchs_ways_give_the_plain_loops_weights(way: str, samples: int, bound: float) -> None:
+    """What is left of an epoch of 5 minibatches of 8 is left out. SGD of averaged gradients averages SGD's steps."""
     data = recipe().train.dataset  # type: ignore[attr-defined]
-    alone = plain_loop(Task(recipe(train=DataLoader(data, batch_size=8, drop_last=True)), 0, 1, CPU)).train(2, None)
-    for figures in processes.results(partial(_metrics_of, way), 2):
-        assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
-        assert (figures["minibatches"], figures["samples_per_update"]) == (10, 8)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize(("way", "bound"), [("own", 1e-5), ("fp16", 1e-2), ("every:1", 1e-5)])
-def test_ddp_takes_a_minibatch_a_worker(way: str, bound: float) -> None:
-    data = recipe().train.dataset  # type: ignore[attr-defined]
-    # 5 minibatches of 8: two updates of 16 an epoch, and the last is left out.
-    kept = torch.utils.data.Subset(data, range(32))
-    alone = plain_loop(Task(recipe(train=DataLoader(kept, batch_size=16)), 0, 1, CPU)).train(2, None)
-    # SGD of averaged gradients is the average of SGD's steps.
-    for figures in processes.results(partial(_metrics_of, way), 2):
+    used = torch.utils.data.Subset(data, range(40 // samples * samples))
+    alone = plain_loop(Task(recipe(train=DataLoader(used, batch_size=samples)), 0, 1, CPU)).train(2, None)
+    for ways in _figures():
+        figures = ways[way]
         assert figures["metrics"] == pytest.approx(alone["metrics"], rel=bound)
-        assert figures["samples_per_update"] == 16
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_ddp_accumulates_minibatches_without_a_message() -> None:
-    """Two of 8 on each of two workers are an update of 32; what is left of 5 is one of none."""
-    data = recipe().train.dataset  # type: ignore[attr-defined]
-    kept = torch.utils.data.Subset(data, range(32))
-    alone = plain_loop(Task(recipe(train=DataLoader(kept, batch_size=32)), 0, 1, CPU)).train(2, None)
-    for figures in processes.results(partial(_metrics_of, "accumulated"), 2):
-        assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
-        assert (figures["minibatches"], figures["samples_per_update"]) == (8, 32)
-        assert figures["samples_per_s"] > 0, "one update an epoch"
+        assert (figures["minibatches"], figures["samples_per_update"]) == (10 if samples == 8 else 8, samples)
+        assert figures["samples_per_s"] > 0
 
 
 def test_an_accumulating_run_makes_two_updates_at_least(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -471,7 +471,7 @@ def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], 
 @pytest.mark.processes
 def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
     state = state_of(untied, seed=6)
-    (first, whole), (second, empty) = processes.results(names_read, 2, untied, write(tmp_path, state, "shards"))
+    (first, whole), (second, empty) = processes.kept(2).results(names_read, untied, write(tmp_path, state, "shards"))
     assert sorted(first) == sorted(name for name in state if name[0] in "01")
     assert sorted(second) == ["3.bias", "3.weight"]
     check_equal(whole, state)
@@ -483,13 +483,13 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
 def test_shared_parameters_of_a_file_on_two_processes(tmp_path: Path) -> None:
     state = state_of(tied, seed=6)
     once = {name: tensor for name, tensor in state.items() if name != "3.head.weight"}
-    check_equal(processes.results(start, 2, tied, (2,), write(tmp_path, once, "file"))[0], state)
+    check_equal(processes.kept(2).results(start, tied, (2,), write(tmp_path, once, "file"))[0], state)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_rank_0_alone_may_have_the_values() -> None:
-    results = processes.results(start, 2, untied, (2,), None, "others")[0]
+    results = processes.kept(2).results(start, untied, (2,), None, "others")[0]
     check_equal(results, state_of(untied))
 
 
@@ -514,7 +514,7 @@ def test_every_rank_raises_what_one_of_them_finds() -> None:
 @pytest.mark.slow
 def test_values_from_the_meta_device_are_those_of_one_process() -> None:
     for make in (untied, tied):
-        check_equal(processes.results(start, 2, make, (2,), None)[0], start(make, (2,), None))
+        check_equal(processes.kept(2).results(start, make, (2,), None)[0], start(make, (2,), None))
         check_equal(start(make, (1, 3), None), start(make, (), None))
 
 
@@ -587,7 +587,7 @@ def start_tiny(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_rank_0_saves_the_models_own_format(tmp_path: Path) -> None:
-    check_saved(tmp_path, processes.results(save_trained, 2, tmp_path)[0])
+    check_saved(tmp_path, processes.kept(2).results(save_trained, tmp_path)[0])
 
 
 def test_a_model_without_a_format_of_its_own_points_to_its_state(tmp_path: Path) -> None:
@@ -672,7 +672,7 @@ def test_frozen_stages_run_without_a_flush(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["first+middle", "adapters"])
 def test_frozen_stages_on_four_processes(kind: str) -> None:
     alone = frozen_run(kind, "1f1b")
-    results = processes.results(frozen_run, 4, kind, "1f1b")
+    results = processes.kept(4).results(frozen_run, kind, "1f1b")
     assert results[0][0] == alone[0]
     check_equal(results[0][1], alone[1])
 
@@ -702,7 +702,7 @@ def repeated_run(folder: Path, cuts: tuple[int, ...], resumes: bool) -> dict[str
 @pytest.mark.slow
 def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
     expected = repeated_run(tmp_path / "one", (), False)
-    state = processes.results(repeated_run, 2, tmp_path / "two", (2,), False)[0]
+    state = processes.kept(2).results(repeated_run, tmp_path / "two", (2,), False)[0]
     assert_near(state, expected, 1e-12)
     assert torch.equal(state["0.weight"], expected["0.weight"])
     expected = repeated_run(tmp_path / "one", (2,), True)
@@ -712,5 +712,7 @@ def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
-    sent = {kind: processes.results(frozen_run, 4, kind, "1f1b")[0][2] for kind in ("last", "first", "first+middle")}
+    sent = {
+        kind: processes.kept(4).results(frozen_run, kind, "1f1b")[0][2] for kind in ("last", "first", "first+middle")
+    }
     assert sent["first+middle"] < sent["first"] < sent["last"]
