@@ -102,7 +102,9 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 
 def _check_processes(name: str, workers: int, chosen: dict[str, Feature], folder: Path) -> None:
     profile = _profile(name)
-    first, *others = processes.results(train_with_each, workers, name, profile.to_json(), chosen, folder / "several")
+    first, *others = processes.kept(workers).results(
+        train_with_each, name, profile.to_json(), chosen, folder / "several"
+    )
     alone = train_with_each(name, profile.to_json(), chosen, folder / "one")
     for word, expected in alone.items():
         check_same(expected, first[word], 1e-12 if workers > 2 else 0.0)  # the order of three terms is not fixed

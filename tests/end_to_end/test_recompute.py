@@ -65,7 +65,7 @@ def test_nor_in_several_processes() -> None:
             Case("mlp", "pipedream", 2, replicas=(2, 1)),
         )
     ]
-    of_ranks = processes.results(cases.run_all, 3, chosen)
+    of_ranks = processes.kept(3).results(cases.run_all, chosen)
     for number, case in enumerate(chosen):
         alone = run(replace(case, recompute=False))
         for rank, outcomes in enumerate(of_ranks):

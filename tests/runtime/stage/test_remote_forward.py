@@ -126,7 +126,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_processes_give_to_the_bit_what_one_gives(tmp_path: Path) -> None:
     alone = train(3)
-    of_ranks = processes.results(train, 3, 3)
+    of_ranks = processes.kept(3).results(train, 3)
     for losses, _, evaluated in of_ranks:
         assert losses == alone[0]
         assert evaluated == alone[2]
