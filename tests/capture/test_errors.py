@@ -796,3 +796,31 @@ def test_python_and_numpy_numbers_are_the_same_on_all_stages() -> None:
     assert graph.draws_in_python
     assert [layer.name for layer in graph.layers] == ["a", "extra", "head"]
     assert random.getstate() == state, "the user's generator is left as it was"
+
+
+class CastsBack(nn.Module):
+    """Undoes what autocast has done between two layers, as the experts of T5's kin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        x = self.act(self.first(x))
+        x = self.last(x.to(self.last.weight.dtype))
+        return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
+
+
+def test_other_inputs_where_a_cast_is_undone() -> None:
+    torch.manual_seed(3)
+    model, sample = CastsBack(), {"x": X, "labels": X}
+    profile = pd.profile(model, sample, runs=1, autocast=torch.bfloat16)
+    plan = pd.plan(profile, pd.Cluster.flat(2), cuts=("last",), schedule="1f1b")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(X)["x"].detach()
+    with pd.Pipeline(
+        model, plan, loss=None, optimizer=partial(torch.optim.SGD, lr=0.1), autocast=torch.bfloat16
+    ) as pipeline:
+        (output,) = pipeline.predict([{"x": X}])
+        assert torch.equal(output["x"], expected)
+        list(pipeline.train([sample]))

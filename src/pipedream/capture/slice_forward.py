@@ -369,7 +369,7 @@ class SliceForward:
         for value, tensor in values:
             before = self.values.get(value)
             self.values[value] = tensor
-            if before is not None and before is not tensor and self._differs:
+            if before is not None and before is not tensor and self._differs and not _is_cast(tensor, before):
                 raise CutFailed(self.part.stop_at or "", self._errors.explain_two_tensors(value, name, self.entered))
 
     def _skip(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -568,6 +568,11 @@ def _strip_inputs(inputs: Any, names: Mapping[str, str], usual: Collection[str])
         return leaf if is_read else _strip_numbers(leaf)
 
     return [map_leaves(strip, each) for each in inputs]
+
+
+def _is_cast(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a tensor is another in its own dtype, as where the forward undoes what autocast has done."""
+    return tensor.dtype != before.dtype and tensor.shape == before.shape and torch.equal(tensor, before.to(tensor.dtype))
 
 
 def _strip_numbers(leaf: Any) -> Any:

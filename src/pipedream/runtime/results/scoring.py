@@ -58,7 +58,8 @@ class Scorer:
 
         An update's sum is divided by its weights only at the update. To keep the gradients before that no larger than
         those of the mean, which low precision can represent, the unit is a power of two near the minibatch's weight;
-        dividing by it is exact. In a round, whose minibatches all count alike, the weight is 1, or 0 if nothing counts.
+        dividing by it is exact. In a round, whose minibatches all count alike, and where an update has one microbatch,
+        the weight is 1, or 0 if nothing counts: the gradient is then rounded as in a plain loop.
         A recomputation (`again`) records nothing.
         """
         minibatch = message.minibatch if self._needs_weights else None
@@ -72,7 +73,7 @@ class Scorer:
         if not again:
             seen = map_tensors(output, torch.Tensor.detach) if self._metrics else None
             self._record(key, message, seen, targets.value, loss, weight, is_sum)
-        if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
+        if self._mean_of_rounds or not self._needs_weights:  # the gradient of each minibatch's mean
             return value, float(weight > 0), 1.0 / weight if is_sum and weight else 1.0
         unit = self._choose_unit(message, output, targets.received)
         return value, weight / unit, (1.0 if is_sum else weight) / unit

@@ -26,6 +26,7 @@ from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in, unflatten
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
+from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.reference_run import ReferenceRun, UserModel
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
@@ -100,6 +101,7 @@ class Comparison:
     def _make_reference_run(self, **over_ranks: Any) -> ReferenceRun:
         local, settings = self._local, self._local.blueprint.settings
         replicas = local.program.placement.replicas
+        is_of_mean = local.program.updates.mean_of_rounds or not needs_weights(local.program)
         return ReferenceRun(
             self._plain,
             settings.loss,
@@ -109,7 +111,7 @@ class Comparison:
             messages=settings.messages,
             meshed=any(mesh.dimensions for mesh in local.blueprint.meshes),
             placement=local.program.placement,
-            unit=None if local.program.updates.mean_of_rounds else getattr(settings.scaling, "scale", 1.0),
+            unit=None if is_of_mean else getattr(settings.scaling, "scale", 1.0),
             seed=settings.seed,
             device=local.blueprint.device,
             autocast=settings.autocast,

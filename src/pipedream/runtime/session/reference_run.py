@@ -76,8 +76,8 @@ class _ModelRunner:
         split: microbatches of a minibatch.
         base: minibatches before.
         placement: which says what is sent to another worker.
-        unit: by which gradients are multiplied when they are sent; None if they are those of a mean. Encodings may
-            round others differently.
+        unit: by which gradients are multiplied when they are sent; None if they are those of a mean. Encodings, and
+            layers in low precision, may round others differently.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class _ModelRunner:
             if weight:
                 total += float(part_loss.detach()) * factor
                 if backward and part_loss.requires_grad:
-                    with auxiliary_loss_scale(weight):
-                        unit = 1.0 if messages is None else 1 / weight if self._unit is None else self._unit
+                    unit = 1 / weight if self._unit is None else 1.0 if messages is None else self._unit
+                    with auxiliary_loss_scale(weight * unit):
                         part_loss.backward(torch.full_like(part_loss, factor * unit))  # type: ignore[no-untyped-call]
                         divisor += weight * unit
             losses.append(float(part_loss.detach()))
