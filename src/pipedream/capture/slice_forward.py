@@ -572,7 +572,9 @@ def _strip_inputs(inputs: Any, names: Mapping[str, str], usual: Collection[str])
 
 def _is_cast(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether a tensor is another in its own dtype, as where the forward undoes what autocast has done."""
-    return tensor.dtype != before.dtype and tensor.shape == before.shape and torch.equal(tensor, before.to(tensor.dtype))
+    return (
+        tensor.dtype != before.dtype and tensor.shape == before.shape and torch.equal(tensor, before.to(tensor.dtype))
+    )
 
 
 def _strip_numbers(leaf: Any) -> Any:
