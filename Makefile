@@ -26,6 +26,7 @@ RUNNERS := -n 3
 
 train: $(STAMP)
 	@$(BIN)/pipedream train examples/digits.py --workers 2
+	@echo "next: make demo (over slow links), or a recipe of your own (docs/quickstart.md): $(BIN)/pipedream train RECIPE"
 
 demo: $(STAMP)
 	@$(BIN)/pipedream compare examples/vgg_digits.py --workers 2 --minibatches 16 \

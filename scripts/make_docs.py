@@ -263,11 +263,9 @@ def make_tour() -> dict[Path, str]:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     parts, files = [], {}
 
-    def as_file(picture: re.Match[str] | str) -> str:
+    def as_file(picture: str) -> str:
         number = len(files) + 1
-        files[DOCS / "img" / f"tour_{number}.svg"] = (
-            picture if isinstance(picture, str) else picture[0]
-        ).strip() + "\n"
+        files[DOCS / "img" / f"tour_{number}.svg"] = picture.strip() + "\n"
         return f"![output {number}](img/tour_{number}.svg)"
 
     for cell in cells:
@@ -281,8 +279,9 @@ def make_tour() -> dict[Path, str]:
                 continue
             printed = "".join(output.get("text", "")) or data.get("text/plain", "")
             parts.append(f"```text\n{printed.rstrip()}\n```")
-            parts += [as_file(match) for match in re.finditer(r"<svg .*?</svg>", shown, re.S)]
-            parts += re.findall(r"<table>.*?</table>", shown, re.S)  # not those of pandas, whose text is a table
+            pictures = re.findall(r"<svg .*?</svg>", shown, re.S)
+            # A picture shows what its table lists; of pandas the text is a table.
+            parts += [as_file(picture) for picture in pictures] or re.findall(r"<table>.*?</table>", shown, re.S)
     head = "<!-- written by `make docs` from examples/tour.ipynb -->"
     files[DOCS / "tour.md"] = "\n\n".join([head, *parts]) + "\n"
     return files

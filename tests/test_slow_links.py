@@ -229,3 +229,12 @@ def test_a_port_of_at_most_one_pair_has_one_queue(pairs: list[tuple[str, str]]) 
     """With --hosts 1x2 nothing passes the ports of the outer level."""
     (line,) = slow_links._write_rules(5e6, pairs)
     assert line.startswith("qdisc replace dev {} root tbf rate 5000000bps ")
+
+
+def test_hosts_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network(tuple(slow_links.Host(number, "10.0.0.1", None) for number in range(3)), ())  # type: ignore[arg-type]
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert network.variables(1)["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert network.variables(1)["OMP_NUM_THREADS"] == "5"

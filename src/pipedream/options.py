@@ -16,7 +16,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from pipedream.callbacks import Callback, monitored
@@ -427,6 +427,9 @@ def _make_plain(value: Any) -> Any:
         return list(value)
     if isinstance(value, Mapping):
         return sorted(map(str, value))
+    if isinstance(value, partial):
+        chosen = (f"{name}={setting}" for name, setting in plain(value.keywords).items())
+        return f"{_make_plain(value.func)}({', '.join(chosen)})"
     if callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return ...

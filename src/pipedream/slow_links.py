@@ -132,8 +132,13 @@ class Network:
         return total
 
     def variables(self, rank: int, *, port: int = 29500) -> dict[str, str]:
-        """Returns torchrun's environment variables for the worker on a host, with torch's messages over `LINK`."""
+        """Returns torchrun's environment variables for the worker on a host, with torch's messages over `LINK`.
+
+        The hosts share the machine's cores: each has its part, unless OMP_NUM_THREADS is set.
+        """
+        threads = max(1, (os.cpu_count() or 1) // len(self.hosts))
         return {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             "RANK": str(rank),
             "WORLD_SIZE": str(len(self.hosts)),
             "MASTER_ADDR": self.hosts[0].address,

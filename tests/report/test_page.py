@@ -44,7 +44,8 @@ SUMMARY: dict[str, Any] = {
     "memory": {"of": "the fullest worker", "measured_bytes": 81_000_000, "predicted_bytes": 79_000_000,
                "reserved_bytes": 455_000_000},
     "drains": [40, 80],
-    "configuration": {"optimizer": "SGD", "momentum": 0.9, "paths": ["https://example.invalid/<data>"], "in": {"a": 1}},
+    "configuration": {"clip": None, "quiet": False, "loggers": [], "seed": 0,
+                      "optimizer": "SGD", "momentum": 0.9, "paths": ["https://example.invalid/<data>"], "in": {"a": 1}},
     "versions": {"torch": "2.13.0"},
 }  # fmt: skip
 
@@ -80,6 +81,20 @@ def test_it_tells_all(full: str) -> None:
     ):  # fmt: skip
         assert word in words, word
     assert full.count("<svg") == 5
+
+
+def test_it_says_which_ops_were_slower(simulated: Simulated) -> None:
+    predicted = simulated("1f1b")
+    slower = tuple(span._replace(end_s=span.end_s + 1.0) if span.kind == "B" else span for span in predicted.spans)
+    words = " ".join(HtmlPage(page(SUMMARY, predicted=predicted, measured=replace(predicted, spans=slower))).words)
+    assert re.search(r"Means that differ from the prediction: backward \S+ s, predicted \S+ s\.", words)
+    assert "Means" not in " ".join(HtmlPage(page(SUMMARY, predicted=predicted, measured=predicted)).words)
+
+
+def test_the_configuration_lists_what_is_set(full: str) -> None:
+    words = HtmlPage(full).words
+    assert words[words.index("seed", words.index("Configuration")) + 1] == "0"
+    assert not {"clip", "quiet", "loggers"} & set(words)
 
 
 def test_the_start_is_the_start(simulated: Simulated, measured: Timeline) -> None:

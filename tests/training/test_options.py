@@ -52,11 +52,13 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 def test_options_in_a_summary() -> None:
-    options = ModelOptions(autocast=torch.bfloat16, metrics={"m": max}, scheduler=partial(max), inputs=len, sample=[{}])
+    options = ModelOptions(
+        autocast=torch.bfloat16, metrics={"m": max}, scheduler=partial(max, key=len, default=3), inputs=len, sample=[{}]
+    )
     shown = plain(model_options(options))
     assert json.loads(json.dumps(shown)) == shown
     assert (shown["autocast"], shown["metrics"], shown["clip"]) == ("torch.bfloat16", ["m"], "global")
-    assert (shown["scheduler"], shown["inputs"], shown["ema"]) == ("partial", "len", None)
+    assert (shown["scheduler"], shown["inputs"], shown["ema"]) == ("max(key=len, default=3)", "len", None)
     assert "sample" not in shown
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from pipedream.core.artifact import write_text
@@ -29,7 +29,7 @@ from pipedream.report.html_tables import (
     stage_table,
 )
 from pipedream.report.lanes import Window, middle_window, start_window
-from pipedream.report.svg import LEFT, RIGHT, timeline_svg
+from pipedream.report.svg import LEFT, RIGHT, SPAN_NAMES, timeline_svg
 
 _WIDTH_PX = 1180
 _MOST_PX = 4000
@@ -64,6 +64,7 @@ def page(
     runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in timelines]
     sections = [
         f'<dl class="cards">{cards(_list_figures(summary))}</dl>',
+        f"<p>{escape(difference)}</p>" if (difference := _explain_rate(predicted, measured)) else "",
         _draw_timelines(runs, start, _read_numbers(summary.get("drains"))),
         _write_section("Loss", _draw_losses(summary, losses)),
         _write_section("Evaluations", curves) if (curves := _draw_evaluations(summary)) else "",
@@ -135,6 +136,21 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         )
         rows.append(("time to target", _format_seconds(summary.get("seconds_to_target")), note))
     return rows
+
+
+def _explain_rate(predicted: Timeline | None, measured: Timeline | None) -> str:
+    """Says which kind of op took how much longer or shorter than predicted, where it is a tenth or more."""
+    if predicted is None or measured is None:
+        return ""
+    parts = []
+    for kind, name in SPAN_NAMES.items():
+        before, after = (
+            [span.end_s - span.start_s for span in timeline.spans if span.kind == kind]
+            for timeline in (predicted, measured)
+        )
+        if before and after and fmean(before) > 0 and abs(fmean(after) / fmean(before) - 1) >= 0.1:
+            parts.append(f"{name} {format_seconds(fmean(after))}, predicted {format_seconds(fmean(before))}")
+    return f"Means that differ from the prediction: {'; '.join(parts)}." if parts else ""
 
 
 def _format_metric(name: str, value: Any) -> str:

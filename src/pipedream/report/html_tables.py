@@ -75,7 +75,7 @@ def phase_table(phases: Iterable[Mapping[str, Any]]) -> str:
 
 
 def pairs(caption: str, values: Mapping[str, Any]) -> str:
-    """Returns a table of names and values; nested names are joined with dots."""
+    """Returns a table of the values that are set; nested names are joined with dots."""
     return table(
         caption, ("name", "value"), list(_flatten(values)) or [(NOTHING, NOTHING)], words=2, show_caption=False
     )
@@ -85,9 +85,9 @@ def _flatten(values: Mapping[str, Any], before: str = "") -> Iterable[tuple[str,
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{before}{name}.")
-        elif isinstance(value, (list, tuple)):
-            yield escape(f"{before}{name}"), escape(", ".join(map(str, value))) or NOTHING
-        else:
+        elif isinstance(value, (list, tuple)) and value:
+            yield escape(f"{before}{name}"), escape(", ".join(map(str, value)))
+        elif value or (isinstance(value, (int, float)) and value is not False):
             yield escape(f"{before}{name}"), amount(value)
 
 

@@ -122,16 +122,21 @@ section,details{background:var(--pd-paper);border:1px solid var(--pd-line);borde
  margin:16px 0;min-width:0}
 section p{margin:8px 0 0;color:var(--pd-faint);font-size:13px}
 summary{font-size:17px;font-weight:700;cursor:pointer}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:12px;margin:18px 0 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:18px 0 0}
 .card{background:var(--pd-paper);border:1px solid var(--pd-line);border-radius:10px;padding:12px 16px}
 dt{color:var(--pd-faint);font-size:13px}
 dd{margin:0;font-size:25px;font-weight:650;line-height:1.3;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
 small{display:block;font-size:12.5px;font-weight:400;letter-spacing:0;color:var(--pd-faint)}
 .columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(360px,1fr));gap:0 16px}
-.scroll{overflow-x:auto;border-radius:6px}
+.scroll{overflow-x:auto;border-radius:6px;background:linear-gradient(90deg,var(--pd-paper) 50%,transparent) 0/48px 100%,
+ linear-gradient(270deg,var(--pd-paper) 50%,transparent) 100%/48px 100%,
+ linear-gradient(90deg,var(--pd-line),transparent) 0/16px 100%,
+ linear-gradient(270deg,var(--pd-line),transparent) 100%/16px 100%;
+ background-repeat:no-repeat;background-attachment:local,local,scroll,scroll}
 .scroll:focus-visible,summary:focus-visible{outline:2px solid var(--pd-mark);outline-offset:2px}
 .scroll svg{display:block}
-.fits svg{max-width:100%;min-width:560px;height:auto}
+.fits svg{max-width:100%;min-width:900px;height:auto}
+.row svg{min-width:440px}
 .row{display:flex;flex-wrap:wrap;gap:12px}
 .timelines svg+svg{margin-top:2px}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}

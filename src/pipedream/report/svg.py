@@ -20,7 +20,7 @@ LEFT, RIGHT = 78, 16
 """Pixels to the left and to the right of the lanes."""
 
 _GAP, _AXIS, _LEGEND = 12, 22, 26
-_NAMES = {
+SPAN_NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "input gradient",
@@ -75,7 +75,7 @@ def timeline_svg(
     parts += _draw_boxes(spans, x, y, lane_px, read)
     parts += _draw_labels(spans, x, y, lane_px, read if versions else None)
     parts += _draw_messages(spans, x, lambda rank: y(rank) + lane_px)
-    parts += _draw_legend([kind for kind in _NAMES if any(span.kind == kind for span in spans)], bottom + _AXIS)
+    parts += _draw_legend([kind for kind in SPAN_NAMES if any(span.kind == kind for span in spans)], bottom + _AXIS)
     label = title or f"Timeline of {timeline.name}, {timeline.source}"
     return frame("".join(parts), width, bottom + _AXIS + _LEGEND, label, standalone)
 
@@ -187,7 +187,7 @@ def _tell_span(span: Span, version: int | None) -> str:
         return f"message of stage {span.stage}, microbatch {span.index}: {took}"
     reads = "" if version is None else f", reads version {version}"
     what = "makes version" if span.kind == "U" else "microbatch"
-    return f"{span.stage}{span.kind}{span.index}: {_NAMES[span.kind]}, {what} {span.index}, {took}{reads}"
+    return f"{span.stage}{span.kind}{span.index}: {SPAN_NAMES[span.kind]}, {what} {span.index}, {took}{reads}"
 
 
 def _draw_labels(
@@ -243,8 +243,8 @@ def _draw_legend(kinds: list[str], y: float) -> list[str]:
             f'<rect class="{name}" x="{length(x)}" y="{length(y + 10 - height / 2)}" width="14" height="{height}" '
             f'rx="1.5" fill="{COLOURS[name][0]}"/>'
         )
-        parts.append(text(x + 20, y + 14, _NAMES[kind], colour="faint"))
-        x += 38 + 6.2 * len(_NAMES[kind])
+        parts.append(text(x + 20, y + 14, SPAN_NAMES[kind], colour="faint"))
+        x += 38 + 6.2 * len(SPAN_NAMES[kind])
     return parts
 
 

@@ -168,7 +168,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             },
         )
     with built as pipeline:
-        proofs = "\n\n".join(str(phase.proof) for phase in pipeline.prepared)
+        proofs = "\n".join(str(phase.proof).partition("\n")[0] for phase in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
         for phase in pipeline.prepared:
             if phase.proof.lateness:
