@@ -824,3 +824,32 @@ def test_other_inputs_where_a_cast_is_undone() -> None:
         (output,) = pipeline.predict([{"x": X}])
         assert torch.equal(output["x"], expected)
         list(pipeline.train([sample]))
+
+
+class _Reversible(torch.autograd.Function):
+    """Its backward reads what the forward has set on a module, as Reformer's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module, module.factor = module, 2.0
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * float(ctx.module.factor), None
+
+
+class Reversible(nn.Module):
+    factor: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.last(_Reversible.apply(self.first(x), self)))
+
+
+def test_a_backward_that_reads_what_the_forward_has_set() -> None:
+    text = catch_text(lambda: capture(Reversible(), X), CaptureError)
+    has(text, "the backward of Reversible raised TypeError", "read what the forward has set on a module", "context")

@@ -25,7 +25,7 @@ from pipedream.core.errors import CaptureError
 from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.seeds import layer_seed
-from pipedream.core.user_code import source_of
+from pipedream.core.user_code import source_of, with_place
 
 _TOLERANCE = 1e-4  # of float32 sums in another order; a lost gradient differs by its whole size
 _ROW = 1 << 16  # numbers that are summed in float32
@@ -188,7 +188,14 @@ def _fingerprint_all(
     floats = [leaf for leaf in outputs.values() if leaf.requires_grad] if training else []
     outputs.clear()
     if floats:
-        torch.autograd.backward(floats, [_make_weights_like(leaf) for leaf in floats])
+        try:
+            torch.autograd.backward(floats, [_make_weights_like(leaf) for leaf in floats])
+        except (AttributeError, TypeError) as error:
+            raise CaptureError(
+                f"the backward of {type(model).__name__} raised {with_place(error)} after its forward had ended; it "
+                "may read what the forward has set on a module, as reversible layers do, where in a pipeline that of "
+                "another microbatch has set it by then; let the forward keep it on the context of its autograd function"
+            ) from error
     return numbers, gradients, {name: fingerprint(buffer) for name, buffer in model.named_buffers()}
 
 
