@@ -140,17 +140,15 @@ links.__enter__()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True], ids=["exception", "killed"])
-def test_a_failure_ends_all_whose_messages_never_end(tmp_path: Path, killed: bool) -> None:
+def test_a_worker_is_killed_while_messages_never_end(tmp_path: Path) -> None:
     """As between GPUs: a transfer of a rank that is gone goes on, and a process that does not abort it cannot exit."""
-    arguments = written(tmp_path, **{"loader": "slow=True, count=100_000"} if killed else {"second": "Forward"})
+    arguments = written(tmp_path, loader="slow=True, count=100_000")
     with (tmp_path / "small.py").open("a", encoding="utf-8") as recipe:
         recipe.write(LINKS)
     started = commands.start(*arguments, folder=tmp_path, environment={"PYTHONPATH": os.pathsep.join(sys.path)})
-    if killed:
-        started.wait_for_file("going")
-        started.kill(int((tmp_path / "pid0").read_text()))
-    check(started.end(), 1, "rank 0 was ended by SIGKILL" if killed else "rank 1, stage 1, 1F5: ValueError")
+    started.wait_for_file("going")
+    started.kill(int((tmp_path / "pid0").read_text()))
+    check(started.end(), 1, "rank 0 was ended by SIGKILL")
 
 
 @pytest.mark.slow

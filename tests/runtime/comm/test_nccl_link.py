@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import mishaps
 import processes
 import pytest
 import strict
 import torch
 import torch.distributed as dist
 
+from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm import message
 from pipedream.runtime.comm.channel import drain
 from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
@@ -362,6 +364,22 @@ def test_the_stand_in_has_nccls_streams_queues_and_groups() -> None:
         assert "[0, 1] at rank 1" in results["group_of_other_ranks"]
         assert results["facing"][0] == "nothing was refused"
         assert results["facing"][1].endswith("does not end")
+
+
+def training_that_fails() -> list[bool]:
+    """Returns whether this rank has aborted each of its communicators."""
+    with strict.installed(on_one_machine=True):
+        with pytest.raises(PipelineError):
+            mishaps.train("forward", 2)
+        return [communicator.aborted for communicator in strict._communicators]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_rank_that_fails_aborts_its_communicators() -> None:
+    waiting, failed = processes.launch(training_that_fails, 2)
+    assert failed.value == [True, True]
+    assert waiting.value in (None, [True, True]), "its guard ends a worker that waits"
 
 
 @pytest.mark.processes
