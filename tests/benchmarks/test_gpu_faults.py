@@ -188,7 +188,7 @@ class Transfer:
 
     def wait(self) -> None:
         if self._fault == "wait_s":
-            time.sleep(0.01)
+            time.sleep(2e-3)
         if self._fault == "wrong_elements":  # the freed block was written, and nothing had kept it
             self._sent.fill_(-1.0)
         self._received.copy_(self._sent)
