@@ -21,7 +21,7 @@ sys.path.append(str(FOLDER))
 findings, loops, profiles = (importlib.import_module(name) for name in ("findings", "loops", "profiles"))
 
 SPEED = {"host", "throughput", "clock"}  # their bounds are a card's
-SLOW = {"throughput", "equality", "precision", "memory", "clock", "compiled"}
+SLOW = {"waits", "throughput", "equality", "precision", "memory", "clock", "compiled"}
 LONG = {"host", "links", "processes"}
 TINY = ["--device", "cpu", "--scale", "tiny"]
 

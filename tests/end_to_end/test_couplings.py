@@ -1064,11 +1064,10 @@ def test_a_constant_scale_that_leaves_out_all_updates_is_told() -> None:
 
 def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:
     batches = marked(())
-    for schedule in ("pipedream", "1f1b"):
-        without, _, _ = train_marked(schedule, batches)
-        with_scale, skipped, _ = train_marked(schedule, batches, grad_scaler=1024.0)
-        assert skipped == (0, 0, 0)
-        assert_near(with_scale, without, 1e-13)
+    without, _, _ = train_marked("pipedream", batches)
+    with_scale, skipped, _ = train_marked("pipedream", batches, grad_scaler=1024.0)
+    assert skipped == (0, 0, 0)
+    assert_near(with_scale, without, 1e-13)
 
 
 def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:

@@ -68,6 +68,7 @@ def summed(draw: st.DrawFn) -> Schedule:
     return build(schedule.name, plan, schedule.microbatches if splits else None)
 
 
+@settings(max_examples=8)
 @given(summed(), st.integers(1, 15))
 def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) -> None:
     """Where no message is in their way, nor a sum of another stage of the worker."""
@@ -78,6 +79,7 @@ def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) 
     check_same(by_rank(simulate(program, alone, total)), expected, "F B I W U send")
 
 
+@settings(max_examples=8)
 @given(summed(), st.integers(1, 15))
 def test_sums_and_messages_share_the_ports(schedule: Schedule, total: int) -> None:
     rows = tuple(replace(stage, output_bytes=5_000_000 * s) for s, stage in enumerate(schedule.plan.stages))

@@ -169,7 +169,7 @@ def test_a_depth_that_rests_on_a_lag() -> None:
 
 
 def test_random_programs_endure() -> None:
-    endure(2 * len(SCHEDULES), 1)
+    endure(len(SCHEDULES), 1)
 
 
 @pytest.mark.long

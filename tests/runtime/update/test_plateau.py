@@ -69,7 +69,9 @@ def rates_of_torch(scheduler: Any, values: list[float], count: int) -> list[floa
     return rates
 
 
-@pytest.mark.parametrize(("counts", "monitor"), [((1, 1), "loss"), ((2, 1), "spread")])
+@pytest.mark.parametrize(
+    ("counts", "monitor"), [pytest.param((1, 1), "loss", marks=pytest.mark.slow), ((2, 1), "spread")]
+)
 def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None:
     scheduler = partial(HALVES, mode="max") if monitor == "spread" else HALVES
     rates, evaluations, at_stages, _ = trained(counts, monitor=monitor, scheduler=scheduler)

@@ -150,7 +150,13 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, id=str(run), marks=[pytest.mark.slow] * (run.schedule in ("chimera", "pipedream_2bw")))
+        for run in RUNS
+    ],
+)
 def test_replicas_agree_as_the_serial_loop_says(run: Run) -> None:
     run.check(run.trained())
 
