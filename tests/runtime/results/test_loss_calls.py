@@ -148,6 +148,23 @@ def _random(b: Batch) -> Tensor:
     return ((b["x"] + torch.randn_like(b["x"])) ** 2).mean()
 
 
+def _equal(kind: torch.dtype) -> Batch:
+    return {**_batch(), "equal": torch.ones(N, L, dtype=kind)}
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bool, torch.long])
+def test_equal_weights_and_full_masks_do_not_hide_what_a_mean_is_over(kind: torch.dtype) -> None:
+    def hidden(b: Batch) -> Any:
+        squares = ((b["x"] - b["y"]) ** 2).mean(2)
+        return SimpleNamespace(loss=(squares * b["equal"]).sum() / b["equal"].sum())
+
+    def scaled(b: Batch) -> Any:
+        return SimpleNamespace(loss=((b["x"] - b["y"]) ** 2 * b["equal"].unsqueeze(2)).mean())
+
+    assert _probe(hidden, _equal(kind)) == "other"
+    assert _probe(scaled, _equal(kind)) == "samples"
+
+
 PROBED: dict[str, tuple[Callable[[Batch], Tensor], str]] = {
     "contrastive": (_contrastive, "other"),
     "squares by hand": (lambda b: ((b["x"] - b["y"]) ** 2).mean(), "samples"),

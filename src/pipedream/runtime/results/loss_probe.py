@@ -2,17 +2,21 @@
 
 The loss of the sample must follow from the losses of its parts: their mean, weighted by what torch's losses, which the
 model calls, are means over; by the samples; or their sum. Otherwise samples of one batch depend on each other, as in
-contrastive losses.
+contrastive losses. A sample whose weights are all equal, or whose mask hides nothing, cannot show that a mean is over
+these, so it is tried with others, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, iterate_leaves
 from pipedream.runtime.results.losses import LossWeight, find_loss
 
@@ -40,9 +44,16 @@ def probe_weight(
 
     try:
         with torch.no_grad():
-            return _compare_parts(evaluate, batch, make_parts, samples, sizes)
+            weight = _compare_parts(evaluate, batch, make_parts, samples, sizes)
     except RuntimeError:  # a forward may take derivatives
-        return _compare_parts(evaluate, batch, make_parts, samples, sizes)
+        weight = _compare_parts(evaluate, batch, make_parts, samples, sizes)
+    if weight == LossWeight.SAMPLES:
+        for changed in _change_equal_inputs(batch, samples):
+            with suppress(Exception), torch.no_grad():  # it does not take this input
+                parts = partial(split, changed, samples, sizes)
+                if _compare_parts(evaluate, changed, parts, samples, sizes) == LossWeight.OTHER:
+                    return LossWeight.OTHER
+    return weight
 
 
 def _compare_parts(
@@ -84,6 +95,22 @@ def _compare_parts(
     if _is_close(whole, sum(losses), tolerance):
         return LossWeight.SUM
     return LossWeight.OTHER
+
+
+def _change_equal_inputs(batch: Any, samples: int) -> Iterator[Any]:
+    """Yields a batch for each input of equal numbers, a mask or weights, in which half of the first sample differs."""
+    for tensor in tensors_in(batch):
+        is_plain = tensor.layout is torch.strided and not tensor.is_complex()
+        if not (is_plain and tensor.ndim and len(tensor) == samples and tensor.numel()):
+            continue
+        value = tensor.detach().reshape(-1)[0]
+        other = value / 2 if tensor.is_floating_point() else ~value if tensor.dtype is torch.bool else value * 0
+        if not bool((tensor == value).all()) or other == value or not (tensor.is_floating_point() or abs(float(value)) <= 1):
+            continue
+        changed = tensor.detach().clone()
+        first = changed[0].view(-1) if changed.ndim > 1 else changed[:1]
+        first[len(first) // 2 :] = other
+        yield map_tensors(batch, lambda leaf: leaf, replaced={id(tensor): changed})
 
 
 def _evaluate_loss(

@@ -103,8 +103,9 @@ class Loss:
             raise PipelineError(
                 "the minibatches are to be split into parts, but the model's own loss is not a mean over samples: on "
                 "the sample, the losses of parts do not give the loss of the whole (as with a contrastive loss, which "
-                "compares the samples of a batch); train with microbatches=1 and one replica of the last stage, or "
-                "give weight=..., a function from a batch to the amount that its loss is a mean over"
+                "compares the samples of a batch, or a mean over weights or a mask that parts may have unlike); train "
+                "with microbatches=1 and one replica of the last stage, or give weight=..., a function from a batch to "
+                "the amount that its loss is a mean over"
             )
 
     def watching(self, inputs: Any, samples: int) -> AbstractContextManager[Any]:
