@@ -105,7 +105,11 @@ def _change_equal_inputs(batch: Any, samples: int) -> Iterator[Any]:
             continue
         value = tensor.detach().reshape(-1)[0]
         other = value / 2 if tensor.is_floating_point() else ~value if tensor.dtype is torch.bool else value * 0
-        if not bool((tensor == value).all()) or other == value or not (tensor.is_floating_point() or abs(float(value)) <= 1):
+        if (
+            not bool((tensor == value).all())
+            or other == value
+            or not (tensor.is_floating_point() or abs(float(value)) <= 1)
+        ):
             continue
         changed = tensor.detach().clone()
         first = changed[0].view(-1) if changed.ndim > 1 else changed[:1]
