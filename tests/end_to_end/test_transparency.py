@@ -22,7 +22,17 @@ from pipedream.schedules import METHODS
 
 KINDS = {"mlp": "sgd", "cnn": "adamw", "lstm": "sgd", "transformer": "adamw"}
 PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3, "breadth_first": 3}  # the last minibatch has 2 samples
-PARTS |= {"zb_h1": 4, "zb_h2": 5, "interleaved_1f1b": 4, "zbv": 4, "dualpipev": 4, "chimera": 4, "roundpipe": 3}
+PARTS |= {
+    "zb_h1": 4,
+    "zb_h2": 5,
+    "interleaved_1f1b": 4,
+    "zbv": 4,
+    "v_half": 3,
+    "v_min": 4,
+    "dualpipev": 4,
+    "chimera": 4,
+    "roundpipe": 3,
+}
 QUICK = {
     "mlp": ("naive", "gpipe", "pipedream", "pipedream_vertical_sync", "pipedream_2bw", "zb_h2", "breadth_first"),
     "cnn": ("zb_h1", "dualpipev", "chimera_doubled"),

@@ -146,6 +146,8 @@ SPLIT_TIMES = {
     "zb_h1": ((1, 1, 1), (2, 2, 1), (1, 3, 1), (2, 1, 1), (3, 4, 2.5), (1, 1, 0)),
     "zb_h2": ((1, 1, 1), (1, 1, 2), (2, 1, 2), (3, 2.5, 4), (1, 0, 1)),
     "zbv": ((1, 1, 1), (2.5, 2.5, 2.5)),
+    "v_half": ((1, 1, 1),),
+    "v_min": ((1, 1, 1),),
     "dualpipev": ((1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 3, 2.5), (1, 1, 0)),
 }
 """Seconds of forward, input gradient and weight gradient for which a makespan is claimed."""

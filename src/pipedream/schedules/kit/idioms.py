@@ -154,6 +154,38 @@ def minibatch_by_minibatch(m: int, ops: Callable[[int, range], Iterator[Op]]) ->
     return order
 
 
+def repeated_wave(plan: Plan, m: int, hops: tuple[int, ...], waits: tuple[int, ...]) -> Order:
+    """Returns the order in which a block of six unit ops on each worker of a `wave` is repeated every six slots.
+
+    The block takes a microbatch there and back over the workers, twice: forwards, then input gradients. Weight
+    gradients fill the two slots that are left (Qi et al., NeurIPS 2024, section 3).
+
+    Args:
+        hops: slots from one worker to the next, on each of the four ways.
+        waits: slots that the first worker of the second, third and fourth way waits.
+    """
+    p = plan.workers
+
+    def ops(rank: int, mine: range) -> Iterator[Op]:
+        there, back = rank, 2 * p - 1 - rank
+        slots: list[tuple[int, Kind, int]] = []
+        begin = 0
+        for way, (hop, wait) in enumerate(zip(hops, (0, *waits), strict=True)):
+            is_back = way % 2
+            slot = begin + wait + hop * (p - 1 - rank if is_back else rank)
+            slots.append((slot, I if way > 1 else F, back if (way in (1, 2)) else there))
+            begin += wait + hop * (p - 1) + 1
+        free = set(range(6)) - {slot % 6 for slot, _, _ in slots}
+        for after, _, stage in slots[2:]:
+            slot = next(slot for slot in count(after + 1) if slot % 6 in free)
+            free.remove(slot % 6)
+            slots.append((slot, W, stage))
+        rows = sorted((slot + 6 * i, kind, stage, k) for slot, kind, stage in slots for i, k in enumerate(mine))
+        return (Op(kind, stage, k, 0) for _, kind, stage, k in rows)
+
+    return minibatch_by_minibatch(m, ops)
+
+
 def steady_1f1b(plan: Plan, per_update: int | None = None) -> Order:
     """Returns 1F1B without a flush, at the plan's depth.
 
