@@ -334,18 +334,23 @@ def _describe_row(row: dict[str, Any]) -> str:
     return row.get("why") or f"{row['samples_per_s']:.1f} samples/s, others {row['others']:.0%}"
 
 
+_DRAWN = (
+    "torch DDP", "torch DDP, accumulating", "torch DDP, fp16, accumulating", "PowerSGD 4, accumulating",
+    "PipeDream, full", "2BW, full", "1F1B, full", "1F1B, full, int8",
+)  # fmt: skip
+
+
 def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Returns a picture of each model: file name -> SVG."""
-    drawn = ("torch DDP", "torch DDP, accumulating", "torch 1F1B", "PipeDream, full", "2BW, full", "1F1B, full")
     svg_by_name = {}
     for model in dict.fromkeys(row["model"] for row in rows):
-        links = []
+        links, ran = [], {row["variant"] for row in rows if row["model"] == model}
         for _, point in _group_points(rows, model):
             variants = [Variant(ONE_WORKER, 1, samples_per_s=point["solo"]["samples_per_s"])]
-            for name in drawn:
+            for name in (name for name in _DRAWN if name in ran):
                 row = point.get(name, {})
-                title = {"torch 1F1B": "torch Schedule1F1B"}.get(name, name.removeprefix("torch "))
-                if title == "DDP, accumulating" and row:
+                title = name.removeprefix("torch ")
+                if title.endswith("accumulating") and row:
                     title += f" {row['microbatches_per_update'] // 2}"  # as in `pipedream compare`
                 variants.append(
                     Variant(

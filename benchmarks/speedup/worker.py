@@ -85,7 +85,7 @@ class _Worker:
             loss=lambda output: self.job.loss(output, targets),
             optimizer=optimizer,
             microbatches=microbatches,
-            runs=9 if microbatches == 1 else 3,
+            runs=9 if microbatches == 1 else 5,
         )
         return {"profile": profile_found.to_json()}
 
