@@ -408,11 +408,14 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
     graph = capture(tied_model(), (sentences()[0][0],)).graph
     profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
     plan = pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
+    assert plan.config == "1-1"
     assert check_plan(plan, profile=profile).plan.stages[0].last == 2
     with pytest.raises(
         PlanError, match=r"layers '0' and '3' share a parameter .* untie the weight, or choose .* pipedream_2bw"
     ):
         check_plan(plan, profile=profile, schedule="pipedream")
+    with pytest.raises(PlanError, match=r"share a parameter .*a method whose stages all make the same updates"):
+        pd.plan(profile, Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
 
 
 @pytest.mark.parametrize("run", [Tied("1f1b", epochs=1), Tied("chimera", workers=2, epochs=1)], ids=str)
@@ -659,14 +662,6 @@ def test_processes_share_a_frozen_weight() -> None:
     expected, values = train_frozen(True)
     assert losses == expected
     assert all(torch.equal(state[name], value) for name, value in values.items())
-
-
-def test_a_plan_by_hand_parts_ties_for_a_method_that_flushes() -> None:
-    graph = capture(tied_model(), (sentences()[0][0],)).graph
-    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
-    assert pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1").config == "1-1"
-    with pytest.raises(PlanError, match=r"share a parameter .*a method whose stages all make the same updates"):
-        pd.plan(profile, Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
 
 
 class Trap(nn.Module):

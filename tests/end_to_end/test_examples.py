@@ -388,7 +388,7 @@ def run_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     """Returns the one object that a command prints with --json."""
     assert cli.main([*arguments, "--json"]) == 0
     out, err = capfd.readouterr()
-    assert err == ""
+    assert commands.without_progress(err) == ""
     answer = json.loads(out)
     assert isinstance(answer, dict)
     return answer

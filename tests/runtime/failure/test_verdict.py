@@ -199,21 +199,13 @@ def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
     assert bench.activity.durations["a forward"].done == 50
 
 
-def test_waiting_is_not_a_task() -> None:
+@pytest.mark.parametrize("ends", ["end", "stop"])
+def test_waiting_is_not_a_task_nor_is_a_failed_one(ends: str) -> None:
     bench = Bench()
     bench.activity.durations["a forward"] = taken = TaskDurations()
     taken.done = 9
     bench.activity.begin("a forward")
-    bench.activity.end()
-    assert bench.run(1000.0) is None
-
-
-def test_a_failed_task_is_no_task() -> None:
-    bench = Bench()
-    bench.activity.durations["a forward"] = taken = TaskDurations()
-    taken.done = 9
-    bench.activity.begin("a forward")
-    bench.activity.stop()
+    getattr(bench.activity, ends)()
     assert bench.run(1000.0) is None
 
 
