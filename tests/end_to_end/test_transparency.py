@@ -211,7 +211,7 @@ IN_PROCESSES = {
         Case("mlp", "pipedream", 2, drain_at=-1, leave_at=7),
         Case("mlp", "interleaved_1f1b", 4, microbatches=4, clip_grad_norm=0.1),
         Case("cnn", "breadth_first", 4, microbatches=3),
-        *(_case("mlp", schedule, 4) for schedule in ("zbv", "dualpipev")),
+        *(_case("mlp", schedule, 4) for schedule in ("zbv", "v_half", "v_min", "dualpipev")),
         _case("mlp", "chimera_doubled", 2),
     ],
     3: [
