@@ -354,6 +354,7 @@ def test_a_pipeline_trains_them_as_one_process_does(schedule: str) -> None:
     assert any(not torch.equal(value, model_of().state_dict()[name]) for name, value in pipelined.items())
 
 
+@pytest.mark.slow
 def test_old_activations_meet_newer_experts() -> None:
     """The rule 'graph' finds the experts' weights in what autograd has saved."""
     trained_forms = [through_a_pipeline(model_of(form), (2, 4), "paci", microbatches=2) for form in ("sorted", "dense")]

@@ -117,6 +117,7 @@ def check_equal(trainer: Any, plain: Any) -> None:
         torch.testing.assert_close(value, expected_weights[name], rtol=1e-3, atol=3e-4)
 
 
+@pytest.mark.slow
 def test_a_trainer_in_a_pipeline_gives_what_the_plain_one_gives(tmp_path: Path) -> None:
     import transformers
 

@@ -113,6 +113,7 @@ def _differentiate(model: nn.Module, output: Any) -> dict[str, Tensor]:
     return {path: leaf.detach() for path, leaf in tensors.items()} | gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), _list_cases())
 def test_every_cut_gives_the_numbers_of_the_model(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit; and what is computed without numbers has the dtype that the same line has with numbers."""

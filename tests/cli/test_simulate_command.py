@@ -92,6 +92,7 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert {"0F0", "1B2"} <= {event["name"] for event in trace}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["pdf", "png"])
 def test_pictures_of_other_formats(capfd: pytest.CaptureFixture[str], tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("cairosvg")

@@ -84,6 +84,7 @@ def test_step_2_trains_as_one_process_does(file: Path) -> None:
         torch.testing.assert_close(weights[name], weight)
 
 
+@pytest.mark.slow
 def test_steps_3_and_4_give_it_a_name_and_a_picture(file: Path) -> None:
     """In a copy of the package, with the file moved to the folder that step 3 names."""
     folder = re.search(r"`(src/pipedream/schedules/synchronous/)`", steps())

@@ -111,6 +111,7 @@ def spoiled(draw: st.DrawFn, noun: Artifact) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOUNS)
 @settings(**QUIET)
 @given(data=st.data())

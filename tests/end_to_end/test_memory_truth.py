@@ -43,6 +43,7 @@ def test_recomputation_and_other_methods_change_what_is_predicted() -> None:
     assert again.stages[2].peak_bytes == pytest.approx(plain.stages[2].peak_bytes, rel=0.01), "one in flight"
 
 
+@pytest.mark.slow
 def test_what_compensations_keep_is_predicted() -> None:
     plain, feedback = (
         living.plan_of(Living(schedule=name, replicas=(1, 1), microbatches=3))

@@ -95,6 +95,7 @@ def test_processes_equal_one(name: str, workers: int, tmp_path: Path) -> None:
     _check_processes(name, workers, chosen, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     _check_processes("tied_gpt", 2, {"another plan": FEATURES["another plan"]}, tmp_path)

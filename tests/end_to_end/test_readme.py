@@ -165,7 +165,13 @@ def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary["metrics"]["accuracy"] > 0.6
 
 
-@pytest.mark.parametrize(("line", "output"), shown(), ids=[line for line, _ in shown()])
+@pytest.mark.parametrize(
+    ("line", "output"),
+    [
+        pytest.param(line, output, id=line, marks=pytest.mark.slow if line.startswith("pipedream partition") else ())
+        for line, output in shown()
+    ],
+)
 def test_commands_print_what_is_shown(
     line: str, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -260,11 +260,12 @@ LINKED = {
     "2 also": [case for case in LINKED_BY_TWO if case.schedule in ALSO_LINKED],
     "4": [_case("cnn", "chimera", 4), _case("transformer", "pipedream", 4)],
 }
-"""Runs over links, as on GPUs, by number of processes. The first is in the default run."""
+"""Runs over links, as on GPUs, by number of processes."""
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "2" else pytest.mark.slow) for name in LINKED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LINKED)
 def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(name: str) -> None:
     check_processes(int(name[0]), LINKED[name], strict.run_all)
 

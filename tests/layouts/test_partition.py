@@ -72,12 +72,13 @@ def recurrent(layers: int, steps: int, batch: int, width: int) -> Operators:
     return Operators(sizes, "\n".join(text), tuple(alike))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "first", "four", "eight", "joint"),
     [
-        pytest.param((4, 512, 8192), 25_165_824, 58_720_256, 109_051_904, 109_051_904, marks=pytest.mark.slow),
+        ((4, 512, 8192), 25_165_824, 58_720_256, 109_051_904, 109_051_904),
         ((4, 4096, 4096), 100_663_296, 218_103_808, 360_710_144, 343_932_928),
-        pytest.param((4, 8192, 1024), 8_388_608, 25_165_824, 58_720_256, 54_525_952, marks=pytest.mark.slow),
+        ((4, 8192, 1024), 8_388_608, 25_165_824, 58_720_256, 54_525_952),
     ],
 )
 def test_square_layers(sizes: tuple[int, int, int], first: int, four: int, eight: int, joint: int) -> None:
@@ -288,6 +289,7 @@ def _are_few_cuts(ops: Operators) -> bool:
     return len(ops.steps) > 0 and dimensions * prod(len(step.sizes) or 1 for step in ops.steps) <= 300
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(graphs().filter(_are_few_cuts))
 def test_all_cuts_at_once_equal_exhaustive_search(ops: Operators) -> None:

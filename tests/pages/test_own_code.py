@@ -96,6 +96,7 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
 
 
+@pytest.mark.slow
 @needs_hf
 def test_a_script_trains_like_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
     setup, script, generate, *_ = read_blocks("from_hugging_face.md")

@@ -84,6 +84,7 @@ def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
     assert min(refused, limited) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 4, 10))
 def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
     """On levels, uneven machines and unlike workers: never above the best, and the plan never below."""
@@ -155,6 +156,7 @@ def test_large_models_are_planned_by_it(monkeypatch: pytest.MonkeyPatch) -> None
         search_plan(profile, Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "widths", "limit_s"),
     [(300, (8, 4, 8), 30), pytest.param(1000, (8, 16, 8), 60, marks=pytest.mark.long)],

@@ -170,6 +170,7 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
     assert wide > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 3, 5))
 def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each graph only one order is searched: never better than the best, which is never below the bound."""

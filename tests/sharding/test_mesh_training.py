@@ -357,6 +357,7 @@ def _train_twice(case: Case) -> list[list[float]]:
     return [_train(case, case.mesh)[0] for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_second_pipeline_may_have_the_same_mesh() -> None:
     for first, second in processes.kept(4).results(_train_twice, Case("mlp", "model:2", "d_ff:model")):

@@ -218,6 +218,7 @@ def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
     assert plan.slowest_stage_s * 0.98 <= far_down_s(plan) <= with_collisions_s(plan) * 1.02
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(replicated_plans(levels=True))
 def test_on_levels_too_with_what_machines_and_racks_carry(plan: Plan) -> None:
@@ -261,6 +262,7 @@ def test_replicas_share_each_others_links() -> None:
     assert period_s(run("pipedream", twice, None, 200), 1, 40) == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @example([1, 4], (1, 1), 3)  # four replicas answer one worker at once
 @example([3, 2], (1, 2), 3)

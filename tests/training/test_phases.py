@@ -56,6 +56,7 @@ def t1(until: int, late: Callable[[int], int]) -> Callable[[int, int], float]:
 PIPEMARE = Run("1f1b/4:13,pipemare/2+t1=30", epochs=7)
 
 
+@pytest.mark.slow
 def test_pipemare_with_all_of_its_three_techniques() -> None:
     """A synchronous warm-up (T3); rates by stage (T1), counted since the start; weights corrected back (T2)."""
     tau = lambda s: 2 * (2 - s) // 2  # noqa: E731 - of stages 0, 1, 2, in updates of two microbatches
@@ -233,7 +234,7 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw", epochs=6),
+        Run("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw", epochs=4),
         pytest.param(Run("pipedream:12,pipedream_2bw/3:4e,pipedream", (2, 1), evaluate_at=()), marks=pytest.mark.slow),
         pytest.param(
             Run("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9),
@@ -361,6 +362,7 @@ def make(seed: int = 0, phases: Any = "") -> pd.Recipe:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> None:
     text = "1f1b/2:4,pipedream:22,gpipe/3"
     summary = train_recipe(make, phases=text, out=tmp_path / "whole", quiet=True, evaluate_every=0)

@@ -167,6 +167,7 @@ def test_meshes_are_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "--mesh auto was given with 1 other --mesh; give it alone" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_prints_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cut.profile.json"
     one_of(("model:2", "model:4")).save(file)

@@ -55,7 +55,8 @@ def test_lone_process_has_nothing_to_measure() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3])
 def test_processes_of_one_machine(workers: int) -> None:
     ends = processes.launch(probe, workers)
     assert [end.error for end in ends] == [None] * workers

@@ -36,6 +36,7 @@ def swept() -> Sweep:
     )
 
 
+@pytest.mark.slow
 def test_rows_agree_with_plan_and_simulate(swept: Sweep) -> None:
     assert len(swept.points) == 2 * 3
     for point in swept.points:

@@ -41,6 +41,7 @@ def few_blocks(count: int, **options: str) -> Profile:
     return pipedream.profile(model, llama.train[0][0], device="meta", as_device="H100", **options)
 
 
+@pytest.mark.slow
 def test_blocks_of_the_llama_by_hand() -> None:
     profile = few_blocks(2)
     rows = {layer.kind: cost for layer, cost in zip(profile.graph.layers, profile.layers, strict=True)}

@@ -241,7 +241,8 @@ def _profile_alone(others_wait: bool) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("others_wait", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("others_wait", [True, False])
 def test_who_profiles_alone_does_not_wait_for_ever(others_wait: bool) -> None:
     end = processes.launch(_profile_alone, 3, others_wait, timeout_s=40.0)[0]
     assert isinstance(end.error, PlanError)

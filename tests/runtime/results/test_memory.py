@@ -123,6 +123,7 @@ def _train(width: int) -> tuple[Timeline, tuple[int, ...], int]:
         return pipeline.timeline(), tuple(stage.parameter_bytes for stage in plan.stages), pipeline.rank
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_peaks_of_processes_are_of_their_own_stages() -> None:
     (timeline, weights, _), _ = processes.results(_train, 2, 512)

@@ -116,6 +116,7 @@ def test_buffers_frozen_weights_and_masks_are_those_of_one_process(workers: int)
     assert evaluated["loss"] == pytest.approx(reference.mean_loss(expected.at_drains[6], batches(), total), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole = train(3, save=tmp_path)
     rest = train(3, resume=tmp_path)
