@@ -234,7 +234,7 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw", epochs=4),
+        Run("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw", epochs=6),
         pytest.param(Run("pipedream:12,pipedream_2bw/3:4e,pipedream", (2, 1), evaluate_at=()), marks=pytest.mark.slow),
         pytest.param(
             Run("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9),
