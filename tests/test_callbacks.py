@@ -228,6 +228,7 @@ class Publish(Callback):
         pipeline.save_pretrained(folder / "pretrained")
 
 
+@pytest.mark.slow
 def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     animal, events = zoo.make("mlp"), Events()
     recipe = pd.Recipe(

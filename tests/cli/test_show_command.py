@@ -19,6 +19,7 @@ RunCommand = Callable[..., tuple[int, str, str]]
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery.md"
 
 
+@pytest.mark.slow
 def test_microbatches_are_those_of_a_minibatch(run_command: RunCommand) -> None:
     for name in ("1f1b", "paci", "pipedream", "pipedream_2bw", "roundpipe", "timeprest", "zbv"):
         splits = not build(name, uniform(name, 4)).updates.mean_of_rounds

@@ -33,6 +33,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
     return shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work",
     [

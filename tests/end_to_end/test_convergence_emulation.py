@@ -133,6 +133,7 @@ def test_the_emulation_equals_the_running_pipeline(task: str, arm: Arm) -> None:
     assert (state - weights).norm() <= BOUND * weights.norm()
 
 
+@pytest.mark.slow
 def test_the_comparison_can_fail() -> None:
     """Methods differ by far more than the bound after so few updates."""
     of = arms.arms_of("digits")
@@ -207,6 +208,7 @@ def test_effects_are_judged_by_seeds() -> None:
     assert report.judged({0: 0.1}, high, 0.05, even=True) == "not run"
 
 
+@pytest.mark.slow
 def test_simulated_time_is_that_of_closed_forms() -> None:
     """A flush takes 3 (2p - 1) / p a minibatch of p microbatches; without one a minibatch takes 3, done again 4."""
     of = arms.arms_of("digits")

@@ -156,6 +156,7 @@ def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
             assert Counter(loaded) == Counter(expected[done:]), str(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rest"), [("ahead", {}), ("persistent", {"leave_at": 6}), ("ahead", {"fails_at": 3})], ids=str
 )

@@ -150,6 +150,7 @@ def test_stashing_without_accumulation_is_pipedream() -> None:
     assert stashing.late == other.late
 
 
+@pytest.mark.slow
 def test_a_tag_is_not_what_is_newest() -> None:
     """What the other methods of the order, and true gradients, would give is something else."""
     case = _case("mlp", "timeprest", epochs=2, drain_at=-1)

@@ -171,6 +171,7 @@ def test_the_command_on_a_spoiled_file(
         assert err == ""
 
 
+@pytest.mark.slow
 @settings(**QUIET)
 @given(data=st.data())
 def test_a_spoiled_checkpoint_is_loaded_or_refused(data: st.DataObject, saved: Path) -> None:
@@ -251,6 +252,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=15, **QUIET)
 @given(data=st.data())
 def test_a_recipe_with_wrong_fields_is_trained_or_refused(data: st.DataObject, tmp_path: Path) -> None:

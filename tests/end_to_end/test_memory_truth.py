@@ -37,6 +37,7 @@ def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> N
         assert copies * row.memory.weight_bytes == pytest.approx(start_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 def test_recomputation_and_other_methods_change_what_is_predicted() -> None:
     plain, again = (living.plan_of(Living(replicas=(1, 1, 1), recompute=choice)) for choice in (False, True))
     assert again.stages[0].peak_bytes < 0.8 * plain.stages[0].peak_bytes

@@ -172,7 +172,8 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 6))])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [3, 4, 5, 6])
 def test_several_processes_give_what_one_gives(workers: int) -> None:
     chosen = [case if max(case.replicas) > 3 else per_worker(case) for case in IN_PROCESSES[workers]]
     of_ranks = processes.kept(workers).results(cases.run_all, chosen, timeout_s=240.0)

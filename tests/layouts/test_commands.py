@@ -212,6 +212,7 @@ def test_layout_by_time_is_that_of_the_library(capsys: pytest.CaptureFixture[str
     assert f"all-reduce over {'data'}" in shown
 
 
+@pytest.mark.slow
 def test_layout_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     """Index names are shared by the layers: the samples have one, and what connects two layers has one."""
     report = run_json(capsys, "layout mine.py --mesh data:2,model:2")

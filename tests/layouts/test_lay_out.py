@@ -88,6 +88,7 @@ def test_the_least_peak_equals_exhaustive_search(ops: Operators, mesh: Mesh, fix
     _check_memory(ops, mesh, fixed)
 
 
+@pytest.mark.slow
 @given(steps, meshes, st.sampled_from([0.1, 1.0, 20.0]), rates, st.floats(0, 1))
 def test_the_fewest_seconds_equal_exhaustive_search(
     ops: Operators, mesh: Mesh, operations_per_s: float, rates: list[float], share: float
@@ -137,6 +138,7 @@ def test_the_published_layouts_of_a_transformer(
     assert lay_out(transformer(3, **sizes), Mesh(mesh), **arguments).rules == rules
 
 
+@pytest.mark.slow
 def test_the_program_of_many_layers_is_small() -> None:
     few, many = (transformer(layers, **WIDE, batch=256) for layers in (3, 24))
     program, larger = (build_memory_program(ops, Mesh("batch:32,model:8")) for ops in (few, many))

@@ -198,6 +198,7 @@ def test_what_is_said_is_kept() -> None:
         pd.plan(CHAIN, Cluster.flat(4), schedule="auto", microbatches=2, shape="data-parallel")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     CHAIN.save(tmp_path / "profile.json")
     command = ["plan", str(tmp_path / "profile.json"), "--workers", "2", "--bandwidth", "500", "--schedule", "auto"]

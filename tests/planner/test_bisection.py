@@ -65,6 +65,7 @@ def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any
     return min(exact.periods.values()), Bisection(space, line, recompute, whole).best(), space
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 4, 10))
 def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
     draw = random.Random(seed)
@@ -114,6 +115,7 @@ def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
     assert min(gaps) < 2 * TOLERANCE  # it finds good plans, not bounds alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 3, 4))
 def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
     draw = random.Random(seed)

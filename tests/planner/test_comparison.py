@@ -121,6 +121,7 @@ HIDDEN_LATENCY = Profile.of_chain(
 """Messages keep the first stage of 2-2 busy for longer than the latency of its sum, which they hide."""
 
 
+@pytest.mark.slow
 @settings(max_examples=2)
 @given(profiles(), clusters(), METHODS)
 @example(HIDDEN_LATENCY, Cluster((Level(2, 1e7, 1e-5), Level(2, 1e7))), "pipedream")

@@ -110,6 +110,7 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, .
         assert deep.in_flight != full.in_flight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 3, 4))
 def test_auto_is_never_slower_than_noam(seed: int) -> None:
     draw = random.Random(seed)

@@ -154,6 +154,7 @@ def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
     assert separated > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 4, 10))
 def test_equals_every_chain_of_downsets(seed: int) -> None:
     """600 graphs, 60 of them in the default run: the value, its bound, and that it is the plan's own."""

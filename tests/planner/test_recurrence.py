@@ -160,6 +160,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
     assert several > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 3, 5))
 def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)

@@ -154,6 +154,7 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
     assert crowded < chains // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 3, 4))
 def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
     """The classes of orders that are tried hold the best of all orders through the tree."""
@@ -247,6 +248,7 @@ def test_recomputation_where_memory_is_short() -> None:
     assert best.slowest_stage_s == 8.0  # 2 + 4, and the forward's 2 again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 3, 5))
 def test_recomputing_never_helps_what_fits(seed: int) -> None:
     draw = random.Random(seed)

@@ -310,6 +310,7 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
         assert again.program == pipeline.program
 
 
+@pytest.mark.slow
 def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand, started: list[int]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "0")  # the recipe's

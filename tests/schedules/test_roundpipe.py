@@ -272,6 +272,7 @@ def test_what_is_not_laid_out_is_refused() -> None:
         prepare(plan_of(3, 3), read_run_phases(None, None, "roundpipe/3:4,1f1b/3"), Policy())
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 8, 100, activation_bytes=1000),) * 8, batch=16)
     free = pd.plan(profile, Cluster.flat(4), schedule="roundpipe")

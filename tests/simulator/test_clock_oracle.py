@@ -68,6 +68,7 @@ def summed(draw: st.DrawFn) -> Schedule:
     return build(schedule.name, plan, schedule.microbatches if splits else None)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(summed(), st.integers(1, 15))
 def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) -> None:

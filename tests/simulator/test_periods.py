@@ -210,6 +210,7 @@ def with_collisions_s(plan: Plan) -> float:
     return plan.period_s + replace(plan, stages=tuple(rows)).period_s
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(replicated_plans(levels=False))
 def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:

@@ -70,6 +70,7 @@ def test_pipemare_with_all_of_its_three_techniques() -> None:
             check_papers(PIPEMARE, outcome, {0: delayed.synchronous(4), 13: wrong})
 
 
+@pytest.mark.slow
 def test_delays_of_t1_are_those_of_t2() -> None:
     """Means over the microbatches of an update, and a third each here."""
     run = replace(PIPEMARE, phases="pipemare/3+t1=30")
@@ -89,6 +90,7 @@ def test_predictions_go_by_the_rate_that_t1_leaves(name: str) -> None:
     check_papers(run, go(run), {0: delayed.Turn(paper, 1, rate=t1(60, late))})
 
 
+@pytest.mark.slow
 def test_tags_begin_anew_behind_another_method() -> None:
     """Graphs that are led to another version, one set of weights, a stash: each where the others were before."""
     run = replace(PIPEMARE, phases="1f1b/3:6,timeprest/3:15,v_timeprest/2:21,timeprest_interpolated/3:29,timeprest/3")
@@ -107,6 +109,7 @@ def test_averages_of_updates_go_on_into_a_phase_that_needs_them_too() -> None:
     assert 13 in outcome.drains
 
 
+@pytest.mark.slow
 def test_compensations_change_with_the_phase() -> None:
     """The velocity goes on through all phases: it is the user's optimizer's."""
     late = lambda s: 2 - s  # noqa: E731
@@ -518,6 +521,7 @@ def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None
         assert [pipeline.timeline(phase).peak_versions for phase in (0, 1)] == [(3, 2, 1), (1, 1, 1)]
 
 
+@pytest.mark.slow
 def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MOST_KEPT", 40)  # as in a long run: the second phase pushes out the first's
     options: dict[str, Any] = {"quiet": True, "evaluate_every": 0}

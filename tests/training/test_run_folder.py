@@ -110,6 +110,7 @@ def test_weights_on_a_full_disk(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [path]
 
 
+@pytest.mark.slow
 def test_a_summary_that_was_changed(recipe: Path, run_command: RunCommand) -> None:
     """Any number may be a text: the report is written, or refused with the file's name."""
     assert run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")[0] == 0

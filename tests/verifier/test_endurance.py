@@ -168,6 +168,7 @@ def test_a_depth_that_rests_on_a_lag() -> None:
         verify(lower(build(name, plan, 4)))
 
 
+@pytest.mark.slow
 def test_random_programs_endure() -> None:
     endure(len(SCHEDULES), 1)
 

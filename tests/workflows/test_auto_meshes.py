@@ -106,6 +106,7 @@ def kinds_of(comparison: Comparison) -> dict[str, str]:
     return {kind: candidate.config for kind, candidate in comparison.kinds().items() if candidate is not None}
 
 
+@pytest.mark.slow
 def test_a_layer_that_no_rank_holds_is_planned() -> None:
     """And the plan says why it has meshes; so does its JSON."""
     profile, cluster = one_of(("model:2", "model:4")), Cluster.flat(4, 1e9, memory_bytes=190)
@@ -137,6 +138,7 @@ def test_when_nothing_fits_it_says_by_how_much_and_what_would() -> None:
     assert "would fit" in str(short.value)
 
 
+@pytest.mark.slow
 def test_kinds() -> None:
     """Each is chosen where it is best."""
     quick = Cluster.flat(4, 1e9)

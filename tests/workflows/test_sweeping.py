@@ -102,6 +102,7 @@ def test_the_lead_changes_at_a_crossover(swept: Sweep) -> None:
         assert leads == [True, False]
 
 
+@pytest.mark.slow
 def test_a_crossover_by_hand() -> None:
     """Layers of 3 and 5 seconds and 8e5 bytes in all, on two workers, messages free, at B bytes per second.
 

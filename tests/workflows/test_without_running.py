@@ -92,6 +92,7 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
     assert needs[True] <= 80e9 < needs[False]
 
 
+@pytest.mark.slow
 def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     device = tmp_path / "slow.json"
     Device("slow", 10**9, {"float32": 1e6}, 1e6).save(device)

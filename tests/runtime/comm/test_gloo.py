@@ -10,6 +10,7 @@ from exchange import SIZES, exchange, message_of
 from pipedream.runtime.comm.gloo import _Posted
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_messages_of_any_size_arrive_whole_and_in_order(shares_memory: bool) -> None:

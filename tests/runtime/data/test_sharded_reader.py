@@ -179,6 +179,7 @@ def stream(readers: Sequence[LoaderReader], rounds: int | None) -> tuple[StopRea
 LEG = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(0, 4), st.integers(0, 4))
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), legs=st.lists(LEG, min_size=1, max_size=3))
 def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans(
     lengths: list[int], legs: list[tuple[int, int, int, int]]

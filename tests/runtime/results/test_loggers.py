@@ -145,6 +145,7 @@ def test_a_csv_file_has_a_row_for_each_minibatch(tmp_path: Path) -> None:
     assert tests == [evaluation["loss"] for evaluation in evaluations]
 
 
+@pytest.mark.slow
 def test_a_resumed_csv_file_is_that_of_one_run(tmp_path: Path) -> None:
     def kept(name: str) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if k not in ("samples_per_s", "bubble")} for row in read(tmp_path / name)]

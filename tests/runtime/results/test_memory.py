@@ -135,6 +135,7 @@ def test_peaks_of_processes_are_of_their_own_stages() -> None:
     assert metrics.run_metrics(timeline).per_rank[0].peak_bytes == timeline.peak_bytes[0]
 
 
+@pytest.mark.slow
 def test_workers_of_one_process_share_a_figure() -> None:
     timeline, weights, _ = _train(512)
     assert timeline.shares_memory

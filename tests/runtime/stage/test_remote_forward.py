@@ -124,6 +124,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert all(torch.equal(rest[1][name], value) for name, value in whole[1].items())
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_give_to_the_bit_what_one_gives(tmp_path: Path) -> None:
     alone = train(3)
