@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -88,12 +89,13 @@ class Started:
         os.kill(pid, number)
 
     def wait_for_file(self, name: str, timeout_s: float = 60.0) -> Path:
-        """Waits until one of its processes has written a file, and returns its path."""
+        """Waits until one of its processes has written a file, and returns its path; else none of them is left."""
         path = self._folder / name
         end = time.monotonic() + timeout_s
         while not path.exists():
-            assert time.monotonic() < end, f"no {name} after {timeout_s} s\n{self._read(self._err)}"
-            assert self._process.poll() is None, f"it ended before it wrote {name}\n{self._read(self._err)}"
+            if time.monotonic() > end or self._process.poll() is not None:
+                self._kill_all()
+                raise AssertionError(f"no {name} after {timeout_s} s, or its end\n{self._read(self._err)}")
             time.sleep(0.02)
         return path
 
@@ -122,14 +124,20 @@ class Started:
         end = time.monotonic() + 10.0
         while self.processes() and in_time and time.monotonic() < end:
             time.sleep(0.05)
-        left = self.processes()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        left = self._kill_all()
         self._process.wait()
         ended = Ended(status, self._read(self._out), self._read(self._err), seconds, list(left.values()))
         self._out.close()
         self._err.close()
         return ended
+
+    def _kill_all(self) -> dict[int, str]:
+        """Returns what was killed."""
+        left = self.processes()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return left
 
     @staticmethod
     def _read(file: object) -> str:
