@@ -134,10 +134,10 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
 
 @pytest.mark.parametrize("seed", seeds(1, 7, 20))
 def test_equals_exhaustive_search(seed: int) -> None:
-    """In value and in plan, ties included, over 800 chains, 40 of them in the default run."""
+    """In value and in plan, ties included, over 1,200 chains, 60 of them in the default run."""
     draw = random.Random(seed)
     planned = refused = several = 0
-    for _ in range(40):
+    for _ in range(60):
         profile, cluster = random_profile(draw, most=6), random_cluster(draw, workers=draw.randint(1, 5))
         versions, microbatches = draw.choice(list(RULES.values())), draw.choice([1, 2, 3])
         space = SearchSpace.of(
@@ -155,8 +155,8 @@ def test_equals_exhaustive_search(seed: int) -> None:
         several += max(best.replicas) > 1 and len(best.stages) > 1
         assert pipelines.best() == best
         assert min(pipelines.periods.values()) == best.slowest_stage_s
-    assert planned > 12
-    assert refused > 4
+    assert planned > 18
+    assert refused > 6
     assert several > 1
 
 
