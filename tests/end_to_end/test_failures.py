@@ -158,7 +158,8 @@ def test_worker_is_stopped(tmp_path: Path, rank: int) -> None:
     started.wait_for_file("going")
     time.sleep(1.5)  # longer than from beat to beat, so that the last one is of the training
     started.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGSTOP)
-    check(started.end(), 1, f"rank {rank}, stage {rank}, ", "has not been heard of for ", " s (stopped, swapping")
+    # The other worker misses it, or the launcher sees a stopped process first.
+    check(started.end(), 1, f"rank {rank}", f"stage {rank}, ", "stopped")
 
 
 @pytest.mark.slow
