@@ -6,8 +6,10 @@ torch included.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from worker_processes import worker_processes
 
 LIMIT_BYTES = 920_000_000
 VARIANTS = (
-    "torch DDP", "torch DDP, fp16", "torch local SGD, every 8", "PowerSGD 4", "DiLoCo, every 30",
-    "torch FSDP", "1F1B, full", "1F1B, full, int8", "2BW, full", "2BW, full, int8",
+    "torch DDP", "torch DDP, fp16", "torch FSDP", "1F1B, full", "1F1B, full, int8", "2BW, full", "2BW, full, int8",
+    "torch local SGD, every 8", "PowerSGD 4", "DiLoCo, every 30",
 )  # fmt: skip
 LINKS = {"test": (), "short": (12.5e6,), "full": (50e6, 12.5e6)}
 
@@ -60,7 +62,11 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
                     row["predicted_per_s"] = (
                         predict_ddp(profile, plan, variant, speed) if is_torchs else predict_rate(plan, speed)
                     )
-                with worker_processes(network, 2, WORKER, "large", str(M), limit_bytes=LIMIT_BYTES) as workers:
+                # After a failure the workers may not part in peace.
+                with (
+                    suppress(subprocess.TimeoutExpired),
+                    worker_processes(network, 2, WORKER, "large", str(M), limit_bytes=LIMIT_BYTES) as workers,
+                ):
                     row |= workers.ask(make_request(variant, plan) | {"patience_s": 0.0})
                 rows.append(row)
                 log(f"{name} over {format_link(bytes_per_s)}: {row}")

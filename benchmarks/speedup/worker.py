@@ -218,7 +218,7 @@ class _Worker:
         """Runs what is asked; torch's schedules refuse some models, on both workers alike."""
         try:
             return self._run_least_disturbed(request.pop("do"), request.pop("patience_s"), request)
-        except (RuntimeError, NotImplementedError, ValueError, MemoryError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, MemoryError, pd.PipelineError) as error:
             return {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
 
     def _run_least_disturbed(self, do: str, patience_s: float, request: dict[str, Any]) -> dict[str, Any]:
