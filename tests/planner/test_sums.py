@@ -85,13 +85,21 @@ def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
     assert "with sums=powersgd:4 (approximate)" in verdict
 
 
-def test_rare_sums_cross_between_sites_and_messages_do_not() -> None:
-    profile = pd.Profile.of_chain((LayerProfile(0.1, 0.2, 1_000_000, 1_000_000),) * 8, batch=8)
-    fast, sites = (pd.Cluster((Level(2, 1e8, 1e-4), Level(2, rate, 1e-4))) for rate in (1e8, 2e6))
+@pytest.mark.parametrize(
+    ("width", "forwards_s", "config", "order"),
+    [(2, (0.1,) * 8, "2-2", (0, 2, 1, 3)), (3, (0.4, 0.2), "4-2", (0, 3, 1, 4, 2, 5))],
+)
+def test_rare_sums_cross_between_sites_and_messages_do_not(
+    width: int, forwards_s: tuple[float, ...], config: str, order: tuple[int, ...]
+) -> None:
+    layers = tuple(LayerProfile(seconds, 2 * seconds, 1_000_000, 1_000_000) for seconds in forwards_s)
+    profile = pd.Profile.of_chain(layers, batch=8)
+    fast, sites = (pd.Cluster((Level(width, 1e8, 1e-4), Level(2, rate, 1e-4))) for rate in (1e8, 2e6))
     request = {"schedule": "1f1b", "shape": "pipeline", "all_workers": True, "sums": "diloco:30"}
     plan, near = pd.plan(profile, sites, **request), pd.plan(profile, fast, **request)
-    assert (plan.config, plan.worker_order) == ("2-2", (0, 2, 1, 3))
-    assert all({worker // 2 for worker in plan.workers_of(stage)} == {0, 1} for stage in range(2))
+    assert (plan.config, plan.worker_order) == (config, order)
+    for stage in range(2):  # replica j is in site j modulo 2, so that a minibatch stays where it is
+        assert [worker // width for worker in plan.workers_of(stage)] == [0, 1] * (plan.replicas[stage] // 2)
     rates = [run_metrics(pd.simulate(each, minibatches=60)).samples_per_s for each in (plan, near)]
     assert rates[0] > 0.9 * rates[1]
     assert pd.plan(profile, sites, **request | {"sums": "full"}).worker_order == ()
