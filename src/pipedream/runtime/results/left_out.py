@@ -22,7 +22,7 @@ MARKS = (0, -1, -100, 255)
 _ALWAYS = 8  # parts that are compared before only every power of two is
 _MOST_BY_RANGE = 64  # comparisons of parts because their numbers are new: some grow from batch to batch
 _MOST_IN_DOUBLE = 2**24  # elements of an output
-_ADVICE = (
+WEIGHT_ADVICE = (
     "give weight=..., a function from a batch to the amount that the loss is a mean over, let the loss return "
     "(sum, weight), or train with microbatches=1"
 )
@@ -85,7 +85,7 @@ class PartsCheck:
                 raise ValueError(
                     f"the loss leaves out targets that are {value}, and there are {here:g} of them per sample in "
                     f"this part of a minibatch but {share:g} in the first part, so parts cannot be weighted by their "
-                    f"numbers of samples; {_ADVICE}"
+                    f"numbers of samples; {WEIGHT_ADVICE}"
                 )
         if not self._earlier:
             return
@@ -122,7 +122,7 @@ class PartsCheck:
                     f"the loss is taken for a mean over samples, as in the first minibatch, but a part of {samples} "
                     f"samples counts otherwise: together with the targets of an earlier part its loss is "
                     f"{joined.loss:.7g}, and the samples' mean is {joined.mean:.7g}, as where samples or tokens have "
-                    f"weights that differ, or masks; {_ADVICE}"
+                    f"weights that differ, or masks; {WEIGHT_ADVICE}"
                 )
             return True
         return False

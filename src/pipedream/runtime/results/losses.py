@@ -23,7 +23,7 @@ from torch.nn import _reduction as _Reduction
 
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results.left_out import PartsCheck
+from pipedream.runtime.results.left_out import WEIGHT_ADVICE, PartsCheck
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
 
 Metric = Callable[[Any, Any], Any]
@@ -190,9 +190,8 @@ class Loss:
             here, before = (", ".join(f"{v:g}" for v in each.values) for each in (amounts, first[1]))
             raise ValueError(
                 f"the loss is a mean over {here} in a part of {samples} samples, and over {before} in a part of "
-                f"{first[1].samples} of the same minibatch, so that its parts do not count by their samples; give "
-                "weight=..., a function from a batch to the amount that the loss is a mean over, let the loss return "
-                "(sum, weight), or train with microbatches=1"
+                f"{first[1].samples} of the same minibatch, so that its parts do not count by their samples; "
+                f"{WEIGHT_ADVICE}"
             )
         full, values = amounts.full or (float(samples),) * len(amounts.values), amounts.values
         most = max(range(len(full)), key=lambda i: (full[i], values[i]))
