@@ -75,6 +75,8 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Returns a table: a row for each variant, the rates over each link, and the memory."""
+    if not rows:
+        return ""
     links = list(dict.fromkeys(row["bytes_per_s"] for row in rows))
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):

@@ -346,7 +346,7 @@ def test_the_two_gradients_of_a_tied_weight_matter() -> None:
 
 
 def train_all_tied(runs: list[Tied], folder: Path, resumes: bool) -> list[Any]:
-    """Trains and saves, or goes on from what was saved."""
+    """Trains and saves, or resumes from a checkpoint."""
     folders = [folder / str(number) for number in range(len(runs))]
     return [
         train_tied(run, path) if resumes else train_tied(run, None, path)

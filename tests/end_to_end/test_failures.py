@@ -141,7 +141,7 @@ links.__enter__()
 
 @pytest.mark.slow
 def test_a_worker_is_killed_while_messages_never_end(tmp_path: Path) -> None:
-    """As between GPUs: a transfer of a rank that is gone goes on, and a process that does not abort it cannot exit."""
+    """As between GPUs: a transfer with a dead rank never ends, and a process cannot exit before it aborts it."""
     arguments = written(tmp_path, loader="slow=True, count=100_000")
     with (tmp_path / "small.py").open("a", encoding="utf-8") as recipe:
         recipe.write(LINKS)

@@ -263,7 +263,7 @@ def group_at_one_rank() -> None:
 
 
 def sends_that_face_each_other(queues: int) -> None:
-    """In one queue of the hardware each would have to end before the receive behind it begins."""
+    """With a single hardware queue, each send would block the receive queued after it."""
     options: Any = {"queues": queues, "timeout_s": 1.0 if queues == 1 else 30.0}
     first = 2006 + 2 * (queues == 1)
     links = [strict.StrictCommunicator((0, 1), CPU, number, **options) for number in (first, first + 1)]
