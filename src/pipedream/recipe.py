@@ -45,7 +45,7 @@ class Recipe(ModelOptions):
         epochs: unless the run chooses.
         target: (metric, value); the seconds until it is reached are reported. For 'loss', lower is better.
         name: by default that of its file.
-        source: checksum of its file, which must be the same on all ranks.
+        source: the text of its file, which must be the same on all ranks; '' if there is none.
 
     Raises:
         RecipeError: names all fields that cannot be trained with.
@@ -158,7 +158,7 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     make = getattr(module, function, None)
     if not callable(make):
         raise RecipeError(f"the recipe {path} has no function {function}(); define one that returns a pipedream.Recipe")
-    return replace(make_recipe(make, seed=seed, name=file.stem), source=file.read_text(encoding="utf-8"))
+    return replace(make_recipe(make, seed=seed, name=file.stem), source=file.read_bytes().decode())
 
 
 def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> Recipe:
@@ -178,7 +178,11 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
         raise RecipeError(
             f"the recipe's function {make.__name__}() returned a {type(recipe).__name__}; return a pipedream.Recipe"
         )
-    return replace(recipe, name=recipe.name or name or Path(inspect.getsourcefile(make) or "recipe").stem)
+    file = Path(getattr(getattr(make, "__code__", None), "co_filename", ""))
+    source = file.read_bytes().decode() if file.is_file() else ""
+    return replace(
+        recipe, name=recipe.name or name or (file.stem if source else "recipe"), source=recipe.source or source
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,7 @@ def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipe.name == "recipe"
     summary = pipedream.run(lambda seed: recipe, out=str(tmp_path / "run"), quiet=True)
     assert summary["epochs"] == recipe.epochs
+    assert summary["recipe_sha256"] == sha256(file.read_bytes()).hexdigest()[:12]
     assert summary["metrics"]["accuracy"] > 0.6
 
 

@@ -23,6 +23,8 @@ Simulated = Callable[..., Timeline]
 
 SUMMARY: dict[str, Any] = {
     "recipe": "examples/digits.py",
+    "recipe_sha256": "0123456789ab",
+    "command": "pipedream train 'a b.py'",
     "schedule": "pipedream",
     "seed": 3,
     "workers": 3,
@@ -75,12 +77,13 @@ def test_it_tells_all(full: str) -> None:
     for word in (
         "97.2%", "target 95.0%", "0.1124", "7200", "predicted 8000 (-10%)", "10.4%", "predicted 3.1%", "12 min 34 s",
         "9.25 s",        "plan 2-1", "seed 3", "conv1 .. pool", "91.3%", "98.0%", "123 MB", "81.0 MB", "fc1 .. fc<2>",
-        "best of all cuts",
+        "best of all cuts", "recipe sha256 0123456789ab",
         "in.a", "momentum", "2.13.0", "Loss of each minibatch", "In the middle of the run", "At the start", "layer0",
         "model:2 forward all-reduce model - 2 - 2.05 MB",
     ):  # fmt: skip
         assert word in words, word
     assert full.count("<svg") == 5
+    assert words.index("pipedream train 'a b.py'") < words.index("97.2%"), "on top"
 
 
 def test_it_says_which_ops_were_slower(simulated: Simulated) -> None:

@@ -7,6 +7,8 @@ import json
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,27 @@ def test_a_full_disk(size_bytes: int, status: int, words: str, recipe: Path, run
     assert (exit_status, len(error.splitlines()), words in error) == (status, 1, True), error
     assert not [*Path("run").glob(".*")], "nothing half written is left"
     assert (status == 1) == Path("run/weights.pt").exists(), "the weights are written first"
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("/venv/bin/pipedream", "pipedream"),
+        ("/site/pipedream/__main__.py", "pipedream"),  # a worker, or under torchrun
+        ("my script.py", "python 'my script.py'"),
+    ],
+)
+def test_a_run_names_its_command(
+    program: str, shown: str, recipe: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("train", str(recipe), "--workers", "1", "--epochs", "1", "--checkpoint-every", "0", "--out", "run")
+    monkeypatch.setattr("sys.argv", [program, *arguments])
+    assert run_command(*arguments)[0] == 0
+    summary, page = json.loads(Path("run/summary.json").read_text()), Path("run/report.html").read_text()
+    assert summary["command"] == f"{shown} train {recipe} --workers 1 --epochs 1 --checkpoint-every 0 --out run"
+    assert escape(summary["command"]) in page
+    assert sha256(recipe.read_bytes()).hexdigest()[:12] == summary["recipe_sha256"]
+    assert f"recipe sha256 {summary['recipe_sha256']}" in page
 
 
 def test_a_full_disk_after_a_checkpoint(recipe: Path, run_command: RunCommand) -> None:

@@ -62,7 +62,9 @@ def page(
     heading = title or f"{summary.get('recipe') or 'Run'}: {summary.get('schedule') or 'pipeline'}"
     timelines = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
     runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in timelines]
+    command = summary.get("command")
     sections = [
+        f"<p><code>{escape(str(command))}</code></p>" if command else "",
         f'<dl class="cards">{cards(_list_figures(summary))}</dl>',
         f"<p>{escape(difference)}</p>" if (difference := _explain_rate(predicted, measured)) else "",
         _draw_timelines(runs, start, _read_numbers(summary.get("drains"))),
@@ -94,8 +96,9 @@ def _write_section(name: str, inside: str) -> str:
 
 
 def _write_subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
-    facts = [("workers", summary.get("workers")), ("epochs", summary.get("epochs")), ("seed", summary.get("seed"))]
-    words = [f"{name} {value}" for name, value in facts if value is not None]
+    facts = {name: summary.get(name) for name in ("workers", "epochs", "seed")}
+    facts["recipe sha256"] = summary.get("recipe_sha256")
+    words = [f"{name} {value}" for name, value in facts.items() if value is not None]
     if plan is not None:
         words.insert(0, f"plan {plan.config}, depth {plan.depth_mode}")
     return " \u00b7 ".join(words)

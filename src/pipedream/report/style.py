@@ -113,6 +113,7 @@ body{margin:0;background:var(--pd-lane);color:var(--pd-ink);font:15px/1.5 FONT;-
 header,main{max-width:1260px;margin:0 auto;padding:0 24px}
 header{padding-top:28px}
 h1{font-size:26px;line-height:1.25;margin:0;letter-spacing:-.01em}
+p code{font:13px MONO;overflow-wrap:anywhere}
 header p{margin:4px 0 0;color:var(--pd-faint)}
 h2{font-size:17px;margin:0 0 12px}
 h3{font-size:14px;margin:18px 0 8px;color:var(--pd-faint);font-weight:600}

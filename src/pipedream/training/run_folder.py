@@ -1,6 +1,6 @@
 """The run folder of a training run, the figures in its summary, and the checkpoint that a run resumes from.
 
-summary.json    configuration, plan and results, predicted and measured
+summary.json    command line, configuration, plan and results, predicted and measured
 report.html     the same to read, with the timelines
 weights.pt      the whole model's state dict (and weights_ema.pt)
 trace.json      the measured timeline for Perfetto or chrome://tracing
@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -114,6 +116,7 @@ def summarise(
             )
     return {
         "format": 1,
+        "command": _command_line(),
         "schedule": measured.name,
         "workers": plan.workers,
         "ranks": plan.ranks,
@@ -165,6 +168,13 @@ def _measure_steady(timeline: Timeline) -> metrics.Metrics:
         return metrics.steady_metrics(timeline)
     except ValueError:  # too short for a steady part
         return metrics.run_metrics(timeline)
+
+
+def _command_line() -> str:
+    """Returns the command that started this process, as a shell reads it; of a worker, the user's own."""
+    program, *arguments = sys.argv or ("",)
+    is_ours = Path(program).name == "pipedream" or Path(program).parts[-2:] == ("pipedream", "__main__.py")
+    return shlex.join(["pipedream", *arguments] if is_ours else ["python", program, *arguments])
 
 
 def software_versions() -> dict[str, str]:

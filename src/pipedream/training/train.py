@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from pipedream.callbacks import monitored
@@ -279,6 +280,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
             "device": str(process.device),
         },
         "recipe": job.recipe.name,
+        "recipe_sha256": sha256(source.encode()).hexdigest()[:12] if (source := job.recipe.source) else None,
         "seed": job.seed,
         "versions": software_versions(),
     }
