@@ -9,7 +9,7 @@ import pytest
 
 
 def thinned(cases: Iterable[Any]) -> list[Any]:
-    """Marks as slow every second of the cases that are not marked yet."""
+    """Marks as slow every second of the cases that are not marked yet: append new ones, or others change."""
     parameters = []
     is_kept = False
     for case in cases:

@@ -18,10 +18,11 @@ BLOCK = 64
 """Values that share a scale, in int8 and int4."""
 
 LEAST_BYTES = 1024
+"""Of a tensor that is encoded. Plans count smaller ones as if they were."""
 
 _SCALE_BITS = 32 / BLOCK
 BITS = {"full": 64.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8 + _SCALE_BITS, "int4": 4 + _SCALE_BITS}
-"""Most bits of a value on the wire."""
+"""Bits of a value on the wire, scales included, if it has no fewer itself; "full" has no limit."""
 
 ENCODINGS = tuple(BITS)
 

@@ -27,7 +27,7 @@ from pipedream.runtime.comm.message import Message, dense_strides, dimension_ord
 _MARK = "~"  # begins neither a structure of `values` nor one with crossings
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _GREATEST = {"int8": 127, "int4": 7}
-_COLUMNS = {"int8": BLOCK, "int4": BLOCK // 2}  # bytes of a block's integers
+_CODE_BYTES = {"int8": BLOCK, "int4": BLOCK // 2}  # of a block
 _SCALE_BYTES = 4
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # or a block of zeros would divide them by 0
 _ROWS = 1 << 11
@@ -38,6 +38,7 @@ class Original(NamedTuple):
     """What a code does not say of its tensor; `shape` and the strides of a dense tensor only where it is in blocks."""
 
     dtype: str
+    encoding: str
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
 
@@ -49,56 +50,55 @@ def is_encoded(tensor: torch.Tensor, encoding: str) -> bool:
 
 
 def encode(tensor: torch.Tensor, encoding: str) -> tuple[torch.Tensor, Original]:
-    """Returns the code of a floating-point tensor: 16-bit numbers, or scales and integers as uint8."""
+    """Returns the code of a floating-point tensor: 16-bit numbers, or scales and codes of values as uint8."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if encoding in _HALVES:
-        return tensor.detach().to(_HALVES[encoding]), Original(dtype)
-    original = Original(dtype, shape, dense_strides(shape, dimension_order(tensor)))
+        return tensor.detach().to(_HALVES[encoding]), Original(dtype, encoding)
+    original = Original(dtype, encoding, shape, dense_strides(shape, dimension_order(tensor)))
     values = tensor.detach().contiguous().view(-1)
-    blocks = nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    blocks = nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)  # zeros change no maximum
     scales = torch.empty(len(blocks), 1, dtype=torch.float32, device=tensor.device)
-    integers = torch.empty(len(blocks), _COLUMNS[encoding], dtype=torch.int8, device=tensor.device)
+    codes = torch.empty(len(blocks), _CODE_BYTES[encoding], dtype=torch.int8, device=tensor.device)
     step = _ROWS if tensor.is_cpu else max(len(blocks), 1)
     for begin in range(0, len(blocks), step):
         rows = slice(begin, begin + step)
-        _encode_blocks(blocks[rows], scales[rows], integers[rows], encoding)
-    return torch.cat([scales.view(torch.uint8).view(-1), integers.view(torch.uint8).view(-1)]), original
+        _encode_blocks(blocks[rows], scales[rows], codes[rows], encoding)
+    return torch.cat([scales.view(torch.uint8).view(-1), codes.view(torch.uint8).view(-1)]), original
 
 
-def _encode_blocks(blocks: torch.Tensor, scales: torch.Tensor, integers: torch.Tensor, encoding: str) -> None:
-    """Writes the scale of each row, and its integers."""
+def _encode_blocks(blocks: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, encoding: str) -> None:
+    """Writes the scale of each row, and the codes of its values."""
     blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     if encoding == "int4":
         blocks = blocks @ _make_hadamard(blocks.dtype, blocks.device)
     scales.copy_(blocks.abs().amax(1, keepdim=True) / _GREATEST[encoding]).clamp_(_LEAST_SCALE)
     rounded = (blocks / scales).round_()
-    if encoding == "int8":
-        integers.copy_(rounded)
-    else:
+    if encoding == "int4":
         first, second = rounded.to(torch.int8).chunk(2, 1)
-        torch.bitwise_or(first & 0xF, second << 4, out=integers)
+        torch.bitwise_or(first & 0xF, second << 4, out=codes)
+    else:
+        codes.copy_(rounded)
 
 
 def decode(code: torch.Tensor, original: Original) -> torch.Tensor:
     """Returns a dense tensor of the original's type and shape."""
     dtype = getattr(torch, original.dtype)
-    if code.dtype != torch.uint8:
+    if original.encoding in _HALVES:
         return code.to(dtype)
     count = prod(original.shape)
-    blocks = _decode_blocks(code, -(-count // BLOCK), torch.promote_types(dtype, torch.float32))
+    blocks = _decode_blocks(code, original.encoding, -(-count // BLOCK), torch.promote_types(dtype, torch.float32))
     # As a dropout mask is drawn in the order of memory, this is kept. No view, which autograd would follow to its base.
     whole = torch.empty_strided(original.shape, original.strides, dtype=dtype, device=code.device)
     return whole.copy_(blocks.view(-1)[:count].view(original.shape))
 
 
-def _decode_blocks(code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    scales, integers = code[: count * _SCALE_BYTES], code[count * _SCALE_BYTES :]
-    is_int4 = integers.numel() < count * BLOCK
-    rows = integers.view(torch.int8).view(count, BLOCK // (1 + is_int4))
-    if is_int4:
+def _decode_blocks(code: torch.Tensor, encoding: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+    scales, codes = code[: count * _SCALE_BYTES], code[count * _SCALE_BYTES :]
+    rows = codes.view(torch.int8).view(count, _CODE_BYTES[encoding])
+    if encoding == "int4":
         rows = torch.cat([rows << 4 >> 4, rows >> 4], 1)
     blocks = rows.to(dtype).mul_(scales.view(torch.float32).view(count, 1))
-    return torch.matmul(blocks, _make_hadamard(dtype, code.device)) if is_int4 else blocks
+    return torch.matmul(blocks, _make_hadamard(dtype, code.device)) if encoding == "int4" else blocks
 
 
 @cache
@@ -154,7 +154,7 @@ def _read_mark(structure: str) -> tuple[tuple[Original | None, ...], str]:
         return (), structure
     _, text, rest = structure.split(_MARK, 2)
     rows = json.loads(text)
-    return tuple(None if row is None else Original(row[0], tuple(row[1]), tuple(row[2])) for row in rows), rest
+    return tuple(None if row is None else Original(*row[:2], *map(tuple, row[2:])) for row in rows), rest
 
 
 class EncodingSender(Sender):
