@@ -92,13 +92,13 @@ VARIANTS = (
     _Variant("PipeDream, full", 1, "pipeline", "pipedream", _FULL, 16),
     _Variant("PipeDream, full, bfloat16", 1, "pipeline", "pipedream", _FULL | _HALVES, 16),
     _Variant("PipeDream, full, int8", 1, "pipeline", "pipedream", _FULL | _BYTES, 16),
-    _Variant("2BW, full", M, "pipeline", "pipedream_2bw", _FULL, 2),
-    _Variant("2BW, full, bfloat16", M, "pipeline", "pipedream_2bw", _FULL | _HALVES, 2),
-    _Variant("2BW, full, int8", M, "pipeline", "pipedream_2bw", _FULL | _BYTES, 2),
-    _Variant("1F1B", M, "pipeline", "1f1b", _STRAIGHT, 2),
-    _Variant("1F1B, full", M, "pipeline", "1f1b", _FULL, 2),
-    _Variant("1F1B, full, bfloat16", M, "pipeline", "1f1b", _FULL | _HALVES, 2),
-    _Variant("1F1B, full, int8", M, "pipeline", "1f1b", _FULL | _BYTES, 2),
+    _Variant("2BW, full", M, "pipeline", "pipedream_2bw", _FULL, 4),
+    _Variant("2BW, full, bfloat16", M, "pipeline", "pipedream_2bw", _FULL | _HALVES, 4),
+    _Variant("2BW, full, int8", M, "pipeline", "pipedream_2bw", _FULL | _BYTES, 4),
+    _Variant("1F1B", M, "pipeline", "1f1b", _STRAIGHT, 4),
+    _Variant("1F1B, full", M, "pipeline", "1f1b", _FULL, 4),
+    _Variant("1F1B, full, bfloat16", M, "pipeline", "1f1b", _FULL | _HALVES, 4),
+    _Variant("1F1B, full, int8", M, "pipeline", "1f1b", _FULL | _BYTES, 4),
     _Variant("torch 1F1B", M, "torch", "1f1b", _STRAIGHT, 2),
     _Variant("GPipe", M, "pipeline", "gpipe", _STRAIGHT, 2),
     _Variant("torch GPipe", M, "torch", "gpipe", _STRAIGHT, 2),
@@ -169,8 +169,8 @@ def measure(
             points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
             for rho in rhos or few.rhos:
                 points.append(_measure_point(network, workers, model, profiles, rho, names, few, log))
-                keep([*rows, *_predict_points(points, profiles[1])])
-            rows += _predict_points(points, profiles[1])
+                keep([*rows, *_predict_points(points, profiles)])
+            rows += _predict_points(points, profiles)
     return rows
 
 
@@ -258,20 +258,26 @@ def _measure_message(workers: Workers, profile: Profile, bytes_per_s: float, siz
 
 
 def _predict_points(
-    points: Sequence[tuple[dict[str, dict[str, Any]], dict[str, Plan]]], profile: Profile
+    points: Sequence[tuple[dict[str, dict[str, Any]], dict[str, Plan]]], profiles: dict[int, Profile]
 ) -> list[dict[str, Any]]:
     """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds."""
-    alone = statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points)
-    speed = (compute_s(profile) + profile.update_s) * alone / profile.batch
+    speeds = find_speeds(profiles, statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points))
     for rows, plans in points:
-        rows["solo"]["speed"] = speed
+        rows["solo"]["speed"] = speeds[1]
         for name, plan in plans.items():
-            variant = BY_NAME.get(name)
-            is_torchs = variant is not None and variant.runs in ("ddp", "fsdp")
-            rows[name]["predicted_per_s"] = (
-                predict_ddp(profile, plan, variant, speed) if is_torchs else predict_rate(plan, speed)
-            )
+            rows[name]["predicted_per_s"] = predict(name, plan, profiles, speeds)
     return [row for rows, _ in points for row in rows.values()]
+
+
+def find_speeds(profiles: dict[int, Profile], samples_per_s: float) -> dict[int, float]:
+    """Returns how much faster than in each profile a core was when it trained so many samples, by microbatches.
+
+    The profiles were measured in turn, and others may have used the cores during any of them.
+    """
+    return {
+        count: (compute_s(profile) + count * profile.update_s) * samples_per_s / profile.batch
+        for count, profile in profiles.items()
+    }
 
 
 def compute_s(profile: Profile) -> float:
@@ -307,7 +313,15 @@ def _runs_alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
     return variant.runs in ("pipeline", "ddp") and ran(plan) == ran(other)
 
 
-def predict_ddp(profile: Profile, plan: Plan, variant: _Variant, speed: float) -> float:
+def predict(name: str, plan: Plan, profiles: dict[int, Profile], speeds: dict[int, float]) -> float:
+    """Returns the samples per second that are predicted for a row."""
+    variant = BY_NAME.get(name)
+    if variant is not None and variant.runs in ("ddp", "fsdp"):
+        return _predict_ddp(profiles[1], plan, variant, speeds[1])
+    return _predict_rate(plan, speeds[CHOICES[name] if variant is None else variant.planned])
+
+
+def _predict_ddp(profile: Profile, plan: Plan, variant: _Variant, speed: float) -> float:
     """Predicts torch's DDP and FSDP as compute, then communication.
 
     DDP's buckets of 25 MiB hold all gradients of these models. FSDP gathers the weights twice and scatters the
@@ -319,7 +333,7 @@ def predict_ddp(profile: Profile, plan: Plan, variant: _Variant, speed: float) -
     return 2 * each * profile.batch / (update_s / speed + sums * plan.costs.sync_s[0])
 
 
-def predict_rate(plan: Plan, speed: float) -> float:
+def _predict_rate(plan: Plan, speed: float) -> float:
     """Simulates a plan on workers that are so many times as fast as when they were profiled."""
     stages = tuple(
         replace(stage, **{name: getattr(stage, name) / speed for name in ("forward_s", "backward_s", "update_s")})

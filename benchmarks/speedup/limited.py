@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from curve import BY_NAME, LATENCY_S, WORKER, M, compute_s, make_request, predict_ddp, predict_rate
+from curve import BY_NAME, LATENCY_S, WORKER, M, find_speeds, make_request, predict
 from models import LARGE
 
 import pipedream as pd
@@ -46,8 +46,7 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
                 for count in sorted({1, *(BY_NAME[name].planned for name in VARIANTS)})
             }
             alone = workers.ask({"do": "solo", "steps": 4, "patience_s": 5.0})["samples_per_s"]
-        profile = profiles[1]
-        speed = (compute_s(profile) + profile.update_s) * alone / profile.batch
+        speeds = find_speeds(profiles, alone)
         for bytes_per_s in LINKS[size]:
             network.limit(bytes_per_s)
             cluster = Cluster.flat(2, bytes_per_s, latency_s=LATENCY_S)
@@ -58,16 +57,16 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
                     how = variant.how | ({"microbatches": variant.planned} if variant.planned > 1 else {})
                     plan = pd.plan(profiles[variant.planned], cluster, schedule=variant.schedule, **how)
                     row["peak_bytes"] = max(stage.peak_bytes for stage in plan.stages)
-                    is_torchs = variant.runs in ("ddp", "fsdp")
-                    row["predicted_per_s"] = (
-                        predict_ddp(profile, plan, variant, speed) if is_torchs else predict_rate(plan, speed)
-                    )
+                    row["predicted_per_s"] = predict(name, plan, profiles, speeds)
                 # After a failure the workers may not part in peace.
                 with (
                     suppress(subprocess.TimeoutExpired),
                     worker_processes(network, 2, WORKER, "large", str(M), limit_bytes=LIMIT_BYTES) as workers,
                 ):
-                    row |= workers.ask(make_request(variant, plan) | {"patience_s": 0.0})
+                    request = make_request(variant, plan) | {"patience_s": 0.0}
+                    if request["do"] == "fsdp" or (plan is not None and len(plan.stages) > 1):
+                        request["meta"] = True
+                    row |= workers.ask(request)
                 rows.append(row)
                 log(f"{name} over {format_link(bytes_per_s)}: {row}")
     return rows

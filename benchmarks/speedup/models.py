@@ -66,6 +66,11 @@ class _Embedding(nn.Embedding):
         super().__init__(_VOCABULARY, width)
         self.positions = nn.Parameter(torch.zeros(length, 1, width))
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "positions" in self._parameters:  # not while nn.Embedding is made
+            nn.init.zeros_(self.positions)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens.T) + self.positions
 
@@ -99,6 +104,9 @@ class _Block(nn.TransformerEncoderLayer):
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 4, 4 * width, dropout=0.0, norm_first=True)
+
+    def reset_parameters(self) -> None:
+        self.self_attn._reset_parameters()  # public in all other modules of torch
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         mask = nn.Transformer.generate_square_subsequent_mask(values.shape[0])

@@ -6,10 +6,11 @@
 {"do": "pipeline", "plan": ...}                    this library runs a plan
 {"do": "ddp", "microbatches": ..., ...}            torch's DDP; so many microbatches a worker between two updates;
                                                    "fp16": by torch's hook; "every": torch's local SGD, averaging so
-{"do": "fsdp"}                                     torch's FSDP, each layer sharded; a microbatch a worker
+{"do": "fsdp", ...}                                torch's FSDP, each layer sharded; a microbatch a worker
 {"do": "torch", "schedule": ..., "plan": ...}      torch's schedule of that name, on the stages of the plan
 
-Each but the first also has `steps`, updates (of PipeDream: minibatches) to time, and is answered with the samples per
+The pipeline and FSDP may be asked for a model on the meta device ("meta"), which is never in one memory. Each but the
+first also has `steps`, updates (of PipeDream: minibatches) to time, and is answered with the samples per
 second of both workers together, the bytes that both sent for a sample, and by how many bytes the fuller one grew.
 Started by curve.py and limited.py, which set torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 """
@@ -132,12 +133,17 @@ class _Worker:
 
         return self._time_steps(step, steps, 2 * microbatches)
 
-    def fsdp(self, steps: int) -> dict[str, float]:
+    def fsdp(self, steps: int, meta: bool = False) -> dict[str, float]:
         """Runs torch's fully sharded data parallelism: weights are gathered in each pass, gradients scattered."""
-        model, mesh = self.job.make(), init_device_mesh("cpu", (2,))
+        model, mesh = self._make_model(meta), init_device_mesh("cpu", (2,))
         for layer in (*model, model):
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=mesh)
+        if meta:
+            model.to_empty(device="cpu")
+            for module in model.modules():
+                if reset := getattr(module, "reset_parameters", None):
+                    reset()
         return self._time_steps(self._step_of(model), steps, 2)
 
     def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
@@ -165,12 +171,17 @@ class _Worker:
 
         return self._time_steps(step, steps, self.microbatches)
 
-    def pipeline(self, steps: int, plan: str) -> dict[str, float]:
+    def pipeline(self, steps: int, plan: str, meta: bool = False) -> dict[str, float]:
         """Runs a plan with this library, and times its steady part."""
         plan_here = pd.Plan.from_json(plan, "the plan")
         job = self.job
         with pd.Pipeline(
-            job.make(), plan_here, loss=job.loss, targets=lambda batch: batch[1], optimizer=optimizer, check=False
+            self._make_model(meta),
+            plan_here,
+            loss=job.loss,
+            targets=lambda batch: batch[1],
+            optimizer=optimizer,
+            check=False,
         ) as pipeline:
             rules = pipeline.program
             parts, ahead = rules.microbatches, plan_here.in_flight[0]
@@ -185,6 +196,10 @@ class _Worker:
                     ends.append((time.perf_counter(), _count_sent_bytes()))
         begin, end = ends[warm - 1], ends[warm + steps - 1]
         return self._sum_over_ranks(steps * replicas * plan_here.batch, end[0] - begin[0], end[1] - begin[1])
+
+    def _make_model(self, meta: bool) -> nn.Sequential:
+        with torch.device("meta" if meta else "cpu"):
+            return self.job.make()
 
     def _step_of(self, model: nn.Module) -> Callable[[], None]:
         """Returns a function that trains a model on one microbatch."""
