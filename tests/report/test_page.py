@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.report.html import page, save_page
 from tests.report.html_page import HtmlPage
 
@@ -92,6 +92,26 @@ def test_it_says_which_ops_were_slower(simulated: Simulated) -> None:
     words = " ".join(HtmlPage(page(SUMMARY, predicted=predicted, measured=replace(predicted, spans=slower))).words)
     assert re.search(r"Means that differ from the prediction: backward \S+ s, predicted \S+ s\.", words)
     assert "Means" not in " ".join(HtmlPage(page(SUMMARY, predicted=predicted, measured=predicted)).words)
+
+
+def test_it_says_what_ranks_waited_for() -> None:
+    """Rank 1 waits 3 s for its input, then 1 s for a gradient; the first forward begins after 2 s."""
+    spans = (
+        Span(0, "F", 0, 0, 2.0, 3.0), Span(0, "wait", 0, 0, 3.0, 4.0), Span(0, "B", 0, 0, 4.0, 5.0),
+        Span(1, "wait", 1, 0, 0.0, 3.0), Span(1, "F", 1, 0, 3.0, 3.5), Span(1, "wait", 1, 7, 5.0, 6.0),
+    )  # fmt: skip
+    run = Timeline("gpipe", "measured", 2, spans, 1)
+    text = page({}, measured=run, start=run)
+    for words in (
+        "of all their waiting: inputs 75.0%, gradients 25.0%.",
+        "waiting for inputs, before 1F0, 3.00 s",
+        "waiting for gradients, before 0B0, 1.00 s",
+        "waiting, 1.00 s",  # no op follows
+        "Until the first forward, 2.00 s, stage 0 opened the loader and made a batch.",
+    ):
+        assert words in text
+    weights = replace(run, spans=(Span(0, "wait", 0, 5, 0.0, 1.0), Span(0, "F", 0, 0, 1.0, 2.0)))
+    assert "waiting, before 0F0, 1.00 s" in page({}, measured=weights)
 
 
 def test_the_configuration_lists_what_is_set(full: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -28,7 +29,7 @@ from pipedream.report.html_tables import (
     scroll,
     stage_table,
 )
-from pipedream.report.lanes import Window, middle_window, start_window
+from pipedream.report.lanes import Window, match_waits, middle_window, start_window
 from pipedream.report.svg import LEFT, RIGHT, SPAN_NAMES, timeline_svg
 
 _WIDTH_PX = 1180
@@ -66,7 +67,7 @@ def page(
     sections = [
         f"<p><code>{escape(str(command))}</code></p>" if command else "",
         f'<dl class="cards">{cards(_list_figures(summary))}</dl>',
-        f"<p>{escape(difference)}</p>" if (difference := _explain_rate(predicted, measured)) else "",
+        *(f"<p>{escape(text)}</p>" for text in (_explain_rate(predicted, measured), _explain_waits(measured)) if text),
         _draw_timelines(runs, start, _read_numbers(summary.get("drains"))),
         _write_section("Loss", _draw_losses(summary, losses)),
         _write_section("Evaluations", curves) if (curves := _draw_evaluations(summary)) else "",
@@ -156,6 +157,27 @@ def _explain_rate(predicted: Timeline | None, measured: Timeline | None) -> str:
     return f"Means that differ from the prediction: {'; '.join(parts)}." if parts else ""
 
 
+def _explain_waits(measured: Timeline | None) -> str:
+    """Says what the ranks waited for."""
+    seconds: dict[str, float] = defaultdict(float)
+    for span, (awaited, _) in ({} if measured is None else match_waits(measured)).items():
+        seconds[awaited or "others"] += span.end_s - span.start_s
+    total = sum(seconds.values())
+    shares = (
+        f"{awaited} {percent(part / total)}" for awaited, part in sorted(seconds.items(), key=lambda pair: -pair[1])
+    )
+    return f"What the ranks waited for, of all their waiting: {', '.join(shares)}." if total else ""
+
+
+def _explain_start(measured: Timeline) -> str:
+    """Says what a rank of the input stage did before the first forward, which no op records."""
+    starts = [span.start_s for span in measured.spans if span.kind == "F" and span.stage == 0]
+    idle_s = min(starts, default=0.0) - min((span.start_s for span in measured.spans), default=0.0)
+    if idle_s <= 0:
+        return ""
+    return f"<p>Until the first forward, {format_seconds(idle_s)}, stage 0 opened the loader and made a batch.</p>"
+
+
 def _format_metric(name: str, value: Any) -> str:
     number = _read_number(value)
     if number is None:
@@ -176,6 +198,7 @@ def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> st
         present = [(word, t, window) for word, t, window in shown if window is not None]
         if present:
             boxes.append(_draw_box(name, present))
+    boxes += [_explain_start(begin)] if begin is not None else []
     return _write_section("Timelines", "".join(boxes))
 
 

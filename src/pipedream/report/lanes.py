@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.core.schedule.timeline import WORK, Span, Timeline
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,22 @@ def assign_rows(spans: Sequence[Span]) -> list[int]:
         ends[row] = span.end_s
         lanes.append(row)
     return lanes
+
+
+_AWAITED = {"F": "inputs", "B": "gradients", "I": "gradients", "W": "gradients", "U": "other ranks"}
+
+
+def match_waits(timeline: Timeline) -> dict[Span, tuple[str, Span]]:
+    """Returns what the rank waited for in each wait that an op follows ("" if unknown), and that op."""
+    waits: dict[Span, tuple[str, Span]] = {}
+    following: dict[int, Span] = {}
+    for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.kind != "wait"), reverse=True):
+        if span.kind == "wait" and (op := following.get(span.rank)) is not None:
+            is_for_op = op.kind == "U" or (op.stage, op.index) == (span.stage, span.index)
+            waits[span] = _AWAITED[op.kind] if is_for_op else "", op
+        elif span.kind in WORK:
+            following[span.rank] = span
+    return waits
 
 
 def start_window(timeline: Timeline, count: int) -> Window | None:

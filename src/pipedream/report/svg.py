@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ from pipedream.core.artifact import new_file
 from pipedream.core.errors import PlanError
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_number, format_seconds
-from pipedream.report.lanes import assign_rows
+from pipedream.report.lanes import assign_rows, match_waits
 from pipedream.report.style import COLOURS, colour_class, length, svg_style, ticks, time_unit
 
 LEFT, RIGHT = 78, 16
@@ -72,7 +72,7 @@ def timeline_svg(
     parts = [text(LEFT, 21, title, size=14, weight=600)] if title else []
     parts += _draw_axis(seconds, scale, top, bottom)
     parts += _draw_lanes(timeline, y, lane_px, LEFT + seconds * scale)
-    parts += _draw_boxes(spans, x, y, lane_px, read)
+    parts += _draw_boxes(spans, x, y, lane_px, read, match_waits(timeline))
     parts += _draw_labels(spans, x, y, lane_px, read if versions else None)
     parts += _draw_messages(spans, x, lambda rank: y(rank) + lane_px)
     parts += _draw_legend([kind for kind in SPAN_NAMES if any(span.kind == kind for span in spans)], bottom + _AXIS)
@@ -155,6 +155,7 @@ def _draw_boxes(
     y: Callable[[int], float],
     lane_px: float,
     read: Callable[[Span], int | None],
+    waits: Mapping[Span, tuple[str, Span]],
 ) -> list[str]:
     def colour(span: Span) -> str:
         return "wait" if span.kind == "wait" else colour_class(span.kind, span.index)
@@ -173,16 +174,17 @@ def _draw_boxes(
             parts.append(
                 f'<rect class="{kind}" x="{length(left)}" y="{length(y(span.rank) + inset)}" '
                 f'width="{length(thick)}" height="{length(lane_px - 2 * inset)}" rx="{2 if thick > 5 else 0}">'
-                f"<title>{escape(_tell_span(span, read(span)))}</title></rect>"
+                f"<title>{escape(_tell_span(span, read(span), *waits.get(span, ())))}</title></rect>"
             )
         parts.append("</g>")
     return parts
 
 
-def _tell_span(span: Span, version: int | None) -> str:
+def _tell_span(span: Span, version: int | None, awaited: str = "", before: Span | None = None) -> str:
     took = format_seconds(span.end_s - span.start_s)
     if span.kind == "wait":
-        return f"waiting, {took}"
+        what = f" for {awaited}" if awaited else ""
+        return f"waiting{what}{f', before {before.stage}{before.kind}{before.index}' if before else ''}, {took}"
     if span.kind == "send":
         return f"message of stage {span.stage}, microbatch {span.index}: {took}"
     reads = "" if version is None else f", reads version {version}"
