@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream import cli, schedules
+from pipedream.cli.options import make_cluster
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
@@ -169,6 +170,21 @@ def test_memory_decides_between_methods() -> None:
     assert least.schedule == "naive"
 
 
+def test_searches_for_slower_links_are_made_within_the_memory_too() -> None:
+    """Without them the answer is 1-1-1-1, which takes 1.4 times as long."""
+    profile = Profile.load(Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200" / "vgg16.json")
+    cluster = make_cluster(["2", "2"], ["10Gbit/s", "1Gbit/s"], 0.0, "1.9GB")
+    comparison = planning.plan_and_compare(
+        profile, PlanRequest(cluster, schedule="auto", microbatches=4, shape="pipeline")
+    )
+    best = comparison.candidates[0]
+    assert (best.config, best.shape) == ("1-1-2", "pipeline, as if links were 4 times slower")
+    (other,) = {c.period_s for c in comparison.candidates if c.config == "1-1-1-1" and c.period_s is not None}
+    assert best.period_s is not None
+    assert best.period_s < 0.75 * other
+    assert "links were 4 times slower" in str(comparison)
+
+
 @pytest.mark.parametrize(
     "rate", [1000.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (1e-3, 300.0, 3000.0))]
 )
@@ -211,7 +227,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command, "--explain"]) == 0
     printed = capfd.readouterr().out
     assert printed.startswith("verdict: use a straight pipeline of 2 stages with 1f1b: ")
-    assert "more cannot be faster than these" in printed
+    assert "more cannot be faster than the best of their kind" in printed
     assert "Plan 1-1 of chain" in printed
     # What the plan was made for is what is simulated and trained.
     assert Plan.load(plan).method() == ("1f1b", 8)

@@ -17,7 +17,7 @@ from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodOccupancy, MethodProperties
 from pipedream.core.units import format_seconds
 from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, compare_by_simulation
-from pipedream.planner.search import Finalist, PlanSearch, list_finalists, search_plan
+from pipedream.planner.search import Finalist, PlanSearch, list_finalists
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _MOST_MICROBATCHES = 64
@@ -63,41 +63,33 @@ class _Alternatives:
                         for update_delay in delays:
                             yield Candidate(name, m, mode, update_delay, str(shape)), shape, in_flight
 
-    def plan_candidate(self, way: Candidate, finalist: Finalist, in_flight: str | tuple[int, ...]) -> Plan:
-        """Raises PlanError if no plan fits, or if it equals that of another candidate."""
-        occupancy = self.occupancy(way.schedule, way.microbatches)
-        profile = self._split_profile(self.methods[way.schedule].same_updates, way.microbatches)
-        free = self._plan_unlimited(profile, finalist, way.update_delay)
-        if way.update_delay and not any(free.update_delay):
+    def plan_candidate(self, candidate: Candidate, finalist: Finalist, in_flight: str | tuple[int, ...]) -> Plan:
+        """Raises PlanError if no plan fits, or if the candidate's delay or depth changes nothing."""
+        occupancy = self.occupancy(candidate.schedule, candidate.microbatches)
+        profile = self._split_profile(self.methods[candidate.schedule].same_updates, candidate.microbatches)
+        free = self._plan_unlimited(profile, finalist, candidate.update_delay)
+        if candidate.update_delay and not any(free.update_delay):
             raise PlanError("no stage delays its updates")
-        if self.methods[way.schedule].flushes and max(free.replicas) > way.microbatches:
+        if self.methods[candidate.schedule].flushes and max(free.replicas) > candidate.microbatches:
             raise PlanError("fewer microbatches than replicas")
         space = SearchSpace.of(
             profile,
             self.cluster,
-            update_delay=way.update_delay,
-            microbatches=way.microbatches,
+            update_delay=candidate.update_delay,
+            microbatches=candidate.microbatches,
             occupancy=occupancy,
         )
-        try:
-            planned = apply_depth(space, replace(free, cluster=self.cluster), "noam")  # the best plan of all fits
+        try:  # the best plan without limits may fit as it is
+            planned = apply_depth(space, replace(free, cluster=self.cluster), "noam")
         except PlanError:
-            planned = search_plan(
-                profile,
-                self.cluster,
-                occupancy=occupancy,
-                microbatches=way.microbatches,
-                shape=finalist.shape,
-                update_delay=way.update_delay,
-                all_workers=self.options.all_workers,
-                recompute=self.options.recompute,
-            )
+            search = PlanSearch(space, self.options.recompute, self.options.all_workers)
+            planned = search.best(finalist.shape, slower=finalist.slower)
         noam = planned.in_flight
         planned = apply_depth(space, planned, in_flight)
         if in_flight == "auto" and self.options.in_flight == "noam" and planned.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
         return replace(
-            planned, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0
+            planned, schedule=candidate.schedule, microbatches=candidate.microbatches, bound_s=0.0
         )  # the bound holds for other updates
 
     def _split_profile(self, same_updates: bool, microbatches: int) -> Profile:
@@ -135,7 +127,8 @@ def choose_method(
 ) -> Comparison:
     """Finds the way to train with the fewest simulated seconds per minibatch.
 
-    Ties go to fewer bytes on the fullest worker, then to the order of the methods.
+    Ties go to fewer bytes on the fullest worker, then to the order of the methods, the finalists, the microbatches, the
+    depths and the update delays.
 
     Args:
         methods: by name.
@@ -157,9 +150,9 @@ def choose_method(
             "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
         )
     shapes = list_finalists(options.shape, profile, cluster.workers, options.all_workers)
-    ways = _Alternatives(profile, cluster, methods, occupancy, shapes, options)
-    with progress("planning", sum(1 for _ in ways.all())) as advance:
-        planned, refused = _plan_all(ways, advance)
+    alternatives = _Alternatives(profile, cluster, methods, occupancy, shapes, options)
+    with progress("planning", sum(1 for _ in alternatives.all())) as advance:
+        planned, refused = _plan_all(alternatives, advance)
     try:
         comparison = compare_by_simulation(planned, score, refused)
     except PlanError as error:
@@ -173,23 +166,25 @@ def choose_method(
     return replace(comparison, plan=replace(comparison.plan, note=note))
 
 
-def _plan_all(ways: _Alternatives, advance: Callable[[], None]) -> tuple[list[tuple[Candidate, Plan]], list[Candidate]]:
+def _plan_all(
+    alternatives: _Alternatives, advance: Callable[[], None]
+) -> tuple[list[tuple[Candidate, Plan]], list[Candidate]]:
     """Returns the plans, only the first of equal ones, and the candidates without a plan."""
     planned: list[tuple[Candidate, Plan]] = []
     refused: list[Candidate] = []
     seen = set()
-    for way, finalist, in_flight in ways.all():
+    for candidate, finalist, in_flight in alternatives.all():
         advance()
         try:
-            plan = ways.plan_candidate(way, finalist, in_flight)
+            plan = alternatives.plan_candidate(candidate, finalist, in_flight)
         except PipelineError as error:
-            refused.append(replace(way, why=str(error)))
+            refused.append(replace(candidate, why=str(error)))
             continue
-        key = (way.schedule, way.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order)
+        key = (plan.schedule, plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order)
         if key in seen:
             continue
         seen.add(key)
-        planned.append((candidate_from_plan(way, plan, ways.methods[way.schedule].flushes), plan))
+        planned.append((candidate_from_plan(candidate, plan, alternatives.methods[candidate.schedule].flushes), plan))
     return planned, refused
 
 

@@ -1,17 +1,19 @@
 """Ways to train, compared by their simulated seconds per minibatch.
 
 Candidates are simulated by increasing *bound*, seconds per minibatch that a candidate cannot beat, if it is not above
-the best simulated time of their kind: pipelines, one worker, data parallelism on each number of workers. With f, b the
-forward and backward of a minibatch at a stage, in microbatches with their fixed seconds, u its update with the part of
-the all-reduce that the last backward cannot hide, r its replicas and m microbatches, the bound of a flushing method is
-the maximum over stages s of its own work and update, with the all-reduce or with what the runtime adds, which may hide
-it, and of
+the best simulated time of their rivals: pipelines, one worker, data parallelism on each number of workers. Messages
+count as free, so plans that send much are bounded low and simulated first.
+
+With f, b the forward and backward of a minibatch at a stage, in microbatches with their fixed seconds, u its update
+with the part of the all-reduce that the last backward cannot hide, r its replicas and m microbatches, the bound of a
+flushing method is the maximum over stages s of its own work and update, with the all-reduce or with what the runtime
+adds, which may hide it, and of
 
     sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
 
 because stage 0 updates after the last microbatch has come back from s, and runs no forward of the next minibatch
-before. The bound of any other method is the compute of its slowest stage, (f + b + u) / r (`Site.compute_s`), again
-with the one or the other; if its updates are delayed, without the all-reduce.
+before. The bound of any other method is the compute of its slowest stage, (f + b + u) / r (`Site.compute_s`), with the
+all-reduce or with what the runtime adds. If its updates are delayed, the all-reduce is left out.
 """
 
 from __future__ import annotations
@@ -252,7 +254,7 @@ class Comparison(Tabular):
         tail = [
             f"{names[reference.shape]}: {reference.why}" for reference in self.references if reference.period_s is None
         ]
-        tail += [f"{slow} more cannot be faster than these"] if slow else []
+        tail += [f"{slow} more cannot be faster than the best of their kind"] if slow else []
         reasons = Counter(candidate.why for candidate in rest if not candidate.config)
         tail += [f"{count} more cannot be used: {why}" for why, count in reasons.most_common(_FEW_ROWS)]
         return "\n".join([head, *rows, *(["for comparison:", *others] if others else []), *tail])
@@ -272,6 +274,11 @@ class Comparison(Tabular):
             ("bubble", ">6", lambda candidate: f"{max(candidate.bubble or 0.0, 0.0):.1%}"),
             ("peak", ">9", lambda candidate: format_bytes(candidate.peak_bytes)),
         ]
+        shown_alike = Counter(
+            (c.schedule, c.config, c.mesh, c.microbatches, c.depth_mode, c.update_delay) for c in shown
+        )
+        if shown_alike and max(shown_alike.values()) > 1:
+            columns.append(("search", "", lambda candidate: candidate.shape))
         if any(candidate.fixed_s for candidate in shown):
             columns.insert(6, ("fixed", ">9", lambda candidate: format_seconds(candidate.fixed_s)))
         return columns
@@ -296,18 +303,18 @@ def compare_by_simulation(
     """
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
     slower, refused, least = [], list(refused), dict[str, float]()
-    for number, (way, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
-        group = way.config if len(way.replicas) == 1 else "pipeline"
-        if way.least_s > least.get(group, inf) * (1 + _TIE):
-            slower.append(replace(way, why=f"cannot take less than {format_seconds(way.least_s)}"))
+    for number, (candidate, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
+        rivals = candidate.config if len(candidate.replicas) == 1 else "pipeline"
+        if candidate.least_s > least.get(rivals, inf) * (1 + _TIE):
+            slower.append(replace(candidate, why=f"cannot take less than {format_seconds(candidate.least_s)}"))
             continue
         try:
             result = score(plan)
         except PipelineError as error:
-            refused.append(replace(way, config="", why=str(error)))
+            refused.append(replace(candidate, config="", why=str(error)))
             continue
-        least[group] = min(least.get(group, inf), result.period_s)
-        simulated.append((result.period_s, way.peak_bytes, number, with_score(way, result), plan))
+        least[rivals] = min(least.get(rivals, inf), result.period_s)
+        simulated.append((result.period_s, candidate.peak_bytes, number, with_score(candidate, result), plan))
     if not simulated:
         raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")
     equal_s = min(least.values()) * (1 + _TIE)
@@ -315,14 +322,14 @@ def compare_by_simulation(
     return Comparison(simulated[0][4], (*(row[3] for row in simulated), *slower, *refused))
 
 
-def with_score(way: Candidate, score: Score) -> Candidate:
+def with_score(candidate: Candidate, score: Score) -> Candidate:
     """Returns the candidate as it was simulated."""
     return replace(
-        way, period_s=score.period_s, bubble=score.bubble, samples_per_update=score.samples_per_update, why=""
+        candidate, period_s=score.period_s, bubble=score.bubble, samples_per_update=score.samples_per_update, why=""
     )
 
 
-def candidate_from_plan(way: Candidate, plan: Plan, flushes: bool) -> Candidate:
+def candidate_from_plan(candidate: Candidate, plan: Plan, flushes: bool) -> Candidate:
     """Returns the candidate with its plan's config, bound and bytes."""
     peak_bytes = max(stage.peak_bytes for stage in plan.stages)
     fixed_s = max(
@@ -330,7 +337,7 @@ def candidate_from_plan(way: Candidate, plan: Plan, flushes: bool) -> Candidate:
         for stage, site in zip(plan.stages, plan.costs.sites, strict=True)
     )
     return replace(
-        way, config=plan.config, least_s=_compute_least_s(plan, flushes), peak_bytes=peak_bytes, fixed_s=fixed_s
+        candidate, config=plan.config, least_s=_compute_least_s(plan, flushes), peak_bytes=peak_bytes, fixed_s=fixed_s
     )
 
 

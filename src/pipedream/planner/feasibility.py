@@ -145,29 +145,29 @@ class RelaxedLine:
         return busiest
 
     def fewest_workers(
-        self, costs: StageCosts, period: float, low: IntArray, high: IntArray, useful: IntArray
+        self, costs: StageCosts, period: float, low: IntArray, high: IntArray, most_workers: IntArray
     ) -> IntArray:
         """Returns the fewest workers, 2 or more, that keep each stage within a period.
 
-        One more than the line has if no count is enough, or only one above `useful`, the most that each stage may have.
+        One more than the line has if no count up to `most_workers` is enough.
         `low` and `high` are known bounds, included.
         """
-        fewest = np.where(high <= useful, high, self.workers + 1)
-        left = np.flatnonzero((low < fewest) & (low <= useful))
+        fewest = np.where(high <= most_workers, high, self.workers + 1)
+        left = np.flatnonzero((low < fewest) & (low <= most_workers))
         for begin in range(0, len(left), _AT_ONCE):
             some = left[begin : begin + _AT_ONCE]
-            fewest[some] = self._find_fewest(costs[some], period, low[some], fewest[some], useful[some])
+            fewest[some] = self._find_fewest(costs[some], period, low[some], fewest[some], most_workers[some])
         return fewest
 
     def _find_fewest(
-        self, costs: StageCosts, period: float, low: IntArray, high: IntArray, useful: IntArray
+        self, costs: StageCosts, period: float, low: IntArray, high: IntArray, most_workers: IntArray
     ) -> IntArray:
         fewest, cluster = high.copy(), self.line.cluster
         left = np.arange(len(low))
         for begin, end in self.spans:
             if begin < 2 or not len(left):
                 continue
-            few, many = np.maximum(begin, low[left]), np.minimum(end, useful[left])
+            few, many = np.maximum(begin, low[left]), np.minimum(end, most_workers[left])
             tried = (few <= many) & (few < fewest[left])
             some, few, many = left[tried], few[tried] - 1, many[tried]
             if not len(some):
@@ -180,7 +180,7 @@ class RelaxedLine:
                 many[open_[good]] = middle[good]
                 few[open_[~good]] = middle[~good]
             fewest[some] = np.minimum(fewest[some], many)
-            left = left[(fewest[left] > end) & (useful[left] > end)]
+            left = left[(fewest[left] > end) & (most_workers[left] > end)]
         return fewest
 
 
@@ -241,13 +241,13 @@ class StageNeeds:
             # A stage needs at least the workers for its own work, and must leave those for all other work.
             few = np.ceil(costs.compute_s / fastest_s * (1 - 1e-12))
             rest = (self.work_s - self.costs[min(self.costs)].compute_s) / fastest_s
-            useful = np.floor(self.workers - rest * (1 - 1e-12) + 1e-9).astype(int)
+            most_workers = np.floor(self.workers - rest * (1 - 1e-12) + 1e-9).astype(int)
             alone[recompute] = self._alone_s[recompute] <= period
             least = np.maximum(few.astype(int), 2 if high is None else high.several[recompute])
             most = np.full(count, self.workers + 1) if low is None else low.several[recompute]
             several[recompute] = least
             if not np.isinf(period):
-                several[recompute] = self.relaxed.fewest_workers(costs, period, least, most, useful)
+                several[recompute] = self.relaxed.fewest_workers(costs, period, least, most, most_workers)
         return PeriodNeeds(self, period, alone, several)
 
     @cached_property

@@ -36,7 +36,7 @@ def manual_plan(
         cuts: indices of layers, or names of layers or modules; a module is cut before its first layer.
         replicas: workers of each stage; None: one each.
         update_delay: the update delay of a pipeline's replicated stages.
-        versions, occupancy, recompute: see `plan`.
+        versions, occupancy, recompute: see `search_plan`.
 
     Raises:
         PlanError: a cut that the model does not allow, counts that match neither the stages nor the workers, or a stage

@@ -101,10 +101,11 @@ class PlanSearch:
 
     @classmethod
     def of(
-        cls, profile: Profile, cluster: Cluster, *, recompute: str = "never", all_workers: bool = False, **space: Any
+        cls, profile: Profile, cluster: Cluster, *, recompute: str = "never", all_workers: bool = False, **of_space: Any
     ) -> PlanSearch:
+        """`of_space` are arguments of `SearchSpace.of`."""
         check_recompute(recompute)
-        return cls(SearchSpace.of(profile, cluster, **space), recompute, all_workers)
+        return cls(SearchSpace.of(profile, cluster, **of_space), recompute, all_workers)
 
     def best(
         self, shape: str | tuple[int, ...], in_flight: str | tuple[int, ...] = "noam", slower: float = 1.0
@@ -123,12 +124,14 @@ class PlanSearch:
             return apply_depth(self.space, replace(plan, cluster=self.space.cluster, bound_s=0.0), in_flight)
         space, profile = self.space, self.space.profile
         workers, longest = space.cluster.workers, len(space.positions) - 1
-        others: list[Callable[[SearchSpace], Plan]] = []
+        narrower_searches: list[Callable[[SearchSpace], Plan]] = []
         if shape in ("any", "pipeline"):
             sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
-            others = [partial(self._plan_equal_replicas, counts=(workers // stages,) * stages) for stages in sizes]
-            others += [] if self.all_workers else [self._plan_straight]
-        plan = fitting_plan(space, partial(self._search, shape=shape), others)
+            narrower_searches = [
+                partial(self._plan_equal_replicas, counts=(workers // stages,) * stages) for stages in sizes
+            ]
+            narrower_searches += [] if self.all_workers else [self._plan_straight]
+        plan = fitting_plan(space, partial(self._search, shape=shape), narrower_searches)
         if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
             plan = replace(plan, note=f"{plan.note}; {together}")
         return apply_depth(space, plan, in_flight)
@@ -233,11 +236,13 @@ def _describe_sufficient(space: _Space, searches: Iterable[Callable[[_Space], Pl
     return f"; the plan {_short(plan.config)} would fit {format_bytes(most)} ({most} bytes)"
 
 
-def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequence[Callable[[_Space], Plan]]) -> Plan:
+def fitting_plan(
+    space: _Space, search: Callable[[_Space], Plan], narrower_searches: Sequence[Callable[[_Space], Plan]]
+) -> Plan:
     """Returns the plan of a search, including the memory of its messages, which only a whole plan determines.
 
-    If they do not fit, some memory is kept free for them on every stage, so the narrower searches of `others` are tried
-    too. The bound is still that of the first search.
+    If they do not fit, some memory is kept free for them on every stage, and the narrower searches are tried too. The
+    bound is still that of the first search.
 
     Raises:
         ShortageError: nothing fits; names a plan that would fit with a little more memory.
@@ -247,9 +252,9 @@ def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequen
         if least.first_stage_over_memory is None:
             return least
         plans = [*_spare_memory(space, search, least)]
-        plans += [plan for how in others for plan in _spare_memory(space, how)]
+        plans += [plan for narrower in narrower_searches for plan in _spare_memory(space, narrower)]
     except ShortageError as error:
-        more = _describe_sufficient(space, (search, *others), error.need_bytes)
+        more = _describe_sufficient(space, (search, *narrower_searches), error.need_bytes)
         raise ShortageError(f"{error}{more}", error.need_bytes) from None
     fitting = [plan for plan in plans if plan.first_stage_over_memory is None]
     if not fitting:  # the caller refuses it, naming what it needs

@@ -18,7 +18,7 @@ from pipedream.plan_request import PlanRequest
 from pipedream.planner.tables.search_space import apply_depth
 from pipedream.workflows.methods import MOST_SIMULATED, adapt_plan_to_method, occupancy_of
 
-_FEW_WORKERS = 8  # up to here all replica counts are tried, at most 128
+_ALL_COUNTS_UP_TO = 8  # workers; at most 128 replica counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class StageSearch:
         is_split = microbatches is not None and self._method.splits_minibatch
         if is_split and self._is_automatic(shape) and max(plan.replicas) > (microbatches or 1):
             # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
-            plan = self._plan_with_fewer_replicas(microbatches or 1, one_stage=shape == "any")
+            plan = self._plan_for_few_microbatches(microbatches or 1, one_stage=shape == "any")
         plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, microbatches)
         if microbatches is not None:
             return plan
@@ -141,7 +141,7 @@ class StageSearch:
             recompute=self._recompute,
         )
 
-    def _plan_with_fewer_replicas(self, most: int, *, one_stage: bool) -> Plan:
+    def _plan_for_few_microbatches(self, most: int, *, one_stage: bool) -> Plan:
         """Returns the fastest plan whose stages have at most so many replicas."""
         workers = self.request.workers_and_links.workers
         shapes = _list_counts(workers, most)
@@ -196,7 +196,7 @@ def make_candidate(plan: Plan, shape: str) -> planner.Candidate:
 
 def _list_counts(workers: int, most: int) -> list[tuple[int, ...]]:
     """Lists replica counts of all workers, up to `most` each; with many workers only equal ones, and one more stage."""
-    if workers <= _FEW_WORKERS:
+    if workers <= _ALL_COUNTS_UP_TO:
         return [
             (first, *rest)
             for first in range(1, min(workers, most) + 1)
