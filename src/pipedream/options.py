@@ -38,7 +38,7 @@ class ModelOptions:
     """Options of a model's training, on however many workers.
 
     Attributes:
-        metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
+        metrics: name -> ``metric(output, targets)``, a mean over samples or (sum, weight); see `targets`.
         inputs: batch -> the model's input: a tuple for several, a mapping for keyword arguments; by default the first
             of a pair, else the batch. If the model computes the loss it is the whole batch, also of a pair.
         targets: batch -> what loss and metrics get besides the output. By default the second of a pair if the loss is

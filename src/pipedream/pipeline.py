@@ -23,7 +23,7 @@ from typing import Any, Self, cast
 from pipedream.callbacks import Callback, load_states, states_of
 from pipedream.capture import Captured, PlainModel
 from pipedream.core.artifact import check_json
-from pipedream.core.checkpoint import RunRequest
+from pipedream.core.checkpoint import PipelineRequest
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
@@ -377,9 +377,9 @@ def _report_checkpoint(pipeline: Pipeline, listening: Sequence[Callback], path: 
         callback.on_checkpoint(pipeline, path)
 
 
-def _make_run_request(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> RunRequest:
+def _make_run_request(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> PipelineRequest:
     changes, compensation = len(phases) > 1, options.compensation
-    return RunRequest(
+    return PipelineRequest(
         seed=options.seed or 0,
         plan=plan,
         phases=phases_text(phases) if changes else "",

@@ -196,8 +196,8 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """The request that a run carries out.
+class PipelineRequest:
+    """The request that the pipeline of a run carries out.
 
     Attributes:
         phases: as text (`core.schedule.phase`), or ''.
@@ -211,7 +211,7 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
-class Checkpoint(RunRequest, Position, Artifact):
+class Checkpoint(PipelineRequest, Position, Artifact):
     """A run, its position, and its state there. Its JSON has a checksum of its own, ``crc32``.
 
     Attributes:

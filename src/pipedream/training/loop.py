@@ -46,6 +46,9 @@ class CheckpointPolicy:
 class TrainingLoop:
     """The training loop of one run.
 
+    An evaluation after an epoch drains the pipeline first, which finishes minibatches of the next epoch if the method
+    does not flush.
+
     Args:
         began_s: when the run began, by `time.perf_counter`.
         evaluate_every: epochs; 0 evaluates only at the end.
@@ -57,7 +60,7 @@ class TrainingLoop:
         seconds_to_target: None if it is not reached.
         began_s: earlier by the seconds before the checkpoint that the run was resumed from.
         train_s: with evaluations, and those before that checkpoint.
-        samples_per_s: rate of each epoch, from the first minibatch on that no drain had finished.
+        samples_per_s: rate of each epoch, without the minibatches that the drain before it finished.
     """
 
     def __init__(

@@ -193,11 +193,13 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
     """Raises a `RecipeError` if something follows evaluations that this run does not make."""
-    stopping = "early stopping" * bool(monitored(recipe.callbacks))
-    follower = "the scheduler ReduceLROnPlateau" if pipeline.follows_evaluations else stopping
-    if follower and (recipe.test is None or not options.evaluate_every):
+    needs_evaluations = ["the scheduler ReduceLROnPlateau"] if pipeline.follows_evaluations else []
+    needs_evaluations += ["early stopping"] if monitored(recipe.callbacks) else []
+    if needs_evaluations and (recipe.test is None or not options.evaluate_every):
         missing = "the recipe has no test loader" if recipe.test is None else "evaluate_every=0 leaves only the last"
-        raise RecipeError(f"{follower} follows the evaluations, but {missing}; evaluate after epochs, or leave it out")
+        raise RecipeError(
+            f"{needs_evaluations[0]} needs evaluations, but {missing}; evaluate after epochs, or leave it out"
+        )
 
 
 def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipedream._version import __version__
 from pipedream.core.artifact import decode, encode
-from pipedream.core.checkpoint import Checkpoint, Position, RunRequest, SavedStage
+from pipedream.core.checkpoint import Checkpoint, PipelineRequest, Position, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.plan.mesh import Box
 from pipedream.core.plan.plan import Plan
@@ -71,7 +71,7 @@ class Checkpointer:
     def save(
         self,
         folder: AnyPath,
-        request: RunRequest,
+        request: PipelineRequest,
         position: Position,
         *,
         keep: int | None,
