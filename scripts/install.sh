@@ -12,8 +12,9 @@ pip() {
 
 torch=$(grep '^torch==' requirements/pins.txt)
 if ! nvidia-smi -L >/dev/null 2>&1; then
-    pip install --no-deps --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "$torch" \
+    pip install --no-compile --no-deps --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "$torch" \
         >/dev/null 2>&1 || echo "no CPU build of $torch was found; taking the ordinary one"
 fi
-pip install --requirement requirements/pins.txt
+pip install --no-compile --requirement requirements/pins.txt
+.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true # pip would take one core; some files are not valid
 pip install --no-deps --no-build-isolation --editable .
