@@ -56,8 +56,9 @@ def _count_bytes() -> dict[str, tuple[StageCollectives | None, ...]]:
             for _ in pipeline.train(batches[:2], epochs=1):
                 pass
             counts[name] = pipeline.collectives()
-            for _ in pipeline.train(batches[:2], epochs=2):  # goes on as before
-                pass
+            if name in WORDS:
+                for _ in pipeline.train(batches[:2], epochs=2):  # goes on as before
+                    pass
     return counts
 
 
