@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,28 @@ def test_training_in_evaluation_mode_warns() -> None:
     ):
         list(pipeline.train(animal.batches))
     assert not any(module.training for module in animal.model.modules())
+
+
+@pytest.mark.parametrize(("workers", "schedule"), [(2, "pipedream"), (3, "pipedream"), (2, "gpipe")])
+def test_another_batch_than_the_profiled_one_warns_once(workers: int, schedule: str) -> None:
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(animal, 2, (workers - 1, 1))
+    for planned, warned in ((1, 0), (12, 0), (5, 1)):  # 1: the plan does not say
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            pd.Pipeline(
+                copy.deepcopy(animal.model), replace(plan, batch=planned), schedule=schedule,
+                loss=animal.loss, optimizer=SGD,
+            ) as pipeline,
+        ):  # fmt: skip
+            warnings.simplefilter("always")
+            pipeline.evaluate(animal.batches)
+            for _ in range(2):
+                list(pipeline.train(animal.batches))
+        assert len(caught) == warned
+        for warning in caught:
+            assert "has 12 samples, but the plan is for 5, as many as were profiled" in str(warning.message)
+            assert "profile and plan with a batch of 12, or train with batches of 5" in str(warning.message)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

@@ -34,7 +34,7 @@ def two_stages() -> tuple[nn.Module, Plan]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     graph = capture(model, (BATCHES[0][0],)).graph
     costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
-    return model, manual_plan(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (2,))
+    return model, manual_plan(Profile("Sequential", graph, costs, 1), Cluster.flat(2), (2,))
 
 
 def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
@@ -89,7 +89,7 @@ def test_every_replica_knows_whether_there_is_an_update(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     graph = capture(model, (BATCHES[0][0],)).graph
     costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
-    plan = manual_plan(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (), (2,))
+    plan = manual_plan(Profile("Sequential", graph, costs, 1), Cluster.flat(2), (), (2,))
     with Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         dones: list[Any] = list(pipeline.train(BATCHES, epochs=1))
     assert [done.number for done in dones] == list(range(7))

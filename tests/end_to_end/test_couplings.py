@@ -204,7 +204,7 @@ class Tied:
     def plan(self) -> Plan:
         """Returns the plan; nothing is timed."""
         graph = capture(tied_model(), (sentences()[0][0],)).graph
-        profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+        profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
         if self.workers:
             return pd.plan(profile, Cluster.flat(self.workers), schedule=self.schedule, microbatches=self.parts)
         return manual_plan(profile.without_tied_groups(), Cluster.flat(sum(self.replicas)), self.cuts, self.replicas)
@@ -406,7 +406,7 @@ def test_workers_with_several_stages_go_on_with_tied_weights(run: Tied, tmp_path
 
 def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> None:
     graph = capture(tied_model(), (sentences()[0][0],)).graph
-    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
     plan = pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     assert plan.config == "1-1"
     assert check_plan(plan, profile=profile).plan.stages[0].last == 2
@@ -439,7 +439,7 @@ def train_from_meta(cuts: tuple[int, ...]) -> dict[str, Tensor]:
     graph = capture(
         nn.Sequential(table := Table(9, 8), nn.Linear(8, 8), nn.Tanh(), Last(table)), (torch.zeros(2, 6).long(),)
     ).graph
-    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
     counts = (1,) * (len(cuts) + 1)
     plan = manual_plan(profile.without_tied_groups(), Cluster.flat(len(counts)), cuts, counts)
     with pd.Pipeline(
@@ -624,7 +624,7 @@ def test_state_that_two_stages_would_move_is_refused_where_it_is_planned(shares:
     second = first if shares == "module" else Normed(first)
     model = nn.Sequential(first, nn.Linear(6, 6), second, nn.Linear(6, 3))
     graph = capture(model, (torch.randn(4, 6),)).graph
-    profile = Profile("m", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
+    profile = Profile("m", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
     with pytest.raises(PlanError, match=r"share a module with buffers, running statistics, .*; cut at one of \[3\]"):
         pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     free = replace(profile, graph=replace(graph, ties=(), whole=()))  # made without the model
@@ -707,7 +707,7 @@ SHARED = {
 def trap_plan(schedule: str) -> Plan:
     """Returns a plan of the trapped model: three stages, unless the method wants more."""
     graph = capture(trapped(), (marked(())[0][0],)).graph
-    profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
+    profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
     cuts, replicas, order = SHARED.get(schedule, ((2, 3), (1, 1, 1), ()))
     return replace(
         manual_plan(profile.without_tied_groups(), Cluster.flat(sum(replicas)), cuts, replicas), worker_order=order
@@ -823,7 +823,7 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     batches = marked((0, 5, 9, 13), count=19)  # the very first update is skipped, the last round of two is not full
     stages = [["0."], ["2."], ["4."]] if len(replicas) == 3 else [["0."], ["2.", "4."]]
     graph = capture(trapped(), (batches[1][0],)).graph
-    profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
+    profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
     plan = manual_plan(
         profile.without_tied_groups(), Cluster.flat(sum(replicas)), (2, 3)[: len(replicas) - 1], replicas
     )

@@ -34,7 +34,7 @@ def plan_of(
     costs = (LayerProfile(1.0, 1.0, 100, 100),) * len(graph.layers)
     counts = tuple(replicas or (1,) * (len(cuts) + 1))
     return manual_plan(
-        Profile("model", graph, costs, 8).without_tied_groups(), Cluster.flat(sum(counts)), tuple(cuts), counts, **how
+        Profile("model", graph, costs, 1).without_tied_groups(), Cluster.flat(sum(counts)), tuple(cuts), counts, **how
     )
 
 

@@ -59,7 +59,7 @@ def plan_of(animal: Animal, stages: int, replicas: tuple[int, ...] | None = None
         _GRAPHS[key] = capture(animal.model, (animal.batches[0][0],)).graph
     graph = _GRAPHS[key]
     costs = tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers)
-    profile = Profile(type(animal.model).__name__, graph, costs, len(animal.batches[0][0]))
+    profile = Profile(type(animal.model).__name__, graph, costs, 1)
     counts = replicas or (1,) * stages
     return manual_plan(profile, Cluster.flat(sum(counts)), animal.cuts[stages], counts, in_flight=depth)
 

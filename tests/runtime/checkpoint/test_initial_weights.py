@@ -302,7 +302,7 @@ def state_of(make: Callable[[], nn.Module], seed: int = 5) -> dict[str, Tensor]:
 
 def plan_of(make: Callable[[], nn.Module], sample: Tensor, cuts: tuple[int, ...]) -> pd.Plan:
     graph = capture(make(), (sample,)).graph
-    profile = Profile("one", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+    profile = Profile("one", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
     counts = (1,) * (len(cuts) + 1)
     return manual_plan(profile.without_tied_groups(), pd.Cluster.flat(len(counts)), cuts, counts)
 

@@ -71,7 +71,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def plan(workers: int, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> Plan:
     graph = capture(make(), (batches()[0][0],)).graph
-    profile = Profile("counted", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 9)
+    profile = Profile("counted", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
     chain = manual_plan(profile, Cluster.flat(len(cuts) + 1), cuts, (1,) * (len(cuts) + 1))
     return replace(chain, cluster=Cluster.flat(workers), worker_order=homes(workers, len(cuts) + 1))
 
@@ -218,7 +218,7 @@ def test_an_error_of_a_remote_forward_names_its_rank_and_stage() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Breaks(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     graph = capture(model, (batches()[0][0],)).graph
-    profile = Profile("breaks", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 9)
+    profile = Profile("breaks", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
     remote_plan = replace(
         manual_plan(profile, Cluster.flat(4), (1, 2, 3)), cluster=Cluster.flat(3), worker_order=homes(3, 4)
     )

@@ -230,7 +230,7 @@ class DataSources:
     ) -> None:
         self._input_ranks = programs[0].placement.readers
         self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
-        self._batch_dim = batch_dim
+        self._batch_dim, self._planned_samples = batch_dim, programs[0].plan.batch
         self._training = _OpenLoader(splits=max(program.microbatches for program in programs) > 1)
         self._evaluation = _OpenLoader(splits=False)
         self._borrowed: list[tuple[Any, Any]] = []
@@ -245,7 +245,11 @@ class DataSources:
         self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
     ) -> dict[int, Source]:
         """Opens a loader for training; without a `state` the order continues."""
-        return self._open(self._training, _DataRequest(loader, adapt, epochs, state))
+        sources = self._open(self._training, _DataRequest(loader, adapt, epochs, state))
+        source = sources.get(self._input_ranks[0])
+        if isinstance(source := source.source if isinstance(source, MeshSource) else source, ReadingSource):
+            source.splitter.planned_samples, self._planned_samples = self._planned_samples, 1
+        return sources
 
     def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Source]:
         """Opens a loader for one epoch; the training's order stays as it is."""

@@ -11,6 +11,7 @@ split, not the tensors in it.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,9 +97,11 @@ class Splitter:
 
     Attributes:
         on_first: called once, with the inputs and targets of the next minibatch and with its parts.
+        planned_samples: those of a minibatch of the plan; a warning says if the next has another number. 1: unknown.
     """
 
     on_first: Callable[[Any, Any, Parts], None] | None = None
+    planned_samples: int = 1
 
     def __init__(self, adapt: AdaptBatch, batch_dim: BatchDim = 0) -> None:
         self._adapt = adapt
@@ -119,6 +122,14 @@ class Splitter:
             inputs, targets, self._per_minibatch, self._batch_dim, self._check_leaves, self._lists
         )
         count = sum(sizes)
+        planned, self.planned_samples = self.planned_samples, 1
+        if planned not in (1, count):
+            warnings.warn(
+                f"the loader's batch has {count} samples, but the plan is for {planned}, as many as were profiled; "
+                f"its stages, seconds and bytes may not fit: profile and plan with a batch of {count}, or train with "
+                f"batches of {planned}",
+                stacklevel=2,
+            )
 
         def message(part: int, structure: str = "", tensors: tuple[torch.Tensor, ...] = ()) -> Message:
             return Message(
