@@ -256,3 +256,15 @@ def test_glossary_has_names_that_exist() -> None:
     assert [word for word, count in Counter(words).items() if count > 1 and not word.startswith("--")] == []
     avoided = {word for row in rows if len(row) == 3 for word in row[2].split(", ")} - {"not", "---", ""}
     assert sorted(avoided & set(words)) == ["tag"], "a tag is gloo's, and only gloo's"
+
+
+def test_the_start_page_has_three_cards() -> None:
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    titles, _, pictures, links = (row.strip("|").split(" | ") for row in text.splitlines() if row.startswith("|"))
+    assert len(titles) == len(pictures) == len(links) == 3
+    for title, picture in zip(titles, pictures, strict=True):
+        [(image, target)] = re.findall(r"^\[!\[.+\]\((\S+\.svg)\)\]\((\S+)\)$", picture.strip())
+        assert title.strip().endswith(f"]({target})"), "the picture leads where the title does"
+        assert (DOCS / target).is_file()
+        assert (DOCS / image).is_file()
+    assert text.count(":hidden:") == text.count("{toctree}"), "the side bar lists the pages"
