@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import (
+    BasisRotation,
     Compensation,
     ErrorFeedback,
     GapAware,
@@ -44,6 +45,13 @@ anything = st.one_of(
     st.builds(ErrorFeedback, st.none() | numbers),
     st.builds(LearningRateRescheduling, st.integers(1, 10**9)),
     st.builds(GapAware, st.floats(0, 1, exclude_max=True)),
+    st.builds(
+        BasisRotation,
+        st.integers(1, 99),
+        st.sampled_from(["uniform", "by_delay"]),
+        st.sampled_from(["two_sided", "one_sided"]),
+        st.sampled_from(["second_moment", "first_moment"]),
+    ),
 )
 
 
@@ -66,6 +74,11 @@ def test_texts() -> None:
         "error_feedback:0.5",
     ]
     assert Compensation.of_text("Error-Feedback:2") == ErrorFeedback(2.0)
+    assert Compensation.of_text("basis_rotation:one_sided:5") == BasisRotation(5, geometry="one_sided")
+    assert (
+        str(BasisRotation(5, geometry="one_sided", estimate="first_moment"))
+        == "basis_rotation:5:one_sided:first_moment"
+    )
     assert compensations(()) == ()
 
 
@@ -78,14 +91,54 @@ def test_texts() -> None:
         (Generalised, float("nan")),
         (LearningRateRescheduling, 0),
         (GapAware, 1.0),
+        (BasisRotation, 0),
     ],
 )
 def test_numbers_without_a_sense_are_refused(kind: Any, number: Any) -> None:
     with pytest.raises(ValueError, match="found"):
         kind(number)
-    (field,) = fields(kind)
+    first, *others = fields(kind)
+    values = {field.name: field.default for field in others}
     with pytest.raises(ArtifactError, match="here"):
-        Compensation.decoded({"compensation": kind.name, field.name: number}, "here")
+        Compensation.decoded({"compensation": kind.name, first.name: number, **values}, "here")
+
+
+def test_a_word_without_a_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="geometry is one of two_sided, one_sided, found 'both'"):
+        BasisRotation(geometry="both")  # type: ignore[arg-type]
+    encoded = BasisRotation().encoded() | {"estimate": "third_moment"}
+    with pytest.raises(ArtifactError, match=r"here.estimate should be one of \['second_moment', 'first_moment'\]"):
+        Compensation.decoded(encoded, "here")
+
+
+@given(st.lists(st.integers(0, 31), min_size=1, max_size=32), st.integers(1, 50))
+def test_bases_by_delay_are_as_many_as_uniform_ones(delays: list[int], every: int) -> None:
+    rotation = BasisRotation(every, "by_delay")
+    rules = [rotation.at_stage(stage, delays) for stage in range(len(delays))]
+    assert all(BasisRotation(every).at_stage(stage, delays).every == every for stage in range(len(delays)))
+    assert all(
+        a.every <= b.every
+        for a, x in zip(rules, delays, strict=True)
+        for b, y in zip(rules, delays, strict=True)
+        if x >= y
+    )
+    # Rounding to whole updates changes an interval by at most a half.
+    whole = [every * sum(delay + 1 for delay in delays) / len(delays) / (own + 1) for own in delays]
+    assert sum(1 / interval for interval in whole) == pytest.approx(len(delays) / every)
+    assert all(rule.every == max(1, round(interval)) for rule, interval in zip(rules, whole, strict=True))
+
+
+@given(st.lists(st.integers(1, 20_000), max_size=3))
+def test_sides_that_are_rotated(shape: list[int]) -> None:
+    two, one = (BasisRotation(geometry=kind).kept_shapes(shape) for kind in ("two_sided", "one_sided"))  # type: ignore[arg-type]
+    if len(shape) < 2:
+        assert two == one == {}
+        return
+    rows, columns = shape[0], int(np.prod(shape[1:]))
+    assert two == {side: (2, n, n) for side, n in (("left", rows), ("right", columns)) if n <= 10_000}
+    shorter = "left" if rows < columns else "right"
+    assert one == {side: kept for side, kept in two.items() if side == shorter}
+    assert BasisRotation(estimate="first_moment").kept_shapes(shape) == {s: (1, n, n) for s, (_, n, _) in two.items()}
 
 
 @pytest.mark.parametrize(

@@ -164,3 +164,64 @@ class GapAware(Rule):
         for name, v in velocities.items():
             self._mean[name] = self._beta * self._mean.get(name, torch.zeros_like(v)) + (1 - self._beta) * v * v
             self._count[name] = self._count.get(name, 0) + 1
+
+
+class BasisRotation(Rule):
+    """Jung, Shin and Lee, algorithms 1 and 2: AdamW, with matrices in the basis of their gradients' covariance.
+
+    As published: the first moment is kept in the weight's own coordinates, and rotated at each update.
+
+    Args:
+        every: from a stage to the updates between its bases.
+        sides: from rows and columns to the sides that are rotated.
+        first: the covariance is that of the first moment.
+    """
+
+    def __init__(
+        self, every: Callable[[int], int], *, sides: Callable[[int, int], str] = lambda m, n: "LR", first: bool = False
+    ) -> None:
+        self._every = every
+        self._sides = sides
+        self._first = first
+        self._of: dict[str, dict[str, Any]] = {}
+        self.renewed = 0
+
+    def step(self, stage: int, stepper: Any, w: Weights, y: Mapping[str, Tensor]) -> None:
+        (group,) = stepper.param_groups
+        with torch.no_grad():
+            for name, p in w.items():
+                if p.grad is not None:
+                    p *= 1 - group["lr"] * group["weight_decay"]
+                    p -= group["lr"] * self._direction(stage, name, p.grad, group)
+                    p.grad = None
+        stepper.step()  # of nothing, so that a scheduler sees one
+
+    def _direction(self, stage: int, name: str, g: Tensor, group: Mapping[str, Any]) -> Tensor:
+        (b1, b2), s = group["betas"], self._of.setdefault(name, {"t": 0, "m": torch.zeros_like(g)})
+        s["t"] += 1
+        s["m"] = b1 * s["m"] + (1 - b1) * g
+        v, flat, mean = s.get("v", 0.0), g, s["m"]
+        if g.dim() > 1:
+            flat, mean = g.flatten(1), s["m"].flatten(1)
+            both = self._sides(*flat.shape)
+            for side, x, moment in (("L", flat, mean), ("R", flat.T, mean.T)):
+                basis = s.get(side)
+                s["c" + side] = b2 * s.get("c" + side, 0.0) + (1 - b2) * x @ x.T
+                if side not in both or (basis is not None and s["t"] % self._every(stage)):
+                    continue
+                self.renewed += basis is not None
+                c = moment @ moment.T if self._first else s["c" + side]
+                n = len(c)
+                noise = 1e-6 * c.diagonal().sum() / n  # what is below keeps its place
+                if basis is None:
+                    s[side] = torch.linalg.eigh(c + noise * torch.diag(torch.arange(n, 0, -1) / n))[1].flip(1)
+                    continue
+                size = torch.stack([column @ c @ column for column in basis.T]).clamp(min=noise)
+                order = sorted(range(n), key=lambda at: -float(size[at]))
+                s[side] = torch.linalg.qr((c + noise * torch.eye(n, dtype=c.dtype)) @ basis[:, order])[0]
+                v = v[order] if side == "L" else v[:, order]
+        u, r = (s.get(side, torch.eye(n, dtype=g.dtype)) for side, n in zip("LR", (*flat.shape, 1), strict=False))
+        turn = (lambda x: u.T @ x @ r) if g.dim() > 1 else lambda x: x
+        s["v"] = b2 * v + (1 - b2) * turn(flat) ** 2
+        moved = turn(mean) / (1 - b1 ** s["t"]) / ((s["v"] / (1 - b2 ** s["t"])).sqrt() + group["eps"])
+        return (u @ moved @ r.T).reshape(g.shape) if g.dim() > 1 else moved

@@ -131,6 +131,17 @@ def _make_adamw(named: Any) -> torch.optim.Optimizer:
         Case(
             "mlp", "model:2", "d_ff:model", "pipedream", None, options={"compensation": ("error_feedback", "gap_aware")}
         ),
+        Case(
+            "mlp",
+            "model:2",
+            "d_ff:model",
+            "pipedream",
+            None,
+            options={
+                "compensation": "basis_rotation:2:one_sided",
+                "optimizer": partial(torch.optim.AdamW, lr=0.01, eps=1e-4),
+            },
+        ),
     ],
     ids=str,
 )

@@ -248,6 +248,10 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            Run("1f1b/4:12,pipedream+basis_rotation=2=one_sided:20,pipedream", evaluate_at=(), optimizer="adamw"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             Run("timeprest/3:12,timeprest_interpolated/3:20,timeprest/2", evaluate_at=()), marks=pytest.mark.slow
         ),
     ],

@@ -147,6 +147,7 @@ SAME = [
     Leg((1, 1, 1), animal="transformer", schedule="1f1b", microbatches=2, scheduler="cosine"),
     Leg((1, 1, 1), compensation=("error_feedback", "t1:25")),
     Leg((2, 1), optimizer="sgd", compensation=("spike", "gap_aware:0.9")),
+    Leg((2, 1), compensation=("basis_rotation:2:by_delay", "gap_aware:0.9")),
 ]
 
 
@@ -297,15 +298,17 @@ def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     """The last update is each parameter's own, and T1 counts on where replicas and stages are others."""
-    compensations = ("error_feedback:1", "gap_aware", "t1:40")
+    compensations = ("error_feedback:1", "gap_aware", "t1:40", "basis_rotation:2:one_sided")
     first = Leg((2, 1), 10, compensation=compensations, scheduler="none")
     go(first, tmp_path / "1", None)
     path = folders.complete_checkpoints(tmp_path / "1")[0]
     manifest = folders.read_manifest(path)
-    assert [str(rule) for rule in manifest.compensation] == ["error_feedback:1.0", "gap_aware", "t1:40"]
+    assert [str(rule) for rule in manifest.compensation] == [
+        "error_feedback:1.0", "gap_aware", "t1:40", "basis_rotation:2:one_sided",
+    ]  # fmt: skip
     kept = pieces.read_tensors(path, manifest, manifest.tensors)
     assert {name.split("/")[-1] for name in kept if name.startswith("compensation")} == {
-        "last_update", "mean_square", "steps", "greatest_rate",
+        "last_update", "mean_square", "steps", "greatest_rate", "left", "right",
     }  # fmt: skip
     # A round of the two replicas in front holds two minibatches.
     rounds = manifest.minibatches // 2

@@ -214,6 +214,9 @@ def decode(kind: Any, value: Any, place: str) -> Any:
         hints = typing.get_type_hints(kind)
         _expect(isinstance(value, list) and len(value) == len(hints), place, f"a list of {len(hints)}", value)
         return kind(*(decode(h, v, f"{place}.{n}") for (n, h), v in zip(hints.items(), value, strict=True)))
+    if origin is typing.Literal:
+        _expect(value in arguments, place, f"one of {list(arguments)}", value)
+        return value
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         choices = [item.value for item in kind]
         _expect(value in choices, place, f"one of {choices}", value)

@@ -17,6 +17,7 @@ from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
+from pipedream.core.schedule.compensation import BasisRotation
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import DistributedGroup, Group, LocalChannel, LocalGroup, Receiver, Sender
@@ -335,7 +336,8 @@ def _make_stage_state(
             "weights of its own that would not be averaged; use another optimizer, or sums='bfloat16'"
         )
     if sharding is not None:
-        sharding.adapt_optimizer(stage_state.optimizer.optimizer, parameters)
+        rotates = any(isinstance(rule, BasisRotation) for p in programs for rule in p.updates.compensation)
+        sharding.adapt_optimizer(stage_state.optimizer.optimizer, rotates=rotates)
     return stage_state
 
 

@@ -122,8 +122,9 @@ class StageState:
         """
         rule = program.weights
         self.choice = choose_weights(rule, self.versions)
-        late, mean = rule.staleness(stage), rule.mean_staleness(stage)
-        self.optimizer.switch_to(program.updates, stage, late, input_updates, mean_staleness=mean)
+        delays = [rule.staleness(at) for at in range(program.placement.stages)]
+        updates, mean = program.updates.at_stage(stage, delays), rule.mean_staleness(stage)
+        self.optimizer.switch_to(updates, stage, delays[stage], input_updates, mean_staleness=mean)
         self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
         if self.saved_tensor_hooks is not None:
             self.saved_tensor_hooks.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)

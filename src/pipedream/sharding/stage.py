@@ -35,7 +35,7 @@ from pipedream.sharding.functions import redistribute_in_steps
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part, runs_early
 from pipedream.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
-from pipedream.sharding.whole_weights import step_whole_weights, steps_each_element
+from pipedream.sharding.whole_weights import steps_each_element, whole_weights
 
 
 class _StageGenerator(_random.OffsetBasedRNGTracker):
@@ -183,12 +183,15 @@ class StageSharding:
         self._first = FirstPasses(device_mesh, group)
         self.steps_whole_weights = False
 
-    def adapt_optimizer(self, optimizer: torch.optim.Optimizer, handles: Mapping[str, torch.nn.Parameter]) -> None:
-        """Lets an optimizer that may need whole weights have them in its step."""
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer, *, rotates: bool) -> None:
+        """Decides whether the optimizer needs whole weights in its step; one that rotates them does."""
         is_sharded = any(part.part_shape != part.whole_shape for part in self._weights.values())
-        self.steps_whole_weights = is_sharded and not steps_each_element(optimizer)
-        if self.steps_whole_weights:
-            step_whole_weights(optimizer, handles, self)
+        self.steps_whole_weights = is_sharded and (rotates or not steps_each_element(optimizer))
+
+    def whole_weights(
+        self, optimizer: torch.optim.Optimizer, handles: Mapping[str, torch.nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        return whole_weights(optimizer, handles, self) if self.steps_whole_weights else nullcontext()
 
     def _find_dimension(self, name: str) -> int | None:
         names = list(self.mesh.dimensions)

@@ -6,7 +6,8 @@ numbers are those of one process for any optimizer, but the step takes memory an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from inspect import unwrap
 from typing import Any, Protocol
 
@@ -46,12 +47,15 @@ def steps_each_element(optimizer: torch.optim.Optimizer) -> bool:
     return unwrap(type(optimizer).step) in _ELEMENTWISE
 
 
-def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, nn.Parameter], parts: _Parts) -> None:
-    """Lets an optimizer of handles, which hold parts, step whole weights."""
+@contextmanager
+def whole_weights(
+    optimizer: torch.optim.Optimizer, handles: Mapping[str, nn.Parameter], parts: _Parts
+) -> Iterator[None]:
+    """Context in which an optimizer of handles, which hold parts, has whole weights, gradients and states."""
     names = {handle: name for name, handle in handles.items()}
     handle_of: dict[torch.Tensor, nn.Parameter] = {}
 
-    def gather(*_: Any) -> None:
+    def gather() -> None:
         stepped = [handle for group in optimizer.param_groups for handle in group["params"]]
         kept = [dict(optimizer.state.pop(handle, {})) for handle in stepped]
         states = [(at, key) for at, state in enumerate(kept) for key, value in state.items() if torch.is_tensor(value)]
@@ -77,7 +81,7 @@ def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, n
         for group in optimizer.param_groups:
             group["params"] = [next(wholes) for _ in group["params"]]
 
-    def keep_parts(*_: Any) -> None:
+    def keep_parts() -> None:
         for weight, handle in handle_of.items():
             owner = [names[handle]]
             handle.data.copy_(parts.take_part(owner, weight.detach()))
@@ -98,5 +102,6 @@ def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, n
             )
         return parts.take_part(owner, value)
 
-    optimizer.register_step_pre_hook(gather)
-    optimizer.register_step_post_hook(keep_parts)
+    gather()
+    yield
+    keep_parts()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import (
+    BasisRotation,
     Compensation,
     ErrorFeedback,
     GapAware,
@@ -215,8 +216,78 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
     assert penalty.max() > 1.5
 
 
+FAMILY: dict[str, Factory] = {
+    "adam": partial(torch.optim.Adam, lr=RATE, eps=1e-4, weight_decay=0.1),
+    "adam with the greatest moment": partial(torch.optim.Adam, lr=RATE, eps=1e-4, amsgrad=True),
+    "adam that climbs": partial(torch.optim.Adam, lr=RATE, eps=1e-4, weight_decay=0.1, maximize=True),
+    "adamw": partial(torch.optim.AdamW, lr=RATE, eps=1e-4, weight_decay=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=RATE, eps=1e-4, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": partial(torch.optim.RAdam, lr=RATE, eps=1e-4, weight_decay=0.1),
+    "adamax": partial(torch.optim.Adamax, lr=RATE, eps=1e-4, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("geometry", ["two_sided", "one_sided"])
+def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geometry: Any, start: Tensor) -> None:
+    """Of a basis that stays: what torch's optimizer makes of U^T W V, with U^T G V, is turned back."""
+    gradients = [torch.randn_like(start) for _ in range(12)]
+    step, optimizer = ours(start, FAMILY[name], BasisRotation(99, geometry=geometry))
+    weights = [step(gradient).clone() for gradient in gradients]
+    sides = optimizer.compensator.state["w"]
+    assert set(sides) == ({"left", "right"} if geometry == "two_sided" else {"right"})
+    u, v = (sides[s][0] if s in sides else torch.eye(n).double() for s, n in (("left", ROWS), ("right", COLUMNS)))
+    assert torch.allclose(u.T @ u, torch.eye(ROWS).double())
+    handle = nn.Parameter(u.T @ start @ v)
+    plain = FAMILY[name]([("w", handle)])
+    for gradient, weight in zip(gradients, weights, strict=True):
+        handle.grad = u.T @ gradient @ v
+        plain.step()
+        assert torch.allclose(u @ handle.detach() @ v.T, weight, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimate", ["second_moment", "first_moment"])
+def test_the_basis_becomes_that_of_the_covariance(estimate: Any) -> None:
+    """Of gradients A X B the bases become the eigenvectors of A A^T and B^T B, sorted; a vector is left alone."""
+    turns = [torch.linalg.qr(torch.randn(n, n).double()).Q for n in (4, 4)]
+    a, b = (turn * torch.tensor([8.0, 4.0, 2.0, 1.0]).double() for turn in turns)
+    w, bias = nn.Parameter(torch.zeros(4, 4).double()), nn.Parameter(torch.zeros(4).double())
+    optimizer = Optimizer({"w": w, "bias": bias}, partial(torch.optim.AdamW, lr=RATE, betas=(0.99, 0.999)))
+    rule = UpdateRule((1,), compensation=(BasisRotation(3, estimate=estimate),))
+    optimizer.switch_to(rule, 0, 1, input_updates=0)
+    for _ in range(600):
+        noise = torch.randn(4, 4).double() if estimate == "second_moment" else torch.eye(4).double()
+        w.grad, bias.grad = a @ noise @ b.T, torch.ones(4).double()
+        optimizer.step()
+    state = optimizer.compensator.state
+    assert state["bias"] == {}
+    for side, turn in zip(("left", "right"), turns, strict=True):
+        assert (state["w"][side][0].T @ turn).abs().diagonal().min() > (0.97 if estimate == "second_moment" else 0.999)
+
+
+def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(start: Tensor) -> None:
+    step, optimizer = ours(start, OTHERS["adam"], BasisRotation(2))
+    mean = torch.zeros_like(start)
+    for _ in range(7):
+        gradient = torch.randn_like(start)
+        step(gradient)
+        mean = 0.9 * mean + 0.1 * gradient
+    (moments,) = optimizer.optimizer.state.values()
+    total = float(moments["exp_avg_sq"].sum())
+    for chosen in (BasisRotation(2, estimate="first_moment"), BasisRotation(3, geometry="one_sided")):
+        optimizer.switch_to(UpdateRule((1,), compensation=(chosen,)), 0, 0, input_updates=0)
+        gradient = torch.randn_like(start)
+        step(gradient)
+        mean, total = 0.9 * mean + 0.1 * gradient, 0.999 * total + 0.001 * float(gradient.square().sum())
+        optimizer.switch_to(UpdateRule((1,)), 0, 0, input_updates=0)
+        assert optimizer.compensator.state == {"w": {}}
+        assert torch.allclose(moments["exp_avg"], mean)
+        assert float(moments["exp_avg_sq"].sum()) == pytest.approx(total), "turned, as the norm of a gradient is"
+        assert bool((moments["exp_avg_sq"] > 0).all())
+
+
 def test_state_is_taken_up_again(start: Tensor) -> None:
-    for chosen, factory in (([ErrorFeedback(2.0)], "adam"), ([GapAware()], "sgd")):
+    for chosen, factory in (([ErrorFeedback(2.0)], "adam"), ([GapAware()], "sgd"), ([BasisRotation(2)], "adam")):
         step, optimizer = ours(start, OTHERS[factory], *chosen)
         gradients = [torch.randn_like(start) for _ in range(6)]
         for g in gradients[:3]:
@@ -236,6 +307,7 @@ REFUSED = [
     (SpikeCompensation(), partial(torch.optim.SGD, momentum=0.9, dampening=0.5), r"SGD with dampening=0\.5"),
     (Generalised(0.5), partial(torch.optim.SGD, momentum=0.9, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
     (VelocityPrediction(), partial(torch.optim.SGD, momentum=0.9, maximize=True), r"SGD with maximize=True"),
+    (BasisRotation(), torch.optim.Adafactor, "rotates the moments of Adam, .*, found Adafactor"),
 ]
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_type_hints
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from pipedream.core.artifact import decode
 from pipedream.core.errors import ArtifactError, ScheduleError
@@ -29,7 +29,7 @@ from pipedream.core.schedule.weights import WeightRule
 
 @dataclass(frozen=True)
 class Compensation(ABC):
-    """One way to compensate for late gradients, with at most one number.
+    """One way to compensate for late gradients.
 
     Attributes:
         moves_weights: an update has at most one such compensation.
@@ -47,30 +47,42 @@ class Compensation(ABC):
     def kept_tensors(self, staleness: int) -> int:
         return 0
 
+    def at_stage(self, stage: int, delays: Sequence[int]) -> Self:
+        """Returns what a stage does, given the staleness of all."""
+        return self
+
     def __str__(self) -> str:
-        numbers = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
-        return ":".join([self.name, *map(repr, numbers)])
+        values = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
+        return ":".join([self.name, *(value if isinstance(value, str) else repr(value) for value in values)])
 
     @staticmethod
     def of_text(text: str) -> Compensation:
-        """Reads ``spike`` or ``spike:3``.
+        """Reads ``spike``, ``spike:3`` or, in any order, ``basis_rotation:one_sided:5``.
 
         Raises:
             ScheduleError: an unknown name, or a wrong number.
         """
-        name, colon, number = text.partition(":")
+        name, colon, rest = text.partition(":")
         kind = Compensation.kinds.get(name.strip().lower().replace("-", "_"))
         if kind is None:
             raise ScheduleError(
                 f"compensation {text!r} is not known; choose one of {', '.join(sorted(Compensation.kinds))}"
             )
+        hints = get_type_hints(kind)
+        numbers = [f.name for f in fields(kind) if get_origin(hints[f.name]) is not Literal]
+        words = {word: f.name for f in fields(kind) if f.name not in numbers for word in get_args(hints[f.name])}
+        chosen: dict[str, Any] = {}
         try:
-            hint = next((get_type_hints(kind)[f.name] for f in fields(kind)), None)
-            arguments = [] if not colon else [int(number) if hint in (int, int | None) else float(number)]
-            return kind(*arguments)
+            for value in rest.split(":") if colon else ():
+                if value in words:
+                    chosen[words[value]] = value
+                    continue
+                number = next(number for number in (*numbers, "") if number not in chosen)
+                chosen[number] = int(value) if hints.get(number) in (int, int | None) else float(value)
+            return kind(**chosen)
         except (TypeError, ValueError) as error:
-            names = ", ".join(f.name for f in fields(kind)) or "no number"
-            problem = error if isinstance(error, ValueError) else f"found {number or 'none'}"
+            names = ", ".join([*numbers, *words]) or "no number"
+            problem = error if isinstance(error, ValueError) else f"found {rest or 'none'}"
             raise ScheduleError(f"compensation {text!r} takes {names}, as in NAME:NUMBER: {problem}") from None
 
     def encoded(self) -> dict[str, Any]:
@@ -265,6 +277,60 @@ class GapAware(Compensation):
 
     def __post_init__(self) -> None:
         _expect(0.0 <= self.decay < 1.0, f"the decay of an average lies between 0 and 1, found {self.decay}")
+
+
+@dataclass(frozen=True)
+class BasisRotation(Compensation):
+    """Adam in the basis of the gradients' covariance, where its steps stay useful though they are late.
+
+    Jung, Shin and Lee, Mitigating Staleness in Asynchronous Pipeline Parallelism via Basis Rotation, ICML 2026,
+    algorithms 1 and 2. For a matrix with gradient G, moments M and V in the rotated basis, and any optimizer of the
+    Adam family:
+
+        L = E[G G^T],  R = E[G^T G],  U <- qr(L U),  V <- qr(R V),  W <- W - lr U adam(U^T G V) V^T
+
+    E are averages with the optimizer's second decay; `first_moment` takes M M^T and M^T M for them. The first basis has
+    the eigenvectors; before each later one its columns are sorted by eigenvalue. Rotated are all weights of two or more
+    dimensions, as matrices of their first dimension and all others. A side longer than `longest` (SOAP's limit) is
+    left as it is.
+
+    Attributes:
+        every: updates from one basis to the next.
+        frequency: `by_delay`: with the same number of new bases in all stages together, in proportion to D + 1.
+        geometry: `one_sided` rotates the shorter side alone.
+    """
+
+    name: ClassVar[str] = "basis_rotation"
+    longest: ClassVar[int] = 10_000
+    every: int = 10
+    frequency: Literal["uniform", "by_delay"] = "uniform"
+    geometry: Literal["two_sided", "one_sided"] = "two_sided"
+    estimate: Literal["second_moment", "first_moment"] = "second_moment"
+
+    def __post_init__(self) -> None:
+        _expect(self.every >= 1, f"a basis is renewed after at least 1 update, found {self.every}")
+        for name in ("frequency", "geometry", "estimate"):
+            value, choices = getattr(self, name), get_args(get_type_hints(BasisRotation)[name])
+            _expect(value in choices, f"{name} is one of {', '.join(choices)}, found {value!r}")
+
+    @property
+    def keeps_covariance(self) -> bool:
+        return self.estimate == "second_moment"
+
+    def at_stage(self, stage: int, delays: Sequence[int]) -> Self:
+        if self.frequency == "uniform":
+            return self
+        mean = sum(delay + 1 for delay in delays) / len(delays)
+        return replace(self, every=max(1, round(self.every * mean / (delays[stage] + 1))), frequency="uniform")
+
+    def kept_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, int, int]]:
+        """Returns what is kept for a weight's rows ('left') and columns: (1 or 2, n, n), the basis and the average."""
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
+        lengths = {"left": rows, "right": columns}
+        if self.geometry == "one_sided":
+            lengths = {"left": rows} if rows < columns else {"right": columns}
+        count = 1 + self.keeps_covariance
+        return {side: (count, length, length) for side, length in lengths.items() if 0 < length <= self.longest}
 
 
 def compensations(chosen: Any) -> tuple[Compensation, ...]:

@@ -141,7 +141,7 @@ def read_phases(text: str) -> tuple[Phase, ...]:
                 "1f1b/4:200,paci[backward_rule=recompute]/4+spike:3e,1f1b/4"
             )
         name, split, made_up, end, of_epochs = read.groups()
-        texts = [item.replace("=", ":", 1) for item in made_up.split("+")[1:]]
+        texts = [item.replace("=", ":") for item in made_up.split("+")[1:]]
         phase = Phase(
             name,
             microbatches=int(split) if split else None,

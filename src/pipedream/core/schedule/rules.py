@@ -9,7 +9,8 @@ averaged in one of two ways (docs/exact_rules.md, Normalisation):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
@@ -47,6 +48,10 @@ class UpdateRule:
     def kept_tensors(self, staleness: int) -> int:
         """Returns how many tensors are kept for each weight."""
         return sum(compensation.kept_tensors(staleness) for compensation in self.compensation)
+
+    def at_stage(self, stage: int, delays: Sequence[int]) -> UpdateRule:
+        """Returns the rule with the stage's own compensation, given the staleness of all stages."""
+        return replace(self, compensation=tuple(rule.at_stage(stage, delays) for rule in self.compensation))
 
     def rate_factor(self, stage: int, staleness: float, rounds: int) -> float:
         """Returns the factor on the user's learning rate at a stage; `rounds` are updates of the input stage."""

@@ -12,12 +12,16 @@ The stored weights are the compensated ones, y of `core.schedule.compensation`; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.compensation import Compensation, ErrorFeedback, GapAware, OfVelocity
+from pipedream.core.schedule.compensation import BasisRotation, Compensation, ErrorFeedback, GapAware, OfVelocity
+from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, turn_back
+from pipedream.sharding.stage import StageSharding
 
 _COUPLED = (
     torch.optim.SGD,
@@ -50,8 +54,10 @@ class Compensator:
         staleness: int,
         optimizer: torch.optim.Optimizer,
         handles: Mapping[str, torch.nn.Parameter],
+        sharding: StageSharding | None = None,
     ) -> None:
         self._staleness = staleness
+        self._sharding = sharding
         self._optimizer = optimizer
         self._handles = dict(handles)
         self._names = {id(handle): name for name, handle in handles.items()}
@@ -60,14 +66,27 @@ class Compensator:
         feedback = next((compensation for compensation in chosen if isinstance(compensation, ErrorFeedback)), None)
         self._strength = feedback.strength_at(staleness) if feedback is not None else 0.0
         check_optimizer(chosen, optimizer)
-        self.state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
+        self._state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
+        self._sides: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
+        self._rotation = next(
+            (compensation for compensation in chosen if isinstance(compensation, BasisRotation)), None
+        )
+        self._rotated_step: RotatedStep | None = None
+        if self._rotation is not None:
+            adds_decay = partial(_adds_decay_to_gradient, optimizer)
+            self._rotated_step = RotatedStep(self._rotation, optimizer, self._names, self._sides, adds_decay)
         for name, handle in handles.items():
             if self._strength:
-                self.state[name]["last_update"] = torch.zeros_like(handle, requires_grad=False)
+                self._state[name]["last_update"] = torch.zeros_like(handle, requires_grad=False)
             if self._gap is not None:
-                self.state[name]["mean_square"] = torch.zeros_like(handle, requires_grad=False)
-                self.state[name]["steps"] = torch.zeros((), dtype=torch.int64)
-                self.state[name]["greatest_rate"] = torch.zeros((), dtype=torch.float64)
+                self._state[name]["mean_square"] = torch.zeros_like(handle, requires_grad=False)
+                self._state[name]["steps"] = torch.zeros((), dtype=torch.int64)
+                self._state[name]["greatest_rate"] = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What checkpoints keep: parameter's name -> tensors."""
+        return {name: kept | self._sides[name] for name, kept in self._state.items()}
 
     @property
     def needs_read_weights(self) -> bool:
@@ -88,11 +107,11 @@ class Compensator:
             decay = -decay if group.get("maximize", False) else decay  # added to the gradient's negative
             for handle in group["params"]:
                 name = self._names.get(id(handle))
-                steps = 0 if name is None else int(self.state[name]["steps"])
+                steps = 0 if name is None else int(self._state[name]["steps"])
                 # Before the first step no weight has moved: there is no gap.
                 if handle.grad is None or name is None or not steps:
                     continue
-                state = self.state[name]
+                state = self._state[name]
                 usual = (state["mean_square"] / (1.0 - self._gap.decay**steps)).sqrt_().add_(self._gap.eps)
                 usual.mul_(float(state["greatest_rate"]))
                 gap = (newest[name].detach() - read[name].detach()).abs_().to(usual.dtype)
@@ -109,7 +128,7 @@ class Compensator:
         elif self._strength or self._gap is not None:
             self._step_and_track()
         else:
-            self._optimizer.step()
+            self._step_optimizer()
 
     def unpredicted(self, factor: float) -> dict[str, torch.Tensor]:
         """Returns name -> weights w = y + p, from which the stored ones are predicted.
@@ -118,7 +137,7 @@ class Compensator:
         """
         weights = {name: handle.detach() for name, handle in self._handles.items()}
         if self._strength:
-            for name, state in self.state.items():
+            for name, state in self._state.items():
                 weights[name] = weights[name] + self._strength * state["last_update"]
         if self._velocity is not None:
             for group in self._optimizer.param_groups:
@@ -130,10 +149,27 @@ class Compensator:
         return weights
 
     def load(self, name: str, saved: Mapping[str, torch.Tensor]) -> None:
-        """Loads a parameter's state from a checkpoint; missing entries begin anew."""
-        for key, tensor in self.state[name].items():
+        """Loads a parameter's state from a checkpoint or another method; missing entries begin anew."""
+        for key, tensor in self._state[name].items():
             if key in saved:
                 tensor.copy_(saved[key])
+        handle = self._handles[name]
+        sides = {side: saved[side].to(handle.device, copy=True) for side in ("left", "right") if side in saved}
+        shapes = {} if self._rotation is None else self._rotation.kept_shapes(handle.shape)
+        if {side: tuple(kept.shape) for side, kept in sides.items()} == shapes:
+            self._sides[name] |= sides
+        elif sides:
+            moments = {n: t for n, t in self._optimizer.state.get(handle, {}).items() if torch.is_tensor(t) and t.dim()}
+            for key, turned in turn_back(self._gather(name, moments), sides).items():
+                moments[key].copy_(turned if self._sharding is None else self._sharding.take_part([name], turned))
+
+    def _gather(self, name: str, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return parts if self._sharding is None else {n: self._sharding.gather([name], t) for n, t in parts.items()}
+
+    def _step_optimizer(self) -> None:
+        step = self._optimizer.step if self._rotated_step is None else self._rotated_step.step
+        with nullcontext() if self._sharding is None else self._sharding.whole_weights(self._optimizer, self._handles):
+            step()
 
     def _step_along_velocity(self, kind: OfVelocity) -> None:
         """Lets the optimizer step at rate 0, which only updates its velocity, then moves y by lr (a v + b g).
@@ -144,7 +180,7 @@ class Compensator:
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = 0.0
-        self._optimizer.step()
+        self._step_optimizer()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
             a, b = kind.coefficients(group["momentum"], self._staleness)
@@ -168,14 +204,14 @@ class Compensator:
     def _step_and_track(self) -> None:
         handles = list(self._handles.values())
         if not handles:
-            self._optimizer.step()
+            self._step_optimizer()
             return
         updates = [handle.detach().clone() for handle in handles]
-        self._optimizer.step()
+        self._step_optimizer()
         weights = [handle.detach() for handle in handles]
         torch._foreach_sub_(updates, weights)
         if self._strength:
-            states = [self.state[name] for name in self._handles]
+            states = [self._state[name] for name in self._handles]
             lasts = [state["last_update"] for state in states]
             torch._foreach_add_(weights, updates, alpha=-self._strength)
             torch._foreach_add_(weights, lasts, alpha=self._strength)
@@ -196,7 +232,7 @@ class Compensator:
         if self._gap is None or not rate:
             return
         for handle, step in zip(handles, steps, strict=True):
-            state = self.state[self._names[id(handle)]]
+            state = self._state[self._names[id(handle)]]
             state["mean_square"].mul_(self._gap.decay).addcmul_(step, step, value=1.0 - self._gap.decay)
             state["steps"] += 1
             state["greatest_rate"].clamp_(min=rate)
@@ -207,6 +243,8 @@ def check_optimizer(chosen: Sequence[Compensation], optimizer: torch.optim.Optim
     for compensation in chosen:
         if isinstance(compensation, OfVelocity):
             _check_velocity(compensation, optimizer)
+        if isinstance(compensation, BasisRotation):
+            check_has_moments(compensation, optimizer)
 
 
 def _adds_decay_to_gradient(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

@@ -170,7 +170,7 @@ class Optimizer:
                 "the optimizer LBFGS computes the loss several times per update, but a pipeline does so once; use one "
                 "that steps by gradients, such as SGD, AdamW or Muon"
             )
-        self.compensator = Compensator((), 0, self.optimizer, handles)
+        self.compensator = Compensator((), 0, self.optimizer, handles, sharding)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._clock_rate = 1, 1
         self._rate_factor: Callable[[int], float] = lambda rounds: 1.0
@@ -219,7 +219,7 @@ class Optimizer:
         self._mean_of_rounds = updates.mean_of_rounds
         self._rate_factor = partial(updates.rate_factor, stage, staleness if mean_staleness is None else mean_staleness)
         before = self.compensator.state
-        self.compensator = Compensator(updates.compensation, staleness, self.optimizer, self.named)
+        self.compensator = Compensator(updates.compensation, staleness, self.optimizer, self.named, self._sharding)
         for name, kept in before.items():
             self.compensator.load(name, kept)
 

@@ -1,0 +1,178 @@
+"""Basis rotation: an optimizer of the Adam family steps matrices in a rotated basis (`BasisRotation`).
+
+Around the optimizer's own step each matrix is replaced by zeros with the rotated gradient; the step that they make is
+rotated back and added to the weight. First moments are kept in the rotated basis, and follow it when it changes; second
+moments stay, as published. Weight decay is applied to the weight itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.compensation import BasisRotation
+
+_FAMILY = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+_FIRST = "exp_avg"
+_NOISE = 1e-6
+"""Eigenvalues below this share of their mean are rounding: their columns keep order and direction, so that no number
+depends on the rounding of a gradient that has fewer directions than its matrix."""
+Sides = dict[str, torch.Tensor]
+"""'left' or 'right' -> the basis and, for the estimate by second moments, the covariance of gradients: (1 or 2, n, n)
+for n rows or columns."""
+
+
+class _Turned(NamedTuple):
+    """A matrix during the optimizer's step; `weight` are its own numbers."""
+
+    handle: torch.nn.Parameter
+    weight: torch.Tensor
+    sides: Sides
+
+
+class RotatedStep:
+    """Steps an optimizer, with matrices in a rotated basis.
+
+    Args:
+        kind: with the frequency of this stage (`BasisRotation.at_stage`).
+        names: id of a parameter -> its name.
+        state: name -> sides; gets those of a matrix at its first update.
+        adds_decay: whether the weight decay of a parameter group is added to the gradient.
+    """
+
+    def __init__(
+        self,
+        kind: BasisRotation,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        state: Mapping[str, Sides],
+        adds_decay: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
+        self._kind = kind
+        self._optimizer = optimizer
+        self._names = [[names.get(id(handle)) for handle in group["params"]] for group in optimizer.param_groups]
+        self._state = state
+        self._adds_decay = adds_decay
+
+    def step(self) -> None:
+        """On a mesh the optimizer has whole weights meanwhile, in the order of its own."""
+        turned = [
+            self._turn(handle, group, self._state[name])
+            for group, names in zip(self._optimizer.param_groups, self._names, strict=True)
+            for handle, name in zip(group["params"], names, strict=True)
+            if name is not None and handle.grad is not None and self._rotates(handle)
+        ]
+        self._optimizer.step()
+        for handle, weight, sides in turned:
+            step = _rotate(_to_matrix(handle.data), sides, back=True)
+            handle.data = weight
+            weight.add_(step.reshape(weight.shape))
+
+    def _rotates(self, handle: torch.nn.Parameter) -> bool:
+        is_dense = not handle.is_complex() and handle.grad is not None and not handle.grad.is_sparse
+        return is_dense and bool(self._kind.kept_shapes(handle.shape))
+
+    def _turn(self, handle: torch.nn.Parameter, group: Mapping[str, Any], sides: Sides) -> _Turned:
+        """Puts a matrix of zeros and the rotated gradient into a handle."""
+        assert handle.grad is not None
+        weight, sign = handle.data, -1 if group.get("maximize", False) else 1
+        gradient = sign * _to_matrix(handle.grad)
+        if decay := group["weight_decay"]:
+            if self._adds_decay(group):
+                gradient = gradient + decay * _to_matrix(weight)
+            else:
+                weight.mul_(1 - group["lr"] * decay)
+        self._follow(handle, group["betas"], gradient, sides)
+        handle.grad = (sign * _rotate(gradient, sides)).reshape(weight.shape).to(handle.grad.dtype)
+        handle.data = torch.zeros_like(weight)
+        return _Turned(handle, weight, sides)
+
+    def _follow(
+        self, handle: torch.nn.Parameter, betas: tuple[float, float], gradient: torch.Tensor, sides: Sides
+    ) -> None:
+        """Takes a gradient into the estimate, and renews the basis if that is due."""
+        moments, is_new = self._optimizer.state.get(handle, {}), not sides
+        if is_new:
+            sides |= {side: gradient.new_zeros(size) for side, size in self._kind.kept_shapes(handle.shape).items()}
+        if self._kind.keeps_covariance:
+            for side, kept in sides.items():
+                kept[1].lerp_(gradient @ gradient.T if side == "left" else gradient.T @ gradient, 1 - betas[1])
+        if not is_new and (int(moments["step"]) + 1) % self._kind.every:
+            return
+        average = None
+        if _FIRST in moments:
+            average = _to_matrix(moments[_FIRST])
+            average = average if is_new else _rotate(average, sides, back=True)
+        mean = (1 - betas[0]) * gradient + (0 if average is None else betas[0] * average)
+        seconds = [key for key, tensor in moments.items() if key != _FIRST and tensor.shape == handle.shape]
+        for side, kept in sides.items():
+            order = self._renew(kept, mean if side == "left" else mean.T, is_new)
+            for key in seconds:
+                at = _to_matrix(moments[key]).index_select(0 if side == "left" else 1, order)
+                moments[key].copy_(at.reshape(handle.shape))
+        if average is not None:
+            moments[_FIRST].copy_(_rotate(average, sides).reshape(handle.shape))
+        for key in seconds if is_new else ():
+            moments[key].copy_(_rotate(_to_matrix(moments[key]), _square(sides)).reshape(handle.shape))
+
+    def _renew(self, kept: torch.Tensor, mean: torch.Tensor, is_new: bool) -> torch.Tensor:
+        """Renews the basis of one side: the first is exact, then each takes a step of a power iteration.
+
+        Returns the order of the columns before that step.
+        """
+        size = kept[1].trace() if self._kind.keeps_covariance else mean.square().sum()
+        noise = _NOISE * size / len(mean)
+        if is_new:
+            matrix = kept[1] if self._kind.keeps_covariance else mean @ mean.T
+            # Numbers that are not finite have spoilt the weights already; they raise no error here.
+            apart = torch.arange(len(mean), 0, -1, device=mean.device) * noise / len(mean)
+            kept[0] = torch.linalg.eigh(torch.nan_to_num(matrix + apart.diag(), 0.0, 0.0, 0.0)).eigenvectors.flip(1)
+            return torch.arange(len(mean), device=mean.device)
+        image = kept[1] @ kept[0] if self._kind.keeps_covariance else mean @ (mean.T @ kept[0])
+        order = (kept[0] * image).sum(0).clamp_(min=noise).argsort(descending=True, stable=True)
+        kept[0] = torch.linalg.qr((image + noise * kept[0])[:, order]).Q
+        return order
+
+
+def turn_back(moments: Mapping[str, torch.Tensor], sides: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns an optimizer's moments of a matrix without the rotation.
+
+    Second moments are turned as if the elements of a gradient were uncorrelated.
+    """
+    bases = {key: sides if key == _FIRST else _square(sides) for key in moments}
+    return {key: _rotate(_to_matrix(t), bases[key], back=True).reshape(t.shape) for key, t in moments.items()}
+
+
+def check_has_moments(kind: BasisRotation, optimizer: torch.optim.Optimizer) -> None:
+    """Raises a `ScheduleError` if an optimizer is not of the Adam family."""
+    if not isinstance(optimizer, _FAMILY):
+        raise ScheduleError(
+            f"compensation {kind} rotates the moments of Adam, AdamW, NAdam, RAdam or Adamax, found "
+            f"{type(optimizer).__name__}, which has none; use one of these, or error_feedback, which works with any "
+            "optimizer"
+        )
+
+
+def _to_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as a matrix of its first dimension and all others, in float32 or more."""
+    matrix = tensor.detach().reshape(tensor.shape[0], prod(tensor.shape[1:]))
+    return matrix.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _rotate(matrix: torch.Tensor, sides: Mapping[str, torch.Tensor], *, back: bool = False) -> torch.Tensor:
+    """Returns U^T X V or, back, U X V^T."""
+    if "left" in sides:
+        basis = sides["left"][0]
+        matrix = (basis if back else basis.T) @ matrix
+    if "right" in sides:
+        basis = sides["right"][0]
+        matrix = matrix @ (basis.T if back else basis)
+    return matrix
+
+
+def _square(sides: Mapping[str, torch.Tensor]) -> Sides:
+    return {side: kept[:1].square() for side, kept in sides.items()}
