@@ -188,6 +188,7 @@ STANDS_ON = {
     "ftpipe_ga": ("pipedream", GapAware()),
     "pipedream_lr": ("pipedream", LearningRateRescheduling(7000)),
     "one_step_ef": ("pipedream_2bw", ErrorFeedback(1.0)),
+    "basis_rotation": ("pipedream", BasisRotation()),
     "pb_lwp_sc": ("pb_lwp", SpikeCompensation()),
 }
 

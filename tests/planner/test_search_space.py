@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pipedream as pd
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Call, Layer, LayerGraph
+from pipedream.core.model.matrices import Matrices
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.memory import StageMemory
+from pipedream.core.schedule.phase import read_phases
 from pipedream.planner import SearchSpace, manual_plan
+from pipedream.workflows.prepare import check_phases_fit
 
 TINY = Profile.of_chain(
     (
@@ -52,6 +57,32 @@ def test_every_field_of_every_stage() -> None:
     assert first.memory == StageMemory(100, 100, 100, 100, 2 * 9, 2 * 60 + 3 * 12, 0)
     assert second.memory == StageMemory(300, 0, 301, 300, 6, 5 * 12, 0)
     assert first.peak_bytes == first.memory.total_bytes == 574
+
+
+def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
+    """Weights of 50 x 20 and 10 x 30 numbers of 4 bytes; the basis and the covariance of each side."""
+    shapes = (Matrices(50, 20, 1, 4000), Matrices(10, 30, 2, 2400))
+    layers = tuple(LayerProfile(1.0, 2.0, 10, m.size_bytes, matrices=(m,)) for m in shapes)
+    profile = Profile.of_chain(layers, batch=5)
+    plan = pd.plan(profile, Cluster.flat(2), schedule="basis_rotation", shape="straight")
+    plain = pd.plan(profile, Cluster.flat(2), schedule="pipedream", shape="straight")
+    kept = [2 * 4 * (50 * 50 + 20 * 20), 2 * 2 * 4 * (10 * 10 + 30 * 30)]
+    for stage, other, more in zip(plan.stages, plain.stages, kept, strict=True):
+        assert stage.memory.optimizer_bytes - other.memory.optimizer_bytes == more
+    assert Profile.from_json(profile.to_json()) == profile
+    peak, one_sided, cheapest = plan.stages[0].peak_bytes, 2 * 4 * 20 * 20, 4 * 20 * 20
+    for memory, words in (
+        (peak, None),
+        (peak - 1, r"keeps 23\.2 kB there, basis_rotation:one_sided 3\.20 kB, which fits: ask for it"),
+        (peak - kept[0] + one_sided - 1, r"basis_rotation:one_sided:first_moment 1\.60 kB, which fits"),
+        (peak - kept[0] + cheapest - 1, r"basis_rotation keeps 23\.2 kB there; move layers"),
+    ):
+        tight = replace(plan, cluster=Cluster.flat(2, memory_bytes=memory))
+        for known in (profile, None):
+            with nullcontext() if words is None else pytest.raises(PlanError, match=words):
+                check_phases_fit(tight, read_phases("pipedream+basis_rotation"), known)
+    with pytest.raises(PlanError):
+        pd.plan(profile, Cluster.flat(2, memory_bytes=20_000), schedule="basis_rotation", shape="straight")
 
 
 def test_each_stage_takes_the_fixed_part_of_an_update() -> None:

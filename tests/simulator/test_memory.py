@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.memory import (
     DEFERRED_SHARE,
     StageSizes,
@@ -191,6 +192,27 @@ def test_peak_is_that_of_the_memory_model(name: str, versions: tuple[int, ...]) 
     )
     assert timeline.peak_bytes == peaks
     assert tuple(row.peak_bytes for row in run_metrics(timeline).per_rank) == peaks
+
+
+def test_what_a_basis_takes_is_counted_and_timed() -> None:
+    """Two square matrices for each side of two weights of 30 x 40 float32 numbers; the last stage has none."""
+    rows = tuple(replace(row, matrices=(Matrices(30, 40, 2, 9600),) if s < 2 else ()) for s, row in enumerate(ROWS))
+    plan = replace(PLAN, stages=rows, unit="microbatch")
+    plain, rotated, gpu = (
+        simulate(lower(build(name, plan)), costs(replace(plan, cluster=Cluster.flat(3, device=device))), 24)
+        for name, device in (("pipedream", "cpu"), ("basis_rotation", "cpu"), ("basis_rotation", "V100-16GB"))
+    )
+    kept = 2 * 2 * (30 * 30 + 40 * 40) * 4
+    assert [b[0] - a[0] for a, b in zip(plain.memory, rotated.memory, strict=True)] == [kept, kept, 0]
+    assert [b - a >= kept for a, b in zip(plain.peak_bytes, rotated.peak_bytes, strict=True)] == [True, True, False]
+    # Three products an update: gradient, step, covariance; every tenth the first moment twice, a power step, and a QR
+    # decomposition for four.
+    flops = sum(2 * (3.2 * 2 * 30 * 40 * n + (1 + 4) / 10 * 2 * n**3) for n in (30, 40))
+    for timeline, rate in ((rotated, 8e-12), (gpu, 1 / (0.75 * 15.7e12))):
+        took = {s.stage: s.end_s - s.start_s for s in timeline.spans if s.kind == "U"}
+        before = {s.stage: s.end_s - s.start_s for s in plain.spans if s.kind == "U"}
+        added = [took[s] - before[s] for s in range(3)]
+        assert added == pytest.approx([flops * rate, flops * rate, 0], rel=1e-6, abs=1e-12)
 
 
 def test_a_picture_of_the_memory_of_a_split_backward() -> None:

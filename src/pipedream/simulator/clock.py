@@ -64,7 +64,7 @@ def simulate(
         ValueError: a slow rank that does not exist.
     """
     with _pause_collection():
-        return _Clock(program, costs, total, stragglers or Stragglers(), in_turns).run()
+        return _Clock(program, costs.with_compensation(program), total, stragglers or Stragglers(), in_turns).run()
 
 
 @contextmanager

@@ -6,17 +6,24 @@ Sums over replicas begin inside the backward, bucket by bucket (`core.plan.cost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from math import exp, isfinite, log1p, sqrt
+from operator import add
 from random import Random
 
+from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.devices import device_named
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import Site, all_reduce_bytes, all_reduce_s, sum_buckets
 from pipedream.core.plan.placement import Carries
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.program import Channel
+from pipedream.core.schedule.program import Channel, Program
+
+_CORE_S_PER_FLOP = 8e-12
+"""In products of matrices of 512 to 1024 rows, of float32: torch 2.13, an x86 server."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,18 @@ class Costs:
         }
         return by_kind[kind][stage]
 
+    def with_compensation(self, program: Program) -> Costs:
+        """Returns the costs with what the program's compensation computes at an update."""
+        weights, stages = program.weights, range(len(self.update_s))
+        if not program.updates.compensation:
+            return self
+        delays, added = [weights.staleness(stage) for stage in stages], []
+        for stage in stages:
+            rules = program.updates.at_stage(stage, delays).compensation
+            flops = sum(rule.update_flops(program.plan.stages[stage].matrices) for rule in rules)
+            added.append(flops * _product_s(self.cluster.devices[self.worker(program.placement.ranks[stage][0])]))
+        return replace(self, update_s=tuple(map(add, self.update_s, added)))
+
     def sum_s(self, stage: int) -> float:
         """Returns the seconds on idle ports, including the hidden part.
 
@@ -200,6 +219,13 @@ class Costs:
     def transfer_s(self, channel: Channel) -> float:
         """Returns the seconds from the start of a message to its arrival on idle ports."""
         return self.channel_bytes(channel) / self.link(channel)[0] + self.latency_s(channel)
+
+
+def _product_s(device: str) -> float:
+    """Returns the seconds of an operation in a product of matrices."""
+    with suppress(ProfileError):
+        return device_named(device).op_s(1.0, 0.0, launches=0)
+    return _CORE_S_PER_FLOP
 
 
 def bucket_costs(size_bytes: float, site: Site) -> tuple[tuple[float, float], ...]:

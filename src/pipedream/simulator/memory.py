@@ -139,7 +139,7 @@ class _StageTrace:
         self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
         tensors = program.updates.kept_tensors(program.weights.staleness(stage))
         tensors += (row.replicas > 1) * program.plan.costs.sum_costs[stage].kept_tensors
-        kept = tensors * self.weights_bytes
+        kept = tensors * self.weights_bytes + program.updates.kept_bytes(row.matrices)
         # An update needs one more of the kept tensors.
         self.update_bytes = int(self.weights_bytes + sizes.update_working_bytes + (self.weights_bytes if kept else 0))
         self.start_bytes: int = (

@@ -13,6 +13,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.memory import peers_of, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
+from pipedream.core.schedule.compensation import BasisRotation
 from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
@@ -222,6 +223,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             update_delay=plan.update_delay[s],
             recompute=stage.recompute,
             peers=its_peers,
+            kept_bytes=usage.kept_bytes(stage.matrices),
             kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.sum_costs[s].kept_tensors,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
@@ -235,9 +237,26 @@ def _check_stage_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
         raise PlanError(
             f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {usage.in_flight} in flight and "
             f"{usage.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}{others}, a "
-            f"worker has {format_bytes(plan.costs.sites[s].memory_bytes or 0)}; move layers to another stage, use a "
-            "smaller depth or more microbatches"
+            f"worker has {format_bytes(plan.costs.sites[s].memory_bytes or 0)}; {_advise_rotation(plan, s, usage)}move "
+            "layers to another stage, use a smaller depth or more microbatches"
         )
+
+
+def _advise_rotation(plan: Plan, s: int, usage: StageOccupancy) -> str:
+    """Returns what the bases of a stage take, if there are any, and which smaller form of them fits."""
+    rules = () if usage.updates is None else usage.updates.compensation
+    rotation = next((rule for rule in rules if isinstance(rule, BasisRotation)), None)
+    if rotation is None:
+        return ""
+    stage, one_sided = plan.stages[s], replace(rotation, geometry="one_sided")
+    kept, over = rotation.kept_bytes(stage.matrices), stage.peak_bytes - (plan.costs.sites[s].memory_bytes or 0)
+    for smaller in (one_sided, replace(one_sided, estimate="first_moment")):
+        need = smaller.kept_bytes(stage.matrices)
+        if kept - need >= over:
+            return (
+                f"{rotation} keeps {format_bytes(kept)} there, {smaller} {format_bytes(need)}, which fits: ask for it, "
+            )
+    return f"{rotation} keeps {format_bytes(kept)} there; "
 
 
 _SAME = 1e-9

@@ -30,6 +30,7 @@ from pipedream.core.schedule.compensation import (
     VelocityPrediction,
 )
 from pipedream.core.schedule.rules import UpdateRule
+from pipedream.profiler.sizes import list_matrices
 from pipedream.runtime.update.optimizer import Optimizer
 
 UPDATES = 300
@@ -263,6 +264,24 @@ def test_the_basis_becomes_that_of_the_covariance(estimate: Any) -> None:
     assert state["bias"] == {}
     for side, turn in zip(("left", "right"), turns, strict=True):
         assert (state["w"][side][0].T @ turn).abs().diagonal().min() > (0.97 if estimate == "second_moment" else 0.999)
+
+
+@pytest.mark.parametrize("estimate", ["second_moment", "first_moment"])
+@pytest.mark.parametrize("geometry", ["two_sided", "one_sided"])
+def test_bases_keep_the_bytes_that_plans_count(geometry: Any, estimate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BasisRotation, "longest", 20)
+    shapes = [(3, 5), (5, 3), (4, 4), (4, 2, 3), (21, 2), (1, 6), (7,)]
+    handles = {str(shape): nn.Parameter(torch.randn(shape)) for shape in shapes}
+    optimizer, rule = Optimizer(handles, torch.optim.AdamW), BasisRotation(2, geometry=geometry, estimate=estimate)
+    optimizer.switch_to(UpdateRule((1,), compensation=(rule,)), 0, 1, input_updates=0)
+    for _ in range(5):
+        for handle in handles.values():
+            handle.grad = torch.randn_like(handle)
+        optimizer.step()
+    kept = sum(t.nbytes for state in optimizer.compensator.state.values() for t in state.values())
+    (matrices,) = list_matrices([nn.ParameterList(handles.values())])
+    assert kept == rule.kept_bytes(matrices) > 0
+    assert all(bool(handle.isfinite().all()) for handle in handles.values())
 
 
 def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(start: Tensor) -> None:

@@ -24,7 +24,11 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_
 
 from pipedream.core.artifact import decode
 from pipedream.core.errors import ArtifactError, ScheduleError
+from pipedream.core.model.matrices import Matrices
 from pipedream.core.schedule.weights import WeightRule
+
+_QR = 4.0
+"""A QR decomposition takes as long as so many products of two square matrices (one core, 512 to 1024 rows)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,14 @@ class Compensation(ABC):
 
     def kept_tensors(self, staleness: int) -> int:
         return 0
+
+    def kept_bytes(self, matrices: Iterable[Matrices]) -> int:
+        """Returns what is kept for weights of these shapes besides `kept_tensors`."""
+        return 0
+
+    def update_flops(self, matrices: Iterable[Matrices]) -> float:
+        """Returns the mean operations of an update of weights of these shapes; a multiply-add counts as two."""
+        return 0.0
 
     def at_stage(self, stage: int, delays: Sequence[int]) -> Self:
         """Returns what a stage does, given the staleness of all."""
@@ -331,6 +343,23 @@ class BasisRotation(Compensation):
             lengths = {"left": rows} if rows < columns else {"right": columns}
         count = 1 + self.keeps_covariance
         return {side: (count, length, length) for side, length in lengths.items() if 0 < length <= self.longest}
+
+    def kept_bytes(self, matrices: Iterable[Matrices]) -> int:
+        total = 0
+        for rows, columns, tensors, size_bytes in matrices:
+            numbers = tensors * sum(math.prod(kept) for kept in self.kept_shapes((rows, columns)).values())
+            total += numbers * max(size_bytes // max(tensors * rows * columns, 1), 4)  # float32 or more
+        return total
+
+    def update_flops(self, matrices: Iterable[Matrices]) -> float:
+        """At an update the gradient and the step are rotated, at a new basis the first moment too, there and back."""
+        flops = 0.0
+        for rows, columns, tensors, _ in matrices:
+            for _, n, _ in self.kept_shapes((rows, columns)).values():
+                product = 2.0 * rows * columns * n
+                renewed = 2 * product + (2.0 * n**3 if self.keeps_covariance else 2 * product) + _QR * 2.0 * n**3
+                flops += tensors * ((2 + self.keeps_covariance) * product + renewed / self.every)
+        return flops
 
 
 def compensations(chosen: Any) -> tuple[Compensation, ...]:

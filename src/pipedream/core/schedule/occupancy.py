@@ -6,12 +6,14 @@ m, the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Schedule
 
 
@@ -51,12 +53,17 @@ class StageOccupancy:
         in_flight: microbatches from their forward to the end of their backward.
         versions: sets of weights alive at once, and buffers of the same size.
         deferred: microbatches that wait for their weight gradient alone.
+        updates: None: nothing is kept that depends on the shapes of weights.
     """
 
     in_flight: int
     versions: int
     kept_tensors: int = 0
     deferred: int = 0
+    updates: UpdateRule | None = None
+
+    def kept_bytes(self, matrices: Sequence[Matrices]) -> int:
+        return 0 if self.updates is None else self.updates.kept_bytes(matrices)
 
 
 def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
@@ -66,7 +73,8 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
         in_flight, deferred = _count_in_flight(schedule, stage)
         kept = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
         sets = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
-        rows.append(StageOccupancy(in_flight, sets, kept_tensors=kept, deferred=deferred))
+        updates = schedule.updates if schedule.updates.compensation else None
+        rows.append(StageOccupancy(in_flight, sets, kept_tensors=kept, deferred=deferred, updates=updates))
     return tuple(rows)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
+from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation, rate_factor
@@ -48,6 +49,10 @@ class UpdateRule:
     def kept_tensors(self, staleness: int) -> int:
         """Returns how many tensors are kept for each weight."""
         return sum(compensation.kept_tensors(staleness) for compensation in self.compensation)
+
+    def kept_bytes(self, matrices: Sequence[Matrices]) -> int:
+        """Returns what is kept for weights of these shapes, besides `kept_tensors`."""
+        return sum(rule.kept_bytes(matrices) for rule in self.compensation)
 
     def at_stage(self, stage: int, delays: Sequence[int]) -> UpdateRule:
         """Returns the rule with the stage's own compensation, given the staleness of all stages."""

@@ -214,6 +214,10 @@ class PlaceSums:
             downsets=downsets,
         )
 
+    def sum_layers(self, values: Sequence[int]) -> IntArray:
+        """Returns the sums of the layers' values before each place."""
+        return np.array([sum(values[i] for i in bit_indices(downset)) for downset in self.downsets])
+
     def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
         forward = (self.forward[last] - self.forward[first]) / self.scale
         backward = (self.backward[last] - self.backward[first]) / self.scale

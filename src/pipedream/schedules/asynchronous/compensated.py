@@ -6,6 +6,7 @@ Any other pair can be asked for as ``schedule=..., compensation=...``.
 from __future__ import annotations
 
 from pipedream.core.schedule.compensation import (
+    BasisRotation,
     ErrorFeedback,
     GapAware,
     LearningRateRescheduling,
@@ -66,6 +67,14 @@ def one_step_ef(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule
     return double_buffered("one_step_ef", plan, microbatches).with_compensation(ErrorFeedback(1.0))
 
 
+def basis_rotation(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
+    """Returns PipeDream with steps in the eigenbasis of the gradients, for the Adam family.
+
+    Jung, Shin and Lee, Mitigating Staleness in Asynchronous Pipeline Parallelism via Basis Rotation, ICML 2026.
+    """
+    return stashing("basis_rotation", plan, microbatches).with_compensation(BasisRotation())
+
+
 def pb_lwp_sc(
     plan: kit.Plan,
     microbatches: int | None = None,
@@ -88,8 +97,7 @@ METHODS = (
         compensates=True,
         properties=STASHING,
         choose="With SGD and PipeDream's stages of different delay, when only the momentum may be changed: it looks "
-        "one update ahead at every stage and costs no memory. Give the paper's rate times 1 - m. With Adam, "
-        "plain `pipedream` and NAdam with a long momentum, as in the paper's runs.",
+        "one update ahead at every stage and costs no memory. Give the paper's rate times 1 - m.",
     ),
     kit.Method(
         ftpipe_msnag,
@@ -121,6 +129,14 @@ METHODS = (
         properties=kit.MethodProperties(flushes=False, uses_depth=True),
         choose="With AdamW or Muon on the two weight sets of 2BW: it recovers most of what one update of delay "
         "costs. One more tensor for each weight, the last update.",
+    ),
+    kit.Method(
+        basis_rotation,
+        since=2026,
+        compensates=True,
+        properties=STASHING,
+        choose="With Adam and many stages. It keeps four square matrices for each weight, with "
+        "`compensation='basis_rotation:one_sided:first_moment'` one.",
     ),
     kit.Method(
         pb_lwp_sc,
