@@ -35,7 +35,7 @@ from pipedream.sharding.functions import redistribute_in_steps
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part, runs_early
 from pipedream.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
-from pipedream.sharding.whole_weights import steps_each_element, whole_weights
+from pipedream.sharding.whole_weights import steps_each_element
 
 
 class _StageGenerator(_random.OffsetBasedRNGTracker):
@@ -187,11 +187,6 @@ class StageSharding:
         """Decides whether the optimizer needs whole weights in its step; one that rotates them does."""
         is_sharded = any(part.part_shape != part.whole_shape for part in self._weights.values())
         self.steps_whole_weights = is_sharded and (rotates or not steps_each_element(optimizer))
-
-    def whole_weights(
-        self, optimizer: torch.optim.Optimizer, handles: Mapping[str, torch.nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        return whole_weights(optimizer, handles, self) if self.steps_whole_weights else nullcontext()
 
     def _find_dimension(self, name: str) -> int | None:
         names = list(self.mesh.dimensions)

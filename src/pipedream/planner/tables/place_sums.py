@@ -25,6 +25,8 @@ import numpy as np
 from pipedream.core.model.matrices import join_matrices
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.stage import Stage
+from pipedream.core.schedule.compensation import Compensation
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, RunExtremes, Seconds, WholeArray
 from pipedream.planner.cuts import Lattice, bit_indices
 
@@ -214,9 +216,21 @@ class PlaceSums:
             downsets=downsets,
         )
 
-    def sum_layers(self, values: Sequence[int]) -> IntArray:
-        """Returns the sums of the layers' values before each place."""
-        return np.array([sum(values[i] for i in bit_indices(downset)) for downset in self.downsets])
+    def kept_bytes(self, updates: UpdateRule | None, first: Place, last: Place) -> Bytes:
+        """Returns what the compensations of an update keep for a stage's matrices."""
+        if updates is None:
+            return 0
+        rules = updates.compensation
+        if rules not in self._kept:
+            values = [updates.kept_bytes(layer.matrices) for layer in self.profile.layers]
+            self._kept[rules] = np.array([sum(values[i] for i in bit_indices(each)) for each in self.downsets])
+        kept: Bytes = self._kept[rules][last] - self._kept[rules][first]
+        return kept
+
+    @cached_property
+    def _kept(self) -> dict[tuple[Compensation, ...], IntArray]:
+        """Compensations -> what they keep for all layers before each place."""
+        return {}
 
     def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
         forward = (self.forward[last] - self.forward[first]) / self.scale

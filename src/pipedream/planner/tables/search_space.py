@@ -18,10 +18,9 @@ from pipedream.core.plan.cost import Site
 from pipedream.core.plan.memory import Peers, StageMemory, StageSizes, part_bytes, peers_of, stage_bytes, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
-from pipedream.core.schedule.compensation import Compensation
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
 from pipedream.core.units import format_bytes
-from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds
+from pipedream.planner.arrays import BoolArray, Bytes, Place, Seconds
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
 from pipedream.planner.tables.place_sums import PlaceSums
 
@@ -48,7 +47,6 @@ class SearchSpace(PlaceSums):
     occupancy: MethodOccupancy | None = None
     spare_bytes: int = 0
     _stages: dict[tuple[int, int], Stage] = field(default_factory=dict, init=False)
-    _kept: dict[tuple[Compensation, ...], IntArray] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -185,7 +183,7 @@ class SearchSpace(PlaceSums):
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
         how = self._list_memory_options(occupancy, update_delay, recompute, replicas)
-        kept = self._kept_bytes(occupancy, first, last)
+        kept = self.kept_bytes(occupancy.updates, first, last)
         need: Bytes = stage_bytes(sizes or self.sizes(first, last), peers=peers, kept_bytes=kept, **how)
         return need
 
@@ -200,17 +198,8 @@ class SearchSpace(PlaceSums):
         replicas: int = 1,
     ) -> StageMemory:
         how = self._list_memory_options(occupancy, update_delay, recompute, replicas)
-        kept = self._kept_bytes(occupancy, first, last)
+        kept = self.kept_bytes(occupancy.updates, first, last)
         return stage_memory(self.sizes(first, last), peers=peers, kept_bytes=kept, **how)
-
-    def _kept_bytes(self, occupancy: StageOccupancy, first: Place, last: Place) -> Bytes:
-        if occupancy.updates is None:
-            return 0
-        rules = occupancy.updates.compensation
-        if rules not in self._kept:
-            self._kept[rules] = self.sum_layers([occupancy.kept_bytes(each.matrices) for each in self.profile.layers])
-        kept: Bytes = self._kept[rules][last] - self._kept[rules][first]
-        return kept
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
         """Returns the sizes for the largest microbatch."""

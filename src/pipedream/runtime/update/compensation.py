@@ -12,7 +12,6 @@ The stored weights are the compensated ones, y of `core.schedule.compensation`; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import BasisRotation, Compensation, ErrorFeedback, GapAware, OfVelocity
 from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, turn_back
 from pipedream.sharding.stage import StageSharding
+from pipedream.sharding.whole_weights import whole_weights
 
 _COUPLED = (
     torch.optim.SGD,
@@ -168,7 +168,10 @@ class Compensator:
 
     def _step_optimizer(self) -> None:
         step = self._optimizer.step if self._rotated_step is None else self._rotated_step.step
-        with nullcontext() if self._sharding is None else self._sharding.whole_weights(self._optimizer, self._handles):
+        if self._sharding is None or not self._sharding.steps_whole_weights:
+            step()
+            return
+        with whole_weights(self._optimizer, self._handles, self._sharding):
             step()
 
     def _step_along_velocity(self, kind: OfVelocity) -> None:
