@@ -104,8 +104,8 @@ class ModelOptions:
     sums: str | None = None
     compensation: Any = option(
         None,
-        "Compensation of late gradients: spike, nesterov, error_feedback, t1:500 (smaller rates for the first 500 "
-        "updates), ... or none; repeatable.",
+        "Compensation of late gradients: spike, nesterov, error_feedback, basis_rotation, t1:500 (smaller rates for "
+        "the first 500 updates), ... or none; repeatable.",
         metavar="NAME[:NUMBER]",
         unset="the recipe's",
         panel=Panel.METHOD,

@@ -139,7 +139,7 @@ def _make_adamw(named: Any) -> torch.optim.Optimizer:
             None,
             options={
                 "compensation": "basis_rotation:2:one_sided",
-                "optimizer": partial(torch.optim.AdamW, lr=0.01, eps=1e-4),
+                "optimizer": partial(torch.optim.AdamW, lr=0.01, eps=0.1),
             },
         ),
     ],
