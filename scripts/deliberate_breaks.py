@@ -136,9 +136,37 @@ BREAKS = (
     Break(
         "lowering: the last stage but one waits for no gradient",
         "core/schedule/lowering.py",
-        "elif kind is gives_back(rules.kinds) and stage < last:",
-        "elif kind is gives_back(rules.kinds) and stage < last - 1:",
+        "        if stage < last:\n            yield Cargo(Carries.GRADIENT",
+        "        if stage < last - 1:\n            yield Cargo(Carries.GRADIENT",
         ("core/test_lowering.py",),
+    ),
+    Break(
+        "host store: another rank reads the version that is there",
+        "runtime/stage/host_store.py",
+        "return int(self._numbers[0]) >= version",
+        "return True",
+        ("runtime/stage/test_host_store.py",),
+    ),
+    Break(
+        "host store: buffers of a copy are lost",
+        "runtime/stage/host_store.py",
+        "place.copy_(buffer)",
+        "place.clone()",
+        ("runtime/stage/test_host_store.py",),
+    ),
+    Break(
+        "waits: a forward does not wait for an update on another rank",
+        "verifier/waits.py",
+        "if awaited is not None and awaited not in self.made:",
+        "if False:",
+        ("schedules/test_roundpipe.py",),
+    ),
+    Break(
+        "clock: a forward does not wait for an update on another rank",
+        "simulator/clock.py",
+        "return made_s + self.costs",
+        "return 0.0 * self.costs",
+        ("schedules/test_roundpipe.py",),
     ),
     Break(
         "lowering: targets have one receive posted ahead",
@@ -640,7 +668,7 @@ BREAKS = (
     Break(
         "loop: the op that found the end of the data counts as done",
         "core/schedule/program.py",
-        "count -= _is_work(last) and not exists(last)",
+        "count -= isinstance(last, Op) and not exists(last)",
         "count -= False",
         ("core/test_lowering.py",),
     ),

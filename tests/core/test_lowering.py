@@ -76,13 +76,6 @@ def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
             if not isinstance(item, Transfer):
                 continue
             step = -1 if item.kind is Move.SEND else 1
-            if item.kind is Move.SEND and program.channels[item.channel].carries == "weights":
-                updates = [
-                    x for x in stream[:i] if isinstance(x, Op) and x.stage == program.channels[item.channel].source
-                ]
-                version = program.weights.forward_version(program.channels[item.channel].source, item.index)
-                assert (updates[-1].kind, updates[-1].index) == (Kind.UPDATE, version) if version else not updates
-                continue
             op = next(x for x in stream[i::step] if isinstance(x, Op))
             if item.kind is Move.SYNC:
                 assert op == Op(Kind.UPDATE, item.channel, item.index, op.replica)
@@ -91,7 +84,7 @@ def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
             stage = channel.source if item.kind is Move.SEND else channel.target
             kind = backward if channel.carries == "gradient" else Kind.FORWARD
             if item.kind is Move.RECEIVE:
-                kind = {"stage_input": backward, "weights": Kind.FETCH}.get(channel.carries, kind)
+                kind = backward if channel.carries == "stage_input" else kind
             assert (op.kind, op.stage, op.index) == (kind, stage, item.index)
 
 
@@ -103,7 +96,7 @@ def test_each_direction_has_a_channel_of_its_own(schedule: Schedule) -> None:
     for index, (sender, receiver, carries, _) in enumerate(ends):
         assert sender != receiver
         source, target = program.channels[index].source, program.channels[index].target
-        assert (target > source) - (target < source) == {"gradient": -1, "weights": 0, "stage_input": 0}.get(carries, 1)
+        assert (target > source) - (target < source) == {"gradient": -1, "stage_input": 0}.get(carries, 1)
 
 
 def test_rings_hold_what_may_lie_between_two_stages() -> None:

@@ -76,6 +76,7 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
     for number, channel in enumerate(program.channels):
         done.posted.update({(number, k): 0.0 for k in taken[number][: channel.depth]})
     received: list[list[Message]] = [[] for _ in ranks]
+    made: dict[tuple[int, int], float] = {}  # (stage, update) -> its end
     # (stage, update) -> rank -> when its gradients began to come and when they all were there
     brought: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
 
@@ -94,6 +95,13 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
         instruction, slowness = texts[rank][at[rank]], 1.0 / costs.speed(rank)
         host = costs.runtime  # what keeps a GPU's host busy is in the seconds of its ops
         if isinstance(instruction, Op):
+            if instruction.kind is Kind.FORWARD and program.placement.is_remote(instruction.stage):
+                stage, index = instruction.stage, instruction.index
+                version = program.weights.forward_version(stage, index) if program.trains else 0
+                if version and (stage, version) not in made:
+                    return False
+                copied = costs.copy_s(stage, program.placement.rank_of(stage, index), rank)
+                wait(rank, stage, index, made.get((stage, version), 0.0) + copied)
             if (
                 instruction.kind is Kind.FORWARD
                 and instruction.stage == 0
@@ -101,10 +109,11 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
             ):
                 now[rank] += 0.0 if host.overlap_device else host.load_s * slowness
             end = now[rank] + costs.op_s(instruction.kind, instruction.stage) * slowness
-            if instruction.kind is not Kind.FETCH:
-                done.spans[rank].append(
-                    Span(rank, instruction.kind.value, instruction.stage, instruction.index, now[rank], end)
-                )
+            done.spans[rank].append(
+                Span(rank, instruction.kind.value, instruction.stage, instruction.index, now[rank], end)
+            )
+            if instruction.kind is Kind.UPDATE:
+                made[instruction.stage, instruction.index] = end
             backward = instruction.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
             if overlap and backward and instruction in last[rank] and program.placement.replicas[instruction.stage] > 1:
                 brought[instruction.stage, program.updates.update_of(instruction.stage, instruction.index)][rank] = (

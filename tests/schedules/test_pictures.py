@@ -1,6 +1,6 @@
 """Golden pictures: each method's staircase, as its paper draws it, and as its own file shows it.
 
-A forward and a backward take one slot each, an update, a fetch and a message none; every op starts as early as its
+A forward and a backward take one slot each, an update and a message none; every op starts as early as its
 worker and its needs allow. ``'`` marks an update after an op, ``.`` a slot in which the worker waits.
 """
 
@@ -16,8 +16,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
-
-NO_TIME = (Kind.UPDATE, Kind.FETCH)
 
 
 def slots_of(schedule: Schedule, slots: int) -> dict[Op, int]:
@@ -37,11 +35,11 @@ def slots_of(schedule: Schedule, slots: int) -> dict[Op, int]:
             op = waiting[rank]
             while op is not None and all(need in end for need in schedule.requires(op, total)):
                 begins = max([free[rank], *(end[need] for need in schedule.requires(op, total))])
-                if begins >= slots and op.kind not in NO_TIME:
+                if begins >= slots and op.kind is not Kind.UPDATE:
                     op = None
                     break
                 start[op] = begins
-                free[rank] = end[op] = begins + (op.kind not in NO_TIME)
+                free[rank] = end[op] = begins + (op.kind is not Kind.UPDATE)
                 op = next(orders[rank], None)
                 moving = True
             waiting[rank] = op
@@ -53,8 +51,6 @@ def picture(schedule: Schedule, slots: int) -> list[str]:
     rows = [["."] * slots for _ in range(schedule.placement.workers)]
     for op, slot in slots_of(schedule, slots).items():
         rank = schedule.placement.ranks[op.stage][op.replica]
-        if op.kind is Kind.FETCH:
-            continue
         if op.kind is Kind.FORWARD:
             rank = schedule.placement.forward_rank(op.stage, op.index)
         if op.kind is Kind.UPDATE:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError
-from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
@@ -108,7 +108,7 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
 
 
 @given(sizes(), st.integers(1, 3))
-def test_weights_travel_once_a_minibatch_and_gradients_of_weights_never(size: tuple[int, int, int], n: int) -> None:
+def test_weights_and_their_gradients_never_travel(size: tuple[int, int, int], n: int) -> None:
     p, stages, m = size
     schedule = roundpipe(plan_of(p, stages), m)
     program = lower(schedule)
@@ -120,15 +120,13 @@ def test_weights_travel_once_a_minibatch_and_gradients_of_weights_never(size: tu
     ]
     for stage in range(stages):
         away = schedule.placement.is_remote(stage)
-        first = [k for channel, k in sent if (channel.carries, channel.source) == ("weights", stage)]
-        assert first == [t * m for t in range(n)] * away
-        kept = [k for channel, k in sent if (channel.carries, channel.source) == ("stage_input", stage)]
-        assert sorted(kept) == list(range(n * m)) * away
-    assert {channel.carries for channel, _ in sent} <= {"activation", "gradient", "input", "weights", "stage_input"}
+        inputs = [k for channel, k in sent if (channel.carries, channel.source) == ("stage_input", stage)]
+        assert sorted(inputs) == list(range(n * m)) * away
+    assert {channel.carries for channel, _ in sent} <= {"activation", "gradient", "input", "stage_input"}
 
 
 def test_weights_take_their_time() -> None:
-    """A forward away from home waits for its weights; of a minibatch behind the first, from the update on."""
+    """A forward away from home waits until its weights are made, and copied."""
     plan = plan_of(3, 4)
     heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=50, output_bytes=0) for stage in plan.stages))
     slow = replace(heavy, cluster=Cluster.flat(3, 10.0))
@@ -143,15 +141,13 @@ def test_weights_take_their_time() -> None:
     assert begins[1, 0] == 5.0
     for stage in (1, 2):
         assert begins[stage, 3] >= updates[stage, 1] + 5.0
-    sends = [span for span in timeline.spans if span.kind == "send" and span.end_s - span.start_s > 4.9]
-    assert sorted((span.stage, span.index) for span in sends) == [(1, 0), (1, 3), (2, 0), (2, 3)]
 
 
 # -- broken programs ------------------------------------------------------------------------------------
 
 
-PROGRAM = lower(roundpipe(plan_of(4, 5), 4))
-GUESTS = [(rank, stage) for rank in range(4) for stage, _ in PROGRAM.placement.remote_forwards(rank)]
+PROGRAM = lower(roundpipe(plan_of(3, 5), 4))
+GUESTS = [(rank, stage) for rank in range(3) for stage, _ in PROGRAM.placement.remote_forwards(rank)]
 
 
 def channel(carries: str, stage: int) -> int:
@@ -179,56 +175,28 @@ def test_the_helper_leaves_a_program_what_it_was() -> None:
 
 
 @pytest.mark.parametrize(("rank", "stage"), GUESTS)
-def test_a_fetch_that_is_not_there_or_not_in_time(rank: int, stage: int) -> None:
-    fetch = Op(Kind.FETCH, stage, 8)
-    arrives = Transfer(Move.RECEIVE, channel("weights", stage), 8)
+def test_a_forward_that_waits_for_an_update_which_needs_what_is_behind_it(rank: int, stage: int) -> None:
+    """The next minibatch's first forward stands among those of this one."""
+    ends = {(Move.RECEIVE, "activation", stage - 1), (Move.SEND, "stage_input", stage)}
+    ends |= {(Move.SEND, carries, stage) for carries in ("activation", "input")}
 
-    def later(items: list[Instruction]) -> list[Instruction]:
-        at = items.index(Op(Kind.FORWARD, stage, 8))
-        return [*(x for x in items[: at + 1] if x != fetch), fetch, *items[at + 1 :]]
+    def belongs(item: Instruction, k: int) -> bool:
+        if isinstance(item, Op):
+            return item == Op(Kind.FORWARD, stage, k)
+        end = PROGRAM.channels[item.channel]
+        return item.index == k and (item.kind, end.carries, end.source) in ends
 
-    def unread(items: list[Instruction]) -> list[Instruction]:
-        rest = [x for x in items if x != arrives]
-        at = rest.index(fetch)
-        return [*rest[: at + 1], arrives, *rest[at + 1 :]]
-
-    assert f"rank {rank} lacks {stage}H8" in refused(rank, lambda items: [x for x in items if x != fetch])
-    assert f"{stage}F8: needs {stage}H8, which comes later" in refused(rank, later)
-    assert re.search(rf"{arrives}: {stage}H8, which reads it, does not follow", refused(rank, unread))
-    assert "done before" in refused(rank, lambda items: [*items, fetch])
-    others = Op(Kind.FETCH, PROGRAM.placement.stage_replicas(rank)[0][0], 8)
-    assert "weights that live here, or that nothing here is to read" in refused(rank, lambda items: [others, *items])
-
-
-@pytest.mark.parametrize(("rank", "stage"), GUESTS)
-def test_a_fetch_in_the_place_of_weights_that_are_still_read(rank: int, stage: int) -> None:
-    """The next minibatch's weights stand there before the last forward of this one."""
-    here = [Transfer(Move.RECEIVE, channel("weights", stage), 8), Op(Kind.FETCH, stage, 8)]
-    coming = [advance_instruction(item, 4, PROGRAM.updates) for item in here]
+    first = [item for item in PROGRAM.instructions(rank, 12) if belongs(item, 8)]
 
     def early(items: list[Instruction]) -> list[Instruction]:
-        rest = [item for item in items if item not in here]
-        at = rest.index(Op(Kind.FORWARD, stage, 11))
-        return [*rest[:at], *coming, *rest[at:]]
+        rest = [item for item in items if item not in first]
+        at = max(i for i, item in enumerate(rest) if belongs(item, 11)) + 1
+        return [*rest[:at], *(advance_instruction(item, 4, PROGRAM.updates) for item in first), *rest[at:]]
 
-    assert f"{stage}F11: reads what {stage}H8 fetched; found there is {stage}H12" in refused(rank, early, tuple(here))
-
-
-@pytest.mark.parametrize(("rank", "stage"), GUESTS)
-def test_weights_that_leave_before_their_update_or_behind_the_next(rank: int, stage: int) -> None:
-    home = PROGRAM.placement.rank_of(stage, 0)
-    leaves = Transfer(Move.SEND, channel("weights", stage), 8)
-
-    soon, update = advance_instruction(leaves, 4, PROGRAM.updates), Op(Kind.UPDATE, stage, 3)
-
-    def early(items: list[Instruction]) -> list[Instruction]:
-        rest = [item for item in items if item != leaves]
-        return [*rest[: rest.index(update)], soon, *rest[rest.index(update) :]]
-
-    assert f"{soon}: {update}, which makes it, does not come before" in refused(home, early, (leaves,))
-    error = refused(home, lambda items: [*(x for x in items if x != leaves), leaves])
-    assert f"sends version 2, in whose place {stage}U3 has written" in error
-    assert "is received but never sent" in refused(home, lambda items: [x for x in items if x != leaves])
+    error = refused(rank, early, tuple(first))
+    assert "these wait for each other for ever" in error
+    if not stage:
+        assert re.search(rf"rank {rank} waits at instruction \d+, 0F12, for 0U3", error)
 
 
 @pytest.mark.parametrize(("rank", "stage"), GUESTS)
@@ -248,7 +216,6 @@ def test_a_program_is_read_again_as_it_was() -> None:
     again = Program.from_json(program.to_json())
     assert again == program
     assert isinstance(again.placement, Dispatched)
-    assert Kind.FETCH in {item.kind for mine in again.ranks for item in mine.period}
     wrong = program.to_json().replace('"forwards"', '"backwards"')
     with pytest.raises(ArtifactError, match="backwards"):
         Program.from_json(wrong)
@@ -266,6 +233,9 @@ def test_what_is_not_laid_out_is_refused() -> None:
         build("roundpipe", Plan.uniform(3))
     with pytest.raises(ScheduleError, match="without replicas; found plan 2-1"):
         build("roundpipe", Plan.uniform(2, replicas=(2, 1)))
+    apart = replace(plan_of(3, 3), cluster=Cluster((Level(2, 1e9), Level(2, 1e8))))
+    with pytest.raises(ScheduleError, match="memory of one machine, but workers 2 and 1 of the cluster are on diff"):
+        build("roundpipe", apart)
     with pytest.raises(ScheduleError, match="at least 1 stage, found 0"):
         roundpipe(plan_of(2, 2), forwards=0)
     with pytest.raises(ScheduleError, match="their stages live on other ranks"):
@@ -274,25 +244,23 @@ def test_what_is_not_laid_out_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
-    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 8, 100, activation_bytes=1000),) * 8, batch=16)
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 800, 10),) * 8, batch=16)
     free = pd.plan(profile, Cluster.flat(4), schedule="roundpipe")
     assert [stage.recompute for stage in free.stages] == [True] * 7 + [False]
     assert free.microbatches == 16
     assert free.period_s == pytest.approx(8.0, rel=1e-3)  # 1 + 3 seconds of each of two stages
     peaks = simulate(lower(build("roundpipe", free, 16)), costs(free, split=16), 16).peak_bytes
     alone = max(free.worker_bytes.values())
-    assert max(peaks) > alone  # weights that are fetched, inputs that wait
+    assert max(peaks) > alone  # weights that are copied, inputs that wait
     fits = pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks)), schedule="roundpipe")
     assert replace(fits, cluster=free.cluster) == free
-    with pytest.raises(
-        PlanError, match=r"worker \d needs up to .* forwards of stages \d, \d, whose weights it fetches"
-    ):
+    with pytest.raises(PlanError, match=r"worker 2 needs up to .* for the passes of the stages 1, 5, and has"):
         pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks) - 1), schedule="roundpipe")
     short = replace(free, cluster=Cluster.flat(4, memory_bytes=max(peaks) - 1))
     assert short.first_stage_over_memory is None, "each worker has room for its own stages"
     for measured in (None, profile):
         check_plan(fits, profile=measured)
-        with pytest.raises(PlanError, match="whose weights it fetches"):
+        with pytest.raises(PlanError, match="for the passes of the stages"):
             check_plan(short, profile=measured)
 
 

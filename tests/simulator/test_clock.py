@@ -44,7 +44,7 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
     for rank in range(timeline.workers):
         spans = [span for span in timeline.of_rank(rank) if span.kind != "send"]
         done = [(span.kind, span.stage, span.index) for span in spans if span.kind in WORK]
-        assert done == [(o.kind.value, o.stage, o.index) for o in schedule.ops(rank, total) if o.kind is not Kind.FETCH]
+        assert done == [(o.kind.value, o.stage, o.index) for o in schedule.ops(rank, total)]
         assert all(before.end_s <= after.start_s for before, after in pairwise(spans))
         assert sum(span.end_s - span.start_s for span in spans if span.kind in WORK) == pytest.approx(
             sum(costs_.op_s(op.kind, op.stage) / costs_.speed(rank) for op in schedule.ops(rank, total))
@@ -55,21 +55,17 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
     # What an op needs is done before it, and what comes from another rank has travelled.
     at = work_of(timeline)
     for rank in range(timeline.workers):
-        for op in (op for op in schedule.ops(rank, total) if op.kind is not Kind.FETCH):
+        for op in schedule.ops(rank, total):
             start = at[rank, op.kind.value, op.stage, op.index][0]
-            needs = schedule.requires(op, total)
-            for fetch in (need for need in needs if need.kind is Kind.FETCH):
-                home = placement.rank_of(op.stage, 0)
-                updated_s = [at[home, "U", op.stage, update.index][1] for update in schedule.requires(fetch, total)]
-                (channel,) = (c for c in program.channels if (c.carries, c.source) == ("weights", op.stage))
-                assert start >= max(updated_s, default=0.0) + costs_.transfer_s(channel) - 1e-9
-            for need in (need for need in needs if need.kind is not Kind.FETCH):
+            for need in schedule.requires(op, total):
                 owner = placement.ranks[need.stage][need.replica]
                 if need.kind is Kind.FORWARD:
                     owner = placement.forward_rank(need.stage, need.index)
                 travel = 0.0
                 if owner != rank and op.kind is Kind.UPDATE:
                     travel = costs_.sync_s[op.stage]
+                elif owner != rank and need.kind is Kind.UPDATE:
+                    travel = costs_.copy_s(op.stage, owner, rank)
                 elif owner != rank:
                     carries = "activation" if op.kind is Kind.FORWARD else "gradient"
                     carries = "stage_input" if need.stage == op.stage else carries

@@ -343,7 +343,7 @@ def check_late_update(name: str, which: int, late: int) -> None:
             assert re.search(
                 rf"{stage}[FB]\d+: needs {stage}U\d+, which comes later"
                 rf"|{stage}U\d+: {stage}[BW]\d+ comes before it, but its gradient is for update \d+"
-                rf"|sum of stage {stage}|=\d:\d+|versions of stage {stage}|for the weights of microbatch",
+                rf"|sum of stage {stage}|=\d:\d+|versions of stage {stage}|{stage}F\d+, for {stage}U\d+",
                 why,
             )
             continue

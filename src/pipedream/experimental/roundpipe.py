@@ -1,4 +1,4 @@
-"""RoundPipe: stages have no fixed worker but are dispatched in round robin; their weights travel from a home.
+"""RoundPipe: the passes of stages go to the workers in round robin; weights stay in the memory of the machine.
 
 Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
 forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's two passes are one slot. Each slot
@@ -8,10 +8,12 @@ need not be a multiple of p. With n equal slots, p divides n and m >= p, the bub
     rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
 
-Differences from the paper: weights live on the workers, not in host memory. A stage's home is the worker of its
-backwards, so gradients stay there, and weights travel once per minibatch to the worker of its forwards. One slot may
-hold the forwards of several stages, since backwards take about three times as long. A minibatch starts when the one
-before has ended.
+Weights, sums of gradients and the optimizer's state are in the memory of the one machine that all workers are on;
+before a slot its worker copies the weights to its device. A slot may hold the forwards of several stages, since
+backwards take about three times as long.
+
+Difference from the paper: each minibatch begins with the same worker, so a stage's backwards and its updates are always
+made by one worker, its home. A minibatch starts when the one before has ended.
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
             f"schedule 'roundpipe' needs {dispatched.words}, without replicas; found plan {plan.config} on workers "
             f"{taken}; plan for this method, or name the workers {homes(p, last + 1)} in the plan's order"
         )
+    if apart := [worker for worker in taken if plan.cluster.reach(taken[0], worker)]:
+        raise kit.ScheduleError(
+            f"schedule 'roundpipe' keeps weights in the memory of one machine, but workers {taken[0]} and {apart[0]} "
+            "of the cluster are on different ones; plan for one machine, or choose another method"
+        )
     if forwards < 1:
         raise kit.ScheduleError(f"schedule 'roundpipe': a slot has the forwards of at least 1 stage, found {forwards}")
     m = microbatches or 4 * p
@@ -61,8 +68,6 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
         for slot in (slot for slot in slots if worker[slot[0]] == rank):
             for k in mine:
                 for stage in slot:
-                    if k == mine[0] and placement.is_remote(stage):
-                        yield kit.Op(kit.Kind.FETCH, stage, k)
                     yield kit.forward((stage, 0), k)
         for stage in range(last - rank, -1, -p):
             for k in mine:
@@ -113,9 +118,8 @@ METHODS = (
         properties=kit.MethodProperties(replicates_stages=False, recomputes=True),
         picture=kit.Picture("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
         choose="When the stages do not come out even on the workers, or their weights and what belongs to them take "
-        "more memory than activations: any number of stages from p on, and a worker computes on one set of weights "
-        "besides its own. Its bubble is that of as many slots as there are forwards and backwards together. It runs "
-        "each forward twice, and a stage's weights travel once per minibatch: links must carry them besides the "
-        "activations.",
+        "more memory than activations: any number of stages from p on, in the memory of one machine, and a worker has "
+        "the weights of one slot. Its bubble is that of as many slots as there are forwards and backwards together. It "
+        "runs each forward twice, and copies each stage's weights twice per minibatch.",
     ),
 )

@@ -15,7 +15,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.layout import Boundary, Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
-from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.placement import Dispatched, Placement
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.compensation import BasisRotation
 from pipedream.core.schedule.coupling import Policy
@@ -29,7 +29,7 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
+from pipedream.runtime.stage.host_store import HostStore, HostVersions, RemoteForward, StageLayout
 from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import StageModule, low_precision_weights
@@ -146,6 +146,7 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
     replica_groups = [LocalGroup(count) for count in placement.replicas]
     holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in shared]
     channels, messages = list(enumerate(program.channels)), blueprint.settings.messages
+    store = HostStore(None)
     workers = []
     moving: dict[int, set[tuple[int, str]]] = {}  # stage -> what `CopiedAttributes` leaves to each replica
     for rank in range(placement.workers):
@@ -163,6 +164,7 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
                 replica_parameters,
                 replica_groups[stage].member(replica) if placement.replicas[stage] > 1 else None,
                 copies=copy_tied(replica_parameters, stage, shared) if not replica else None,
+                store=store,
             )
             if placement.replicas[stage] > 1:
                 stage_states[stage].copied = CopiedAttributes(
@@ -175,6 +177,8 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
             {owner: channel for (owner, other), channel in results.items() if other == rank},
         )
         remote_forwards = make_remote_forwards(blueprint, rank, dict(enumerate(parameters)))
+        for stage, remote_forward in remote_forwards.items():
+            remote_forward.stored = store.open(stage, remote_forward.layout)
         tied = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
         workers.append(
             _make_worker(
@@ -200,6 +204,7 @@ def make_distributed_worker(
     """
     placement, shared = blueprint.placement, blueprint.shared
     transport = Transport(connections, blueprint.programs, blueprint.device, blueprint.settings.messages)
+    store = HostStore(connections.everyone)
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
         group = connections.stages[stage]
@@ -210,9 +215,14 @@ def make_distributed_worker(
             parameters[stage],
             DistributedGroup(group) if group is not None else None,
             copies=copy_tied(parameters[stage], stage, [weights.among(parameters) for weights in shared]),
+            store=store,
             sharding=shardings.get(stage),
             boundary=blueprint.boundary(stage),
         )
+    if isinstance(placement, Dispatched):
+        store.exchange()
+    for stage, remote_forward in remote_forwards.items():
+        remote_forward.stored = store.open(stage, remote_forward.layout)
     tied: list[tuple[TiedWeights, Group]] = [
         (weights, DistributedGroup(group))
         for weights, group in zip(shared, connections.holders, strict=True)
@@ -242,9 +252,15 @@ def make_remote_forwards(
         module = StageModule(
             layers, dict(parameters[stage]), blueprint.device, settings.seed, settings.autocast, settings.compile
         )
-        packet = WeightPacket(module, low_precision_weights(layers, parameters[stage], settings.autocast))
-        remote_forwards[stage] = RemoteForward(module, packet)
+        remote_forwards[stage] = RemoteForward(module, _lay_out_stage(blueprint, stage, module))
     return remote_forwards
+
+
+def _lay_out_stage(blueprint: Blueprint, stage: int, module: StageModule) -> StageLayout:
+    settings = blueprint.settings
+    low = low_precision_weights(module.layers, module.handles, settings.autocast)
+    sets = max(program.weights.versions(stage) for program in blueprint.programs)
+    return StageLayout(module, low, sets, ema=settings.ema is not None)
 
 
 def _copy_layers(
@@ -288,6 +304,7 @@ def _make_stage_state(
     parameters: dict[str, nn.Parameter],
     replica_group: Group | None,
     copies: dict[str, nn.Parameter] | None,
+    store: HostStore,
     sharding: StageSharding | None = None,
     boundary: Boundary | None = None,
 ) -> StageState:
@@ -306,7 +323,14 @@ def _make_stage_state(
     )
     low = low_precision_weights(layers, parameters, settings.autocast)
     parameters = copies or parameters
-    versions = Versions(parameters, low, watched=replica_group is not None)
+    stored = None
+    if isinstance(blueprint.placement, Dispatched):
+        stored = store.open(stage, _lay_out_stage(blueprint, stage, module))
+    versions = (
+        Versions(parameters, low, watched=replica_group is not None)
+        if stored is None
+        else HostVersions(parameters, stored, blueprint.device)
+    )
     counted_elsewhere = [name for weights in blueprint.shared if stage in weights.stages[1:] for name in weights.names]
     # Under these programs weights change between a forward and its backward.
     moving = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
@@ -329,6 +353,8 @@ def _make_stage_state(
         ),
         saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
     )
+    if stored is not None:
+        stored.adopt_averages(stage_state.optimizer.ema)
     stage_state.check_programs(programs, stage)
     if stage_state.optimizer.average is not None and hasattr(stage_state.optimizer.optimizer, "eval"):
         raise ScheduleError(
@@ -360,13 +386,6 @@ def _make_worker(
         )
         for weights, group in tied
     ]
-    packets = {}
-    for stage, stage_state in stage_states.items():
-        if placement.is_remote(stage):
-            module = stage_state.module
-            packets[stage] = WeightPacket(
-                module, low_precision_weights(module.layers, module.handles, settings.autocast)
-            )
     results = Results(
         rank,
         placement,
@@ -384,7 +403,6 @@ def _make_worker(
         evaluation=blueprint.evaluation,
         stage_states=stage_states,
         remote_forwards=remote_forwards,
-        weight_packets=packets,
         senders=channels.senders,
         receivers=channels.receivers,
         results=results,

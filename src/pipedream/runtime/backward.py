@@ -130,6 +130,8 @@ class BackwardRunner:
         self, stage_state: StageState, saved: SavedForward, gradients: list[torch.Tensor | None], *, is_last: bool
     ) -> None:
         stage_state.add_gradients(saved, gradients)
+        if (saved.microbatch + 1) % self._stream.split == 0:
+            stage_state.end_passes()
         if is_last:
             # The sums over the replicas are under way; what this replica lacks is added as zeros now.
             stage_state.optimizer.close(stage_state.gradients, float(self._is_stop_requested()))

@@ -12,7 +12,7 @@ import torch
 from pipedream.core.plan.layout import read_crossings, with_crossings
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Waiting
+from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
 from pipedream.runtime.failure.activity import Activity
@@ -20,8 +20,8 @@ from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Output, Results
 from pipedream.runtime.results.scoring import Scorer, Targets
+from pipedream.runtime.stage.host_store import RemoteForward
 from pipedream.runtime.stage.recompute import ForwardFunction
-from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_state import StageState
 
@@ -57,7 +57,7 @@ class ForwardRunner:
     """Runs the forwards of a rank. Life: `begin` a stream; then `run` for each microbatch at a stage.
 
     Args:
-        remote_forwards: stage -> forwards on weights of another rank.
+        remote_forwards: stage -> forwards of a stage whose home is another rank.
         admit: takes a microbatch from the data; None at its end.
 
     Attributes:
@@ -106,6 +106,22 @@ class ForwardRunner:
         message = self._mailbox.take(Carries.ACTIVATION, stage, index) if stage else self._admit(index)
         if message is None:
             return None
+        if stage in self._remote_forwards and self._stream.trains:
+            pending = self._remote_forwards[stage].stored.await_version(
+                self._program.weights.forward_version(stage, index)
+            )
+            if not pending.ready():
+                return self._run_later(pending, stage, index, message)
+            pending.result()
+        return self._run(stage, index, message)
+
+    def _run_later(self, pending: Pending[None], stage: int, index: int, message: Message) -> Waiting[Any]:
+        start = self._recorder.mark()
+        yield from wait_for(pending)
+        self._recorder.note("wait", stage, self._stream.number(index), start)
+        yield from self._run(stage, index, message) or ()
+
+    def _run(self, stage: int, index: int, message: Message) -> Waiting[Any] | None:
         stream = self._stream
         start = self._recorder.mark()
         self._activity.begin("a forward" if stream.trains else "a forward without training")
@@ -141,9 +157,6 @@ class ForwardRunner:
         self.yielded += 1
         return self._results.receive_output(index, self._program.placement.rank_of(self._last, index))
 
-    def fetch(self, stage: int, index: int) -> None:
-        self._remote_forwards[stage].fetch(self._mailbox.take(Carries.WEIGHTS, stage, index))
-
     def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
         """Returns what a forward on another rank has kept: its input."""
         stage_state.next_forward = index + 1
@@ -152,12 +165,6 @@ class ForwardRunner:
         saved, run = self._prepare(stage, index, stage_state, message)
         saved.recompute = lambda: run(message, True)
         return saved
-
-    def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
-        """Packs the weights for another rank's forwards from microbatch `index` on."""
-        version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
-        leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._choose_leaves(stage_state)
-        return Message(index, tensors=(weight_packet.pack(leaves),), version=version)
 
     def _yield_output(self) -> Generator[Any, None, None]:
         yield (yield from self.receive_output())
@@ -171,26 +178,31 @@ class ForwardRunner:
             return message
         stage_state.note_received(message)
         saved, run = self._prepare(stage, index, stage_state, message)
-        with stage_state.forward_context(), stage_state.module.counting("forward"):
+        with stage_state.forward_context(saved), stage_state.module.counting("forward"):
             if stage_state.recomputation is None:
                 result = run(message)
             else:
                 result = stage_state.recomputation.forward(saved, message, run)
+            stage_state.check.after_forward(index)
         self.saved_forwards[stage, index] = saved
-        stage_state.check.after_forward(index)
+        if stage < self._last and self._ends_minibatch(index):
+            stage_state.end_passes()
         return result
 
     def _run_remote(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
-        """Runs a forward on fetched weights; its input goes to the stage's own rank, where the backward repeats it."""
+        """Runs a forward on copied weights; its input goes to the stage's own rank, where the backward repeats it."""
         result = message
         if message.content is not Content.EMPTY:
             saved, run = self._prepare(stage, index, remote_forward, message)
             with remote_forward.forward_context():
                 result = remote_forward.recomputation.forward(saved, message, run)
         self._mailbox.put(Carries.STAGE_INPUT, stage, message)
-        if (index + 1) % self._stream.split == 0:
+        if self._ends_minibatch(index):
             remote_forward.drop()
         return result
+
+    def _ends_minibatch(self, index: int) -> bool:
+        return (index + 1) % self._stream.split == 0
 
     def _prepare(
         self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
@@ -238,7 +250,8 @@ class ForwardRunner:
     ) -> Message:
         context: AbstractContextManager[None] = nullcontext()
         if isinstance(stage_state, RemoteForward):
-            leaves, context = stage_state.leaves, stage_state.evaluating()
+            weights, _ = stage_state.read(0, self._stream.ema)
+            leaves, context = weights.leaves, stage_state.evaluating()
         else:
             leaves = self._choose_leaves(stage_state)
         scores = stage == self._last and not self._stream.predicts

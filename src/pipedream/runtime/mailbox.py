@@ -12,9 +12,8 @@ from pipedream.core.schedule.program import Channel
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
 
-_FORWARD = (Carries.ACTIVATION, Carries.INPUT, Carries.WEIGHTS, Carries.STAGE_INPUT)
+_FORWARD = (Carries.ACTIVATION, Carries.INPUT, Carries.STAGE_INPUT)
 """Channels that serve forwards: they carry the end of a stream."""
-_NEVER = 2**62  # more microbatches than a stream has
 
 
 class Mailbox:
@@ -36,9 +35,9 @@ class Mailbox:
         self._stays: dict[tuple[str, int, int], bool] = {}
         self.begin()
 
-    def begin(self, per_fetch: int = 0) -> None:
-        """`per_fetch`: microbatches per fetch of weights; 0 in a stream of forwards alone, which fetches once."""
-        self._per_fetch = per_fetch
+    def begin(self, trains: bool = False) -> None:
+        """`trains`: backwards follow."""
+        self._trains = trains
         self._inbox: dict[tuple[str, int, int], Message] = {}
         self._outbox: dict[tuple[str, int, int], Message] = {}
         self._ended: set[int] = set()
@@ -58,7 +57,6 @@ class Mailbox:
         if message.content is Content.END:
             self._ended.add(number)
             return message.microbatch, StopReason(message.flags)
-        # Weights are sent once made, for a minibatch that may turn out not to exist.
         if message.microbatch != index:
             raise AssertionError(f"microbatch {message.microbatch} arrived on channel {channel.carries} for {index}")
         self._inbox[channel.carries, channel.target, index] = message
@@ -112,10 +110,8 @@ class Mailbox:
         assert self._last is not None
         total, stop_reason = self._last
         begin = self._sent.get(number, -1) + 1
-        step = (self._per_fetch or _NEVER) if channel.carries == Carries.WEIGHTS else 1
-        upcoming = range(-(-begin // step) * step, total, step)[: placement.cycle]
-        if channel.carries == Carries.STAGE_INPUT and not self._per_fetch:
-            upcoming = range(0)
+        sends = self._trains or channel.carries != Carries.STAGE_INPUT
+        upcoming = range(begin, total)[: placement.cycle] if sends else range(0)
         routes = (placement.ends(channel.carries, channel.source, channel.target, k) for k in upcoming)
         if (channel.sender, channel.receiver) not in routes:
             self._senders[number].send(Message(total, Content.END, flags=int(stop_reason)))

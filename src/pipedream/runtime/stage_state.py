@@ -201,13 +201,13 @@ class StageState:
             return StageCollectives(measured, problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return StageCollectives(measured, predicted)
 
-    def forward_context(self) -> AbstractContextManager[None]:
-        return _NOTHING if self.predictions is None else self.predictions.forward()
+    def forward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
+        return self.versions.installed(saved.weights) if self.predictions is None else self.predictions.forward()
 
     def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
         if self.saved_tensor_hooks is not None and self.saved_tensor_hooks.redirects:
             return self.saved_tensor_hooks.redirected_to(self._choose_for_backward(saved))
-        return _NOTHING if self.predictions is None else self.predictions.backward()
+        return self.versions.installed(saved.weights) if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         self.module.check_unchanged()
@@ -231,6 +231,11 @@ class StageState:
             read = self.choice.backward_version(saved.weights)
             self.gradient_versions.append((saved.microbatch, saved.version, read))
             self.choice.release(saved.weights)
+
+    def end_passes(self) -> None:
+        """Follows the last of a minibatch's forwards, or backwards."""
+        if self.versions.drop_copies():
+            self.gradients.move_to_cpu()
 
     def compare_first(self) -> None:
         """Compares the first update's gradients, which are in the handles, with the model's."""

@@ -15,6 +15,7 @@ from math import isfinite
 
 import torch
 
+from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
@@ -79,6 +80,13 @@ class UpdateBarrier:
                 for stage_state in self._stage_states.values():
                     self._decide_locally(stage_state)
         return self._prepared.pop(stage)
+
+    def begin(self, placement: Placement) -> Waiting[None]:
+        """Begins a stream: lets other ranks read the weights of this rank's stages, if forwards there do."""
+        for stage_state in self._stage_states.values():
+            stage_state.versions.publish()
+        if any(map(placement.is_remote, range(placement.stages))):
+            yield from wait_for(self._group.all_reduce(torch.zeros(1)))
 
     def finish(self) -> Waiting[None]:
         """Receives the norms still under way, at a drain."""

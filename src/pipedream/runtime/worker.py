@@ -28,7 +28,7 @@ from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
+from pipedream.runtime.stage.host_store import RemoteForward
 from pipedream.runtime.stage_state import StageState, check_finite, find_not_finite
 from pipedream.runtime.update_barrier import UpdateBarrier
 
@@ -90,8 +90,7 @@ class Worker:
         process: this rank among all ranks of the job, for errors.
         program: of the first phase, verified.
         evaluation: forwards alone.
-        remote_forwards: stage -> forwards on weights of another rank.
-        weight_packets: stage -> format of its weights for such ranks.
+        remote_forwards: stage -> forwards of a stage whose home is another rank.
 
     Attributes:
         input_updates: updates of the input stage with this program.
@@ -107,7 +106,6 @@ class Worker:
         evaluation: Program,
         stage_states: dict[int, StageState],
         remote_forwards: dict[int, RemoteForward],
-        weight_packets: dict[int, WeightPacket],
         senders: dict[int, Sender],
         receivers: dict[int, Receiver],
         results: Results,
@@ -120,7 +118,6 @@ class Worker:
         self._process = process
         self.stage_states = stage_states
         self.remote_forwards = remote_forwards
-        self._weight_packets = weight_packets
         self._evaluation = evaluation
         self.senders = senders
         self.receivers = receivers
@@ -156,7 +153,6 @@ class Worker:
             Kind.INPUT_GRADIENT: backwards.run_inputs,
             Kind.WEIGHT_GRADIENT: backwards.run_weights,
             Kind.UPDATE: self._update,
-            Kind.FETCH: forwards.fetch,
             Move.RECEIVE: self._receive,
             Move.SEND: self._send,
             Move.SYNC: _do_nothing,
@@ -196,9 +192,10 @@ class Worker:
         not_finite = find_not_finite(self.stage_states) if self.results.raises_on_nan else {}
         stream = DataStream(self.program.microbatches, self.done_minibatches, trains=True)
         self._begin(stream, data, self.program.round_minibatches, until)
-        self._mailbox.begin(self.program.microbatches)
+        self._mailbox.begin(trains=True)
         for stage_state in self.stage_states.values():
             stage_state.begin()
+        yield from self.update_barrier.begin(self.program.placement)
         yield from self._run(self.program)
         self.results.finish()
         yield from self.update_barrier.finish()
@@ -218,6 +215,7 @@ class Worker:
     def evaluate(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
         self._begin(DataStream(ema=ema), data)
+        yield from self.update_barrier.begin(self.program.placement)
         yield from self._run(self._evaluation)
         if self._last in self.stage_states:
             self.results.complete(0)
@@ -226,6 +224,7 @@ class Worker:
     def predict(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Yields the outputs in order, at rank 0 only; the stages are in evaluation mode."""
         self._begin(DataStream(predicts=True, ema=ema), data)
+        yield from self.update_barrier.begin(self.program.placement)
         yield from self._run(self._evaluation)
         while self.rank == 0 and self._forwards.yielded < (self._total or 0):
             yield (yield from self._forwards.receive_output())
@@ -352,13 +351,8 @@ class Worker:
 
     def _send(self, number: int, index: int) -> None:
         start = self.recorder.mark()
-        channel = self.program.channels[number]
-        if channel.carries == Carries.WEIGHTS:
-            stage = channel.source
-            weights = self._forwards.pack_weights(stage, index, self.stage_states[stage], self._weight_packets[stage])
-            self._mailbox.put(Carries.WEIGHTS, stage, weights)
         self._mailbox.send(number, index)
-        self.recorder.note("send", channel.source, self._stream.number(index), start)
+        self.recorder.note("send", self.program.channels[number].source, self._stream.number(index), start)
 
     def _end(self, total: int, stop_reason: StopReason) -> None:
         self._total = total

@@ -6,6 +6,7 @@
 - A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without one, when it
   reaches its update, where it blocks its ranks. A coupled update waits for all ranks to reach it, one of tied weights
   for the sum over their holders, which begins when all have reached it.
+- A forward waits until the weights that it reads have been made, and copied, on another rank.
 
 Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens:
 nothing that a rank does later can come before it, so ports see all events in the order of time.
@@ -14,6 +15,7 @@ nothing that a rank does later can come before it, so ports see all events in th
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,9 +29,9 @@ from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer, advance_instruction
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.simulator.compiled import (
-    FREE,
     GIVE,
     OP,
+    READ,
     RECEIVE,
     SEND,
     STOP,
@@ -143,6 +145,9 @@ class _Clock:
             rank.instructions = self._add_seconds(instructions, rank.slowness)
         self.members = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied_weights)]
         self.meetings: dict[tuple[int, int], _Meeting] = {}
+        self.remote = {stage for rank in self.ranks for stage, _ in placement.remote_forwards(rank.number)}
+        self.made_s = {(stage, 0): 0.0 for stage in self.remote}
+        self.reading: dict[tuple[int, int], list[_Rank]] = defaultdict(list)
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
             for rank in self.ranks
@@ -203,6 +208,8 @@ class _Clock:
                 end = now + (seconds if draw is None else seconds * draw(letter))
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
+                if letter == "U" and what in self.remote:
+                    self._note_made(what, index, now)
                 if received:
                     self._post_again(received, now)
                 missing -= 1
@@ -223,15 +230,13 @@ class _Clock:
             elif code == SEND:
                 now += seconds
                 send(what, index, now)
-            elif code == FREE:
-                self._post_again(received, now)
             elif code == GIVE:
                 stage, update, updates = what
                 backward_s = now - spans[-1].start_s
                 self._come(rank, stage, update + turn * updates, now, backward_s)
             else:
-                stage, what = what if code == TIED else (what if code == SYNC else _ALL, what)
-                over_s = self._meet(rank, stage, index, now)
+                stage, what = what if code == TIED else (what if code in (SYNC, READ) else _ALL, what)
+                over_s = (self._await_weights if code == READ else self._meet)(rank, stage, index, now)
                 if over_s is None:
                     break
                 if over_s > now:
@@ -239,6 +244,19 @@ class _Clock:
                     now = over_s
             position += 1
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
+
+    def _note_made(self, stage: int, update: int, now: float) -> None:
+        self.made_s[stage, update] = now
+        self.ready += self.reading.pop((stage, update), [])
+
+    def _await_weights(self, rank: _Rank, stage: int, index: int, now: float) -> float | None:
+        """Returns when the weights of a remote forward are there; None while unknown."""
+        version = self.program.weights.forward_version(stage, index) if self.program.trains else 0
+        made_s = self.made_s.get((stage, version))
+        if made_s is None:
+            self.reading[stage, version].append(rank)
+            return None
+        return made_s + self.costs.copy_s(stage, self.program.placement.rank_of(stage, index), rank.number)
 
     def _post_again(self, received: list[Wire], now: float) -> None:
         for wire in received:
@@ -350,6 +368,8 @@ class _Clock:
                 what += f": {describe_message(self.messages.wires[at.channel].channel, at.index)}"
             elif isinstance(at, Transfer):
                 what += f": the other replicas of stage {at.channel}"
+            elif at.kind is Kind.FORWARD:
+                what += ": the weights, which another rank updates"
             else:
                 what += ": the update of the other ranks"
             rows.append(f"  rank {rank.number} waits at {what}")

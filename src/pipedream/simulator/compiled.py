@@ -1,8 +1,8 @@
 """A rank's instructions as the clock reads them: flat tuples, made once, whose indices advance by a stride each turn.
 
 They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum, COUPLE
-precedes an update that waits for all ranks, TIED one that waits for the other holders of its weights, FREE is an op
-that does not compute. The text ends with TURN or STOP.
+precedes an update that waits for all ranks, TIED one that waits for the other holders of its weights, READ a forward
+whose weights are made on another rank. The text ends with TURN or STOP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
 
-OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TIED, FREE, TURN, STOP = range(10)
+OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TIED, READ, TURN, STOP = range(10)
 
 
 class CompiledInstruction(NamedTuple):
@@ -94,6 +94,8 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
         # A delayed norm is known in time.
         if program.couples_updates and not program.norm_delay and compiled.letter == Kind.UPDATE.value:
             flat.append(compiled._replace(code=COUPLE))
+        if compiled.letter == Kind.FORWARD.value and program.placement.is_remote(compiled.what):
+            flat.append(compiled._replace(code=READ))
         flat.append(compiled)
         update = completed(instruction) if isinstance(instruction, Op) and instruction.stage in gives else None
         if update is not None and Transfer(Move.SYNC, update.stage, update.index) in sums:
@@ -108,7 +110,7 @@ def _compile_instruction(program: Program, instruction: Instruction, total: int)
     stride = advance_instruction(instruction, program.cycle, program.updates).index - instruction.index
     if isinstance(instruction, Op):
         what, letter = instruction.stage, instruction.kind.value
-        code = OP if instruction.kind.is_work else FREE
+        code = OP
         counts_updates = instruction.kind is Kind.UPDATE
     else:
         code = {Move.SEND: SEND, Move.RECEIVE: RECEIVE, Move.SYNC: SYNC}[instruction.kind]

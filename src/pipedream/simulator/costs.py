@@ -95,8 +95,6 @@ class Costs:
 
     def op_s(self, kind: Kind, stage: int) -> float:
         """Returns the seconds on a worker of speed 1."""
-        if not kind.is_work:
-            return 0.0
         seconds = self._compute_device_s(kind, stage)
         return seconds + float(
             self.runtime.added_s(seconds, self._compute_host_s(kind, stage), self._compute_launch_s(kind, stage))
@@ -198,12 +196,17 @@ class Costs:
     def _count_bytes_in_memory(self, channel: Channel) -> float:
         if channel.carries == Carries.INPUT:
             return self.input_bytes
-        if channel.carries == Carries.WEIGHTS:
-            return self.weight_bytes[channel.source] if self.weight_bytes else 0.0
         if channel.carries == Carries.STAGE_INPUT:
             return self.output_bytes[channel.source - 1] if channel.source else self.input_bytes
         # A gradient has the bytes of the activation that it belongs to.
         return self.output_bytes[channel.source if channel.carries == Carries.ACTIVATION else channel.target]
+
+    def copy_s(self, stage: int, source: int, target: int) -> float:
+        """Returns the seconds in which the weights of a rank reach another one, by memory that both share."""
+        if not self.weight_bytes:
+            return 0.0
+        bandwidth, latency_s = self.cluster.link(self.cluster.reach(self.worker(source), self.worker(target)))
+        return self.weight_bytes[stage] / bandwidth + latency_s
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Returns bandwidth (bytes/s) and latency (s)."""

@@ -28,10 +28,10 @@ def _size_stage(program: Program, stage: int) -> StageSizes:
 
 
 class _Remote:
-    """A stage whose forwards run on a rank where its weights do not live.
+    """A stage whose forwards run on another rank than its backwards.
 
-    Held are the posted receive of the weights; the weights, if they are there; inputs, from their forward to the next
-    fetch, because they wait at home.
+    Held are a copy of the weights, from the first of an update's forwards to the last, and inputs, from their forward
+    to the next update's, because they wait there.
     """
 
     def __init__(self, program: Program, stage: int, total: int) -> None:
@@ -47,10 +47,10 @@ class _Remote:
 
     @property
     def held_bytes(self) -> int:
-        return (1 + self.has_weights) * self._weights_bytes + self._kept * self._input_bytes
+        return self.has_weights * self._weights_bytes + self._kept * self._input_bytes
 
     def forward(self, index: int) -> int:
-        """Returns the most that it holds; after the last of its fetch the weights are gone."""
+        """Returns the most that it holds; after the last one of an update the weights are gone."""
         if not self._trains:
             return self.held_bytes
         self._kept = 1 if index % self._per_update == 0 else self._kept + 1
@@ -61,7 +61,7 @@ class _Remote:
 
 
 class RemoteForwardsTrace:
-    """All stages whose forwards a rank runs on fetched weights."""
+    """All stages whose forwards alone a rank runs."""
 
     def __init__(self, program: Program, rank: int, total: int) -> None:
         remote = program.placement.remote_forwards(rank)

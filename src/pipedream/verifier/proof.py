@@ -15,7 +15,7 @@ from pipedream.core.display import Tabular
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Channel, Program
-from pipedream.verifier.unrolled import Unrolled, check_assumptions, check_fetches, remote_spans, unroll
+from pipedream.verifier.unrolled import Unrolled, check_assumptions, remote_spans, unroll
 from pipedream.verifier.waits import check_waits
 
 _MOST_INSTRUCTIONS = 60_000
@@ -99,9 +99,7 @@ class Proof(Tabular):
                 lines = zip(names, each, means, strict=True)
                 rows += [self._format_row("", f". {name}", *counts, mean) for name, counts, mean in lines]
             if self.remote_forwards and self.remote_forwards[rank]:
-                rows.append(
-                    f"{'':>4}  + forwards of {', '.join(map(str, self.remote_forwards[rank]))} on fetched weights"
-                )
+                rows.append(f"{'':>4}  + forwards of {', '.join(map(str, self.remote_forwards[rank]))} of other ranks")
         return "\n".join(rows)
 
     @staticmethod
@@ -128,7 +126,6 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     for total in totals:
         run = unroll(program, total)
         check_assumptions(run)
-        check_fetches(run)
         check_waits(run, lanes)
         for rank in ranks:
             pairs = zip(most[rank], _find_peaks(run, rank), strict=True)

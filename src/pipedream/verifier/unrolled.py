@@ -19,9 +19,8 @@ from functools import cached_property
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries
-from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.op import Kind, Op, ends_backward, gives_back
-from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer
+from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
 
 Message = tuple[int, int]
 """A (channel, microbatch)."""
@@ -62,24 +61,20 @@ class Unrolled:
             "schedule's order or its lowering"
         )
 
-    def producer(self, message: Message) -> Op | None:
-        """Returns the op whose result a message carries; None for weights of the start."""
+    def producer(self, message: Message) -> Op:
+        """Returns the op whose result a message carries."""
         number, k = message
         channel = self.program.channels[number]
-        if channel.carries in dispatch.DISPATCHED:
-            return dispatch.producer(channel, k, self.program)
-        return self._find_pass(channel, channel.source, k)
+        return self._find_pass(channel.carries == Carries.GRADIENT, channel.source, k)
 
     def consumer(self, message: Message) -> Op:
         """Returns the op after which the message's place in the ring is free."""
         number, k = message
         channel = self.program.channels[number]
-        if channel.carries in dispatch.DISPATCHED:
-            return dispatch.consumer(channel, k, self.program)
-        return self._find_pass(channel, channel.target, k)
+        return self._find_pass(channel.carries in (Carries.GRADIENT, Carries.STAGE_INPUT), channel.target, k)
 
-    def _find_pass(self, channel: Channel, stage: int, k: int) -> Op:
-        kind = gives_back(self.program.kinds) if channel.carries == Carries.GRADIENT else Kind.FORWARD
+    def _find_pass(self, goes_back: bool, stage: int, k: int) -> Op:
+        kind = gives_back(self.program.kinds) if goes_back else Kind.FORWARD
         return Op(kind, stage, k, self.program.placement.replica(stage, k))
 
 
@@ -117,7 +112,7 @@ def _read_stream(program: Program, rank: int, total: int) -> tuple[Instruction, 
 
 def _check_lacks_nothing(program: Program, rank: int, total: int, present: Collection[Instruction]) -> None:
     work = (op for row in program.expected_ops(rank, total) for op in row.ops())
-    lacking = [op for op in (*dispatch.fetches(program, rank, total), *work) if op not in present]
+    lacking = [op for op in work if op not in present]
     if lacking:
         first = min(lacking, key=lambda op: (op.stage, op.kind is Kind.UPDATE, op.index))
         raise ScheduleError(
@@ -129,16 +124,13 @@ def _check_lacks_nothing(program: Program, rank: int, total: int, present: Colle
 def _index(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
     stage_replicas, forwards = set(placement.stage_replicas(rank)), set(placement.passes(rank, forward=True))
-    fetches = dispatch.fetches(run.program, rank, run.total)
     for position, instruction in enumerate(run.streams[rank]):
         if isinstance(instruction, Op):
             kind, stage, index, replica = instruction
-            if not kind.is_work and instruction not in fetches:
-                raise run.error(rank, position, "a fetch of weights that live here, or that nothing here is to read")
-            if kind.is_work and kind is not Kind.UPDATE and kind not in run.program.kinds:
+            if kind is not Kind.UPDATE and kind not in run.program.kinds:
                 raise run.error(rank, position, "an op of a kind that this schedule does not have")
             expected = replica if kind is Kind.UPDATE else placement.replica(stage, index)
-            here = forwards if kind is Kind.FORWARD or not kind.is_work else stage_replicas
+            here = forwards if kind is Kind.FORWARD else stage_replicas
             if (stage, replica) not in here or replica != expected:
                 raise run.error(rank, position, f"an op of another rank or replica ({replica} of stage {stage})")
             if instruction in run.ops:
@@ -180,8 +172,6 @@ def _check_messages(run: Unrolled) -> None:
         if message not in run.received:
             raise run.error(rank, position, f"microbatch {message[1]} is sent but never received")
         maker = run.producer(message)
-        if maker is None:
-            continue
         place = run.ops.get(maker)
         if place is None or place[0] != rank or place[1] > position:
             raise run.error(rank, position, f"{maker}, which makes it, does not come before")
@@ -214,7 +204,7 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
         if place[0] == rank:
             if place[1] > limit:
                 raise run.error(rank, position, f"needs {need}, which comes later, at instruction {place[1]}")
-        elif op.kind.is_work and op.kind is not Kind.UPDATE:
+        elif op.kind is not Kind.UPDATE and need.kind is not Kind.UPDATE:  # weights are in shared memory
             check_arrival(run, op, need, place[0], _choose_cargo(op, need))
 
 
@@ -315,57 +305,15 @@ def _check_versions(run: Unrolled, stage: int) -> None:
             )
 
 
-_Span = tuple[int, int]
-
-
-def check_fetches(run: Unrolled) -> None:
-    """Checks that forwards read the weights that were fetched for them, and that these were sent in time.
-
-    Fetched weights stay until the next set takes their place; at home an update may write in their place.
+def remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
+    """Yields, for each update of a stage whose forwards alone run here, the spans of their inputs, kept until those of
+    the next update, and of the weights.
     """
-    for rank in range(len(run.streams)):
-        _check_fetched(run, rank)
-    _check_sent(run)
-
-
-def _check_fetched(run: Unrolled, rank: int) -> None:
-    remote = {stage for stage, _ in run.program.placement.remote_forwards(rank)}
-    there: dict[int, Op] = {}
-    for position, op in enumerate(run.streams[rank]):
-        if not isinstance(op, Op) or op.stage not in remote:
-            continue
-        if op.kind is Kind.FETCH:
-            home = run.program.placement.rank_of(op.stage, op.index)
-            check_arrival(run, op, op, home, Carries.WEIGHTS)
-            there[op.stage] = op
-        elif op.kind is Kind.FORWARD:
-            expected, fetched = run.program.fetch_before(op), there.get(op.stage)
-            if fetched != expected:
-                raise run.error(rank, position, f"reads what {expected} fetched; found there is {fetched or 'none'}")
-
-
-def _check_sent(run: Unrolled) -> None:
-    program = run.program
-    for (number, k), position in run.sent.items():
-        channel = program.channels[number]
-        if channel.carries != Carries.WEIGHTS:
-            continue
-        version = program.weights.forward_version(channel.source, k)
-        overwrites = Op(Kind.UPDATE, channel.source, version + program.weights.versions(channel.source))
-        if run.ops.get(overwrites, (0, position))[1] < position:
-            raise run.error(
-                channel.sender, position, f"sends version {version}, in whose place {overwrites} has written"
-            )
-
-
-def remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[_Span], _Span]]:
-    """Yields, for each fetch, the spans of its forwards' inputs, kept until the next fetch, and of its weights."""
     for stage, replica in run.program.placement.remote_forwards(rank):
-        reads: dict[Op, list[int]] = {}
+        reads: dict[int, list[int]] = {}
         for k in range(run.total):
-            forward = Op(Kind.FORWARD, stage, k, replica)
-            reads.setdefault(run.program.fetch_before(forward), []).append(run.ops[forward][1])
-        fetched = [run.ops[fetch][1] for fetch in reads]
-        until = [*fetched[1:], len(run.streams[rank])]
-        for at, end, positions in zip(fetched, until, reads.values(), strict=True):
-            yield [(position, end) for position in positions], (at, max(positions))
+            place = run.ops[Op(Kind.FORWARD, stage, k, replica)][1]
+            reads.setdefault(run.program.updates.update_of(stage, k), []).append(place)
+        until = [*[places[0] for places in reads.values()][1:], len(run.streams[rank])]
+        for end, places in zip(until, reads.values(), strict=True):
+            yield [(place, end) for place in places], (places[0], places[-1] + 1)

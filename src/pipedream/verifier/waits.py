@@ -10,7 +10,8 @@ into the cycle. The waits are
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in the order in
   which they were issued, receives from one sender in that sender's order;
 - a sum waits for all replicas; a coupled update for all ranks to reach the same update, or the one `norm_delay` before;
-  an update of tied weights for all ranks that hold them to reach it.
+  an update of tied weights for all ranks that hold them to reach it;
+- a forward waits for the update of its weights on another rank.
 """
 
 from __future__ import annotations
@@ -73,10 +74,18 @@ class _Waits:
                 self.consumers[run.consumer((number, k))].append((number, k))
                 if i >= depth:
                     self.frees[number, k] = (number, order[i - depth])
+        self.awaited: dict[Op, Op] = {}  # forward -> update on another rank
+        self.made: set[Op] = set()
+        self.readers: dict[Op, list[int]] = defaultdict(list)
         self.members: dict[_Meeting, set[int]] = defaultdict(set)
         for rank, stage, update in run.synced:
             self.members["sum", stage, update].add(rank)
         placement = run.program.placement
+        for forward in (op for op in run.ops if op.kind is Kind.FORWARD and placement.is_remote(op.stage)):
+            for need in run.program.requires(forward):
+                if need.kind is Kind.UPDATE:
+                    self.awaited[forward] = need
+        self.updates = set(self.awaited.values())
         self.tied = (
             [weights.ranks(placement) for weights in run.program.plan.tied_weights] if run.program.trains else []
         )
@@ -117,6 +126,13 @@ class _Waits:
             norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
             if self.met[norm_of] != self.members[norm_of]:
                 return False
+        awaited = self.awaited.get(instruction)
+        if awaited is not None and awaited not in self.made:
+            self.readers[awaited].append(rank)
+            return False
+        if instruction in self.updates:
+            self.made.add(instruction)
+            self.ready.extend(self.readers.pop(instruction, ()))
         if instruction in self.consumers:
             self.consumed.update(self.consumers[instruction])
             self._post(rank)
@@ -203,6 +219,9 @@ class _Waits:
             if rank in self.members[tied] and self.met[tied] != self.members[tied]:
                 meeting = tied
                 break
+        if isinstance(instruction, Op) and instruction in self.awaited:
+            update = self.awaited[instruction]
+            return f"{head}{update}", self.run.ops[update][0]
         if isinstance(instruction, Transfer):
             meeting = ("sum", instruction.channel, instruction.index)
         other = min(self.members[meeting] - self.met[meeting])

@@ -173,9 +173,10 @@ def check_no_remote_stages(built: Schedule) -> None:
     for rank, (worker, peak) in enumerate(zip(sorted(set(plan.worker_order)), peaks, strict=True)):
         limit = memories[worker]
         if limit is not None and peak > limit:
-            visiting = ", ".join(str(stage) for stage, _ in built.placement.remote_forwards(rank))
+            passes = {*built.placement.passes(rank, forward=True), *built.placement.stage_replicas(rank)}
+            stages = sorted(stage for stage, _ in passes)
             raise PlanError(
-                f"worker {worker} needs up to {format_bytes(peak)} with its own stages and the forwards of stages "
-                f"{visiting}, whose weights it fetches, and has {format_bytes(limit)}; use smaller microbatches, more "
-                "workers or another method"
+                f"worker {worker} needs up to {format_bytes(peak)} for the passes of the stages "
+                f"{', '.join(map(str, stages))}, and has {format_bytes(limit)}; use smaller microbatches, more workers "
+                "or another method"
             )

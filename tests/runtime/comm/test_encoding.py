@@ -117,7 +117,7 @@ def test_gradients_have_an_encoding_of_their_own() -> None:
     torch.testing.assert_close(arrived, rounded(gradient, "int4"))
     message, _ = _send(gradient, (True,), Carries.ACTIVATION, "full,int4")
     assert torch.equal(message.tensors[0], gradient)  # type: ignore[arg-type]
-    message, _ = _send(gradient, (True,), Carries.WEIGHTS, "int8")
+    message, _ = _send(gradient, (True,), Carries.INPUT, "int8")
     assert torch.equal(message.tensors[0], gradient)  # type: ignore[arg-type]
 
 

@@ -2,7 +2,7 @@
 
 Replicated stages, several chunks per rank, the V shape and two mirrored pipelines are all one table
 ``ranks[stage][replica]`` and one rule, round robin: microbatch k of stage s runs on replica k mod r_s
-(PipeDream, SOSP 2019, section 3.2: 1F1B-RR). Forwards may run elsewhere (`is_remote`), in `core.schedule.dispatch`.
+(PipeDream, SOSP 2019, section 3.2: 1F1B-RR). The forwards of a stage may run on another rank (`Dispatched`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from pipedream.core.plan.mesh import Mesh
 
 
 class Carries(StrEnum):
-    """Cargo of a channel; the last two for dispatched stages alone (`core.schedule.dispatch`)."""
+    """Cargo of a channel."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     INPUT = "input"  # a part of the batch, such as the targets, straight from the input stage
-    WEIGHTS = "weights"
-    STAGE_INPUT = "stage_input"
+    STAGE_INPUT = "stage_input"  # what a forward on another rank has read, for its backward
 
 
 class StageReplica(NamedTuple):
@@ -121,7 +120,7 @@ class Placement(Artifact):
         return self.rank_of(stage, microbatch)
 
     def is_remote(self, stage: int) -> bool:
-        """Returns whether a stage's forwards run where its weights do not live."""
+        """Returns whether a stage's forwards run on another rank than its backwards."""
         return False
 
     @property
@@ -145,7 +144,10 @@ class Placement(Artifact):
 
 @dataclass(frozen=True)
 class Dispatched(Placement):
-    """Stages without replicas; `forwards` has the rank of each stage's forwards."""
+    """Stages without replicas, whose weights are in memory that all ranks share.
+
+    A stage's backwards and updates are on one rank, its *home*, and its forwards on that of `forwards`.
+    """
 
     forwards: tuple[int, ...]
 
@@ -169,7 +171,7 @@ class Dispatched(Placement):
         return self.forwards[:1]
 
     def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
-        sends = self.rank_of if carries in (Carries.GRADIENT, Carries.WEIGHTS) else self.forward_rank
+        sends = self.rank_of if carries == Carries.GRADIENT else self.forward_rank
         receives = self.rank_of if carries in (Carries.GRADIENT, Carries.STAGE_INPUT) else self.forward_rank
         return sends(source, microbatch), receives(target, microbatch)
 

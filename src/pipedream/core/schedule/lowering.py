@@ -19,7 +19,6 @@ from math import lcm
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
-from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.coupling import with_tied_weights
 from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import (
@@ -87,7 +86,7 @@ def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Ch
         routes += [Route(Carries.ACTIVATION, stage, stage + 1, ahead), Route(Carries.GRADIENT, stage + 1, stage, ahead)]
     if last:
         routes.append(Route(Carries.INPUT, 0, last, max(2, in_flight[0])))
-    routes += dispatch.routes(placement)
+    routes += [Route(Carries.STAGE_INPUT, s, s, MOST_AHEAD) for s in range(last + 1) if placement.is_remote(s)]
     channels: dict[tuple[int, int, Carries, int], Channel] = {}
     for carries, source, target, depth in routes:
         for k in range(placement.cycle):
@@ -107,16 +106,12 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries
             if number is not None:
                 yield Transfer(move, number, k)
 
-    lender = dispatch.Lender(schedule, rank)
-    yield from transfers(Move.SEND, lender.due())
     for op in schedule.order(rank):
         if op.kind is Kind.UPDATE and placement.replicas[op.stage] > 1:
             yield Transfer(Move.SYNC, op.stage, op.index)
-        yield from transfers(Move.RECEIVE, (*dispatch.arrivals(op, schedule), *_list_arrivals(op, schedule)))
+        yield from transfers(Move.RECEIVE, _list_arrivals(op, schedule))
         yield op
-        yield from transfers(Move.SEND, (*_list_departures(op, schedule), *dispatch.departures(op, schedule)))
-        if op.kind is Kind.UPDATE:
-            yield from transfers(Move.SEND, lender.due(op))
+        yield from transfers(Move.SEND, _list_departures(op, schedule))
 
 
 def _list_arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
@@ -126,17 +121,23 @@ def _list_arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
         if stage == last:
             yield Cargo(Carries.INPUT, 0, stage, k)
         yield Cargo(Carries.ACTIVATION, stage - 1, stage, k)
-    elif kind is gives_back(rules.kinds) and stage < last:
-        yield Cargo(Carries.GRADIENT, stage + 1, stage, k)
+    elif kind is gives_back(rules.kinds):
+        if rules.placement.is_remote(stage):
+            yield Cargo(Carries.STAGE_INPUT, stage, stage, k)
+        if stage < last:
+            yield Cargo(Carries.GRADIENT, stage + 1, stage, k)
 
 
 def _list_departures(op: Op, rules: Rules) -> Iterator[Cargo]:
     kind, stage, k, _ = op
     last = rules.placement.stages - 1
-    if kind is Kind.FORWARD and stage < last:
-        if not stage:  # the targets first: a large message may hold a connection for long
-            yield Cargo(Carries.INPUT, 0, last, k)
-        yield Cargo(Carries.ACTIVATION, stage, stage + 1, k)
+    if kind is Kind.FORWARD:
+        if stage < last:
+            if not stage:  # the targets first: a large message may hold a connection for long
+                yield Cargo(Carries.INPUT, 0, last, k)
+            yield Cargo(Carries.ACTIVATION, stage, stage + 1, k)
+        if rules.trains and rules.placement.is_remote(stage):
+            yield Cargo(Carries.STAGE_INPUT, stage, stage, k)
     elif kind is gives_back(rules.kinds) and stage:
         yield Cargo(Carries.GRADIENT, stage, stage - 1, k)
 
@@ -149,7 +150,7 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     placement = schedule.placement
     forwards = placement.passes(rank, forward=True)
     if not forwards and len(schedule.kinds) == 1:
-        return RankProgram(tuple(stream), ())  # it only sends weights to remote forwards
+        return RankProgram((), ())  # the forwards of all its stages are remote
     anchor = Kind.FORWARD if forwards else Kind.BACKWARD  # a rank may have backwards alone
     window: list[Instruction] = []
     first = second = None
@@ -181,7 +182,7 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
         start -= 1
     # A turn must also do all that a cycle needs, otherwise only a run of equal ops repeats.
     needed = schedule.op_count(rank, cycle)
-    done = sum(isinstance(item, Op) and item.kind.is_work for item in window[first:second])
+    done = sum(isinstance(item, Op) for item in window[first:second])
     if done != needed or not all(repeats(i) for i in range(start, len(window) - length)):
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"

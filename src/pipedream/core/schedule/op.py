@@ -16,18 +16,13 @@ from pipedream.core.plan.placement import Placement
 
 
 class Kind(StrEnum):
-    """A kind of op; all but FETCH are work of the rank."""
+    """A kind of op."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
     UPDATE = "U"
-    FETCH = "H"  # see `core.schedule.dispatch`
-
-    @property
-    def is_work(self) -> bool:
-        return self is not Kind.FETCH
 
 
 class Op(NamedTuple):

@@ -169,7 +169,7 @@ class Program(Tabular, Rules, Artifact):
                 return
             if exists(instruction):
                 idle = 0
-                missing -= _is_work(instruction)
+                missing -= isinstance(instruction, Op)
                 yield instruction
             elif (idle := idle + 1) > patience:
                 break
@@ -179,13 +179,13 @@ class Program(Tabular, Rules, Artifact):
     def _count_work_before(self, rank: int, executed: int, exists: Callable[[Instruction], bool]) -> int:
         """Counts the ops among a rank's first instructions; see `instructions`."""
         mine = self.ranks[rank]
-        count = sum(map(_is_work, mine.warmup[:executed]))
+        count = _count_ops(mine.warmup[:executed])
         if executed > len(mine.warmup):
             turns, position = divmod(executed - len(mine.warmup), len(mine.period))
-            count += turns * sum(map(_is_work, mine.period)) + sum(map(_is_work, mine.period[:position]))
+            count += turns * _count_ops(mine.period) + _count_ops(mine.period[:position])
         if executed:
             last = next(self.stream(rank, executed - 1))
-            count -= _is_work(last) and not exists(last)
+            count -= isinstance(last, Op) and not exists(last)
         return count
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
@@ -319,8 +319,8 @@ class Program(Tabular, Rules, Artifact):
         return advance_instruction(instruction, turns * self.cycle, self.updates) if turns else instruction
 
 
-def _is_work(instruction: Instruction) -> bool:
-    return isinstance(instruction, Op) and instruction.kind.is_work
+def _count_ops(instructions: tuple[Instruction, ...]) -> int:
+    return sum(isinstance(instruction, Op) for instruction in instructions)
 
 
 def advance_instruction(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
@@ -344,7 +344,7 @@ def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Inst
     replica = dict(placement.passes(rank, forward=True)) | dict(placement.stage_replicas(rank))
     instructions: list[Instruction] = []
     for token in text.split():
-        op = re.fullmatch(r"(\d+)([FBIWUH])(\d+)", token)
+        op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
         transfer = re.fullmatch(r"([<>=])(\d+):(\d+)", token)
         if op and int(op[1]) in replica:
             instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica[int(op[1])]))

@@ -140,16 +140,8 @@ class Rules:
             needs = tuple(Op(last, stage, k, self.placement.replica(stage, k)) for k in members)
             return (*needs, Op(kind, stage, index - 1, replica)) if index > 1 else needs
         data = data_requirements(op, self.placement, self.kinds)
-        if kind is Kind.FORWARD and self.placement.is_remote(stage):
-            return (*data, self.fetch_before(op))
         version = self._find_version_awaited(op)
         return (*data, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else data
-
-    def fetch_before(self, forward: Op) -> Op:
-        """Returns the fetch of the weights that a remote forward reads."""
-        _, stage, k, replica = forward
-        first = self.updates.members(stage, self.updates.update_of(stage, k)).start if self.trains else 0
-        return Op(Kind.FETCH, stage, first, replica)
 
     def _find_version_awaited(self, op: Op) -> int:
         kind, stage, index, _ = op

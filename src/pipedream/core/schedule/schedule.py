@@ -122,7 +122,7 @@ class Schedule(Rules):
             if first >= total:
                 idle += 1
                 continue
-            missing -= op.kind.is_work
+            missing -= 1
             idle = 0
             yield op
 

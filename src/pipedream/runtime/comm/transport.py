@@ -33,7 +33,7 @@ import torch.distributed as dist
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.occupancy import most_in_flight
-from pipedream.core.schedule.program import Channel, Program
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.encoding import with_decoding, with_encoding
@@ -208,15 +208,10 @@ class Transport:
 
         A replica that begins a forward has finished all backwards except those in flight, so the next stage has
         received their activations. The end of a stream is one more message. So waiting for an older message never
-        waits for work still to be done. Of weights two messages may be unread: those of an update that was not made,
-        and the end.
+        waits for work still to be done.
         """
         in_flight = [max(counts) for counts in zip(*map(most_in_flight, self._programs), strict=True)]
-
-        def count(channel: Channel) -> int:
-            return 2 if channel.carries == Carries.WEIGHTS else in_flight[min(channel.source, channel.target)] + 1
-
-        return [count(channel) for channel in self._channels]
+        return [in_flight[min(channel.source, channel.target)] + 1 for channel in self._channels]
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
-from pipedream.runtime.stage.remote_forward import RemoteForward
+from pipedream.runtime.stage.host_store import RemoteForward
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.parallelized import parallelize_layers

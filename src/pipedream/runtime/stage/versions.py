@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -32,6 +33,8 @@ import torch
 from pipedream.core.errors import CaptureError
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.weights import WeightRule
+
+_NOTHING = nullcontext()
 
 
 class WeightSet:
@@ -159,6 +162,19 @@ class Versions:
             del self._predictions[weights.version]
             weights.version = -1
             self._free.append(weights)
+
+    # -- overridden in `host_store.HostVersions` ---------------------------------------------------------
+
+    def publish(self) -> None:
+        """Lets other ranks read the newest version."""
+
+    def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
+        """Context in which what the passes read besides these weights is in the modules."""
+        return _NOTHING
+
+    def drop_copies(self) -> bool:
+        """Drops what the passes of a minibatch have copied; returns whether passes read copies."""
+        return False
 
     def keep(self, coming: Collection[int]) -> None:
         """Frees the older sets without readers that no later forward reads (`coming`: the versions that those read)."""

@@ -299,12 +299,11 @@ def latest_weights(
 
 
 def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
-    """Returns a schedule of forwards only, all with the newest weights; remote weights are fetched once."""
+    """Returns a schedule of forwards only, all with the newest weights."""
     placed = placement or plan.placement
 
     def order(rank: int) -> Iterator[Op]:
         stage_replicas = placed.passes(rank, forward=True)
-        yield from (Op(Kind.FETCH, stage, 0, replica) for stage, replica in placed.remote_forwards(rank))
         if not stage_replicas:
             return
         # A wave: each stage is as many microbatches later as there are stages before it.

@@ -1,4 +1,4 @@
-"""Remote forwards: what is sent, what is dropped, and layers whose buffers and frozen weights matter."""
+"""The host store: what is copied, what is dropped, and layers whose buffers and frozen weights matter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.capture import capture
-from pipedream.core.errors import WorkerError
+from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.experimental.roundpipe import homes
 from pipedream.planner import manual_plan
-from pipedream.runtime.comm.message import Message
-from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
+from pipedream.runtime.stage import host_store
+from pipedream.runtime.stage.host_store import HostStore, HostVersions, RemoteForward, StageLayout
 from pipedream.runtime.stage.stage_module import StageModule
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -135,6 +135,22 @@ def test_processes_give_to_the_bit_what_one_gives(tmp_path: Path) -> None:
     assert all(torch.equal(of_ranks[0][1][name], value) for name, value in alone[1].items())
 
 
+def train_apart() -> str:
+    machine = f"machine {torch.distributed.get_rank() > 0}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_store, "read_machine", lambda: machine)
+        with pytest.raises(PipelineError) as caught:
+            train(3)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_several_machines_are_refused() -> None:
+    for reason in processes.kept(3).results(train_apart):
+        assert "memory of one machine were asked for, but the ranks are on 2: " in reason
+
+
 # -- the parts ------------------------------------------------------------------------------------------
 
 
@@ -149,24 +165,32 @@ def tensors(module: StageModule) -> Iterator[Tensor]:
         yield from (*layer.parameters(), *layer.buffers())
 
 
-def test_a_weight_packet_brings_all_that_the_layers_read() -> None:
+def lay_out(module: StageModule, sets: int = 2) -> StageLayout:
+    return StageLayout(module, {"1.weight": torch.bfloat16}, sets, ema=False)
+
+
+def test_a_copy_brings_all_that_the_layers_read() -> None:
     home, there = stage_of([Counted(6), nn.Conv2d(2, 3, 3)]), stage_of([Counted(6), nn.Conv2d(2, 3, 3)])
     home.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     there.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    low = {"1.weight": torch.bfloat16}
-    leaves = {name: handle.detach().to(low.get(name, handle.dtype)) for name, handle in home.handles.items()}
     home.layers[0][1].seen += 4  # type: ignore[operator]
+    store = HostStore(None)
+    versions = HostVersions(home.handles, store.open(0, lay_out(home)), torch.device("cpu"))
+    versions.publish()
     before = [tensor.detach().clone() for tensor in tensors(there)]
-    weight_packet = WeightPacket(there, low)
-    weights, others = weight_packet.unpack(WeightPacket(home, low).pack(leaves).clone())
-    assert weights.keys() == leaves.keys()
-    for name, leaf in weights.items():
+    remote_forward = RemoteForward(there, lay_out(there))
+    remote_forward.stored = store.open(0, remote_forward.layout)
+    weights, version = remote_forward.read(0)
+    assert (weights.leaves.keys(), version) == (home.handles.keys(), 0)
+    for name, leaf in weights.leaves.items():
+        handle = home.handles[name]
         assert leaf.requires_grad
-        assert leaf.dtype == leaves[name].dtype
-        assert leaf.stride() == leaves[name].stride()
-        assert torch.equal(leaf, leaves[name])
+        assert leaf.dtype == (torch.bfloat16 if name == "1.weight" else handle.dtype)
+        assert leaf.stride() == handle.stride()
+        assert torch.equal(leaf, handle.detach().to(leaf.dtype))
+        assert leaf.data_ptr() != versions.peek().leaves[name].data_ptr()
     layer = there.layers[0][1]
-    with weight_packet.installed(others):
+    with remote_forward.forward_context():
         assert layer.seen is layer.also
         assert layer.seen == 4.0
         assert torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
@@ -174,36 +198,56 @@ def test_a_weight_packet_brings_all_that_the_layers_read() -> None:
         layer.mask = ~layer.mask  # type: ignore[operator]
     assert layer.seen is layer.also
     assert all(torch.equal(now, then) for now, then in zip(tensors(there), before, strict=True)), "nothing is left"
-    with weight_packet.installed(others):
+    with remote_forward.forward_context():
         assert layer.seen == 5.0, "what a forward wrote is there for the next one"
         assert not torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
     assert home.layers[0][1].seen == 4.0
 
 
-def test_a_remote_forward_has_weights_from_a_fetch_to_its_drop() -> None:
-    home = stage_of([nn.Linear(3, 3), nn.Tanh()])
-    remote_forward = RemoteForward(home, WeightPacket(home, {}))
-    message = Message(
-        0, tensors=(WeightPacket(home, {}).pack({n: h.detach() for n, h in home.handles.items()}),), version=2
-    )
-    with pytest.raises(AssertionError, match="not fetched"):
-        remote_forward.read(0)
-    remote_forward.fetch(message)
-    with pytest.raises(AssertionError, match="version 2 was fetched, not 3"):
-        remote_forward.read(3)
-    with pytest.raises(AssertionError, match="where others still are"):
-        remote_forward.fetch(message)
-    weights, version = remote_forward.read(2)
-    assert (weights.leaves.keys(), version) == (home.handles.keys(), 2)
-    remote_forward.drop()
-    with pytest.raises(AssertionError, match="not fetched"):
-        remote_forward.read(2)
+def test_passes_at_home_read_copies_and_leave_buffers() -> None:
+    home = stage_of([Counted(6), nn.Linear(6, 6)])
+    versions = HostVersions(home.handles, HostStore(None).open(0, lay_out(home)), torch.device("cpu"))
+    versions.publish()
+    layer, mask = home.layers[0][1], home.layers[0][1].mask
+    read = versions.read(0)
+    assert all(read.leaves[name].data_ptr() != leaf.data_ptr() for name, leaf in versions.peek().leaves.items())
+    with versions.installed(read):
+        layer.seen += 1  # type: ignore[operator]
+    assert layer.seen == 0.0
+    assert versions.drop_copies()
+    assert (layer.seen, layer.also) == (1.0, 1.0)
+    assert layer.mask is mask
+    assert not read.leaves, "copies are gone until the backward needs them"
+    with versions.installed(read):
+        assert read.leaves.keys() == home.handles.keys()
+    versions.release(read)
 
 
-def test_a_stage_without_anything_travels_too() -> None:
+def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
+    """Two sets take turns; another rank sees a version once it is made."""
+    home = stage_of([Counted(6), nn.Linear(6, 6)])
+    stored = HostStore(None).open(0, lay_out(home))
+    versions = HostVersions(home.handles, stored, torch.device("cpu"))
+    versions.publish()
+    expected = {0: home.handles["1.bias"].detach().clone()}
+    for version in range(1, 5):
+        assert not stored.await_version(version).ready()
+        versions.begin_update({version - 1})
+        with torch.no_grad():
+            home.handles["1.bias"] += 1.0
+        versions.end_update()
+        expected[version] = expected[version - 1] + 1.0
+        assert stored.await_version(version).ready()
+        for readable in (version - 1, version):
+            leaves, _ = stored.copy(readable, torch.device("cpu"))
+            assert torch.equal(leaves["1.bias"].detach(), expected[readable])
+
+
+def test_a_stage_without_anything_is_stored_too() -> None:
     empty = stage_of([nn.Tanh()])
-    weight_packet = WeightPacket(empty, {})
-    assert weight_packet.unpack(weight_packet.pack({})) == ({}, [])
+    stored = HostStore(None).open(0, lay_out(empty))
+    HostVersions(empty.handles, stored, torch.device("cpu")).publish()
+    assert stored.copy(0, torch.device("cpu")) == ({}, [])
 
 
 def test_an_error_of_a_remote_forward_names_its_rank_and_stage() -> None:

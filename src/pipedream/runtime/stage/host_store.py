@@ -1,0 +1,382 @@
+"""The host store: weights of stages in the memory of the machine, once, shared by the processes of all its workers.
+
+The stage's *home*, the rank of its updates, writes there: the optimizer's handles are views of this memory. Before the
+passes of a minibatch, home or another rank copies the weights of the version that they read to its device, in one piece
+with the stage's buffers; afterwards it drops the copy. A version is read by others once its number is in the store;
+home makes it in another set of tensors as long as a forward may still read the one before (`Versions`).
+
+A forward on another rank keeps nothing. Its input is sent home, where the backward repeats the forward with the same
+numbers (`recompute`); this second forward is the one that changes the buffers. Both process the microbatches in order,
+from the buffers at the update that made the version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipedream.core.errors import PlanError
+from pipedream.runtime.comm.channel import Pending
+from pipedream.runtime.comm.message import Message, MessageFormat, align, write
+from pipedream.runtime.comm.process_group import gather_texts, machine_address
+from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stage.versions import Versions, WeightSet
+
+_NUMBERS = 8
+"""int64: the newest version, then the set of version v at 1 + v mod 7."""
+_LONGEST_SLEEP_S = 1e-3
+
+_Slots = list[tuple[dict[str, Any], str]]
+
+
+class StageLayout:
+    """Where the tensors of a stage are in its part of the store; the same on all ranks.
+
+    Args:
+        module: may be on the meta device.
+        sets: of weights and buffers, for the versions that are read at once.
+        ema: averaged weights are kept, too.
+
+    Attributes:
+        names: of the trained weights.
+        slots: places in the modules of each other tensor: those of frozen weights, then those of buffers.
+    """
+
+    def __init__(self, module: StageModule, low: Mapping[str, torch.dtype], sets: int, ema: bool) -> None:
+        self.low = dict(low)
+        self.names = tuple(module.handles)
+        trained = {id(handle) for handle in module.handles.values()}
+        frozen: dict[int, _Slots] = {}
+        buffers: dict[int, _Slots] = {}
+        for inner in {id(m): m for _, layer in module.layers for m in layer.modules()}.values():
+            for tensors, kind in ((inner._parameters, frozen), (inner._buffers, buffers)):
+                for name, tensor in tensors.items():
+                    if tensor is not None and id(tensor) not in trained:
+                        kind.setdefault(id(tensor), []).append((tensors, name))
+        self.slots = [*frozen.values(), *buffers.values()]  # slots that share a tensor continue to share it
+        self.frozen = len(frozen)
+        handles = module.handles.items()
+        weights = [_make_like(handle, self.low.get(name)) for name, handle in handles]
+        others = [_make_like(tensor) for tensor in self.others]
+        self._set = _make_format([*weights, *others[self.frozen :]])
+        self._frozen = _make_format(others[: self.frozen])
+        self._ema = _make_format([_make_like(handle) for _, handle in handles] if ema else [])
+        self.begins = [8 * _NUMBERS]
+        for form in (self._frozen, self._ema, *[self._set] * sets):
+            self.begins.append(align(self.begins[-1] + form.payload_bytes))
+
+    @property
+    def others(self) -> list[torch.Tensor]:
+        """The frozen weights, then the buffers, that are in the modules now."""
+        return [slots[0][0][slots[0][1]] for slots in self.slots]
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.begins[-1]
+
+    def frozen_in(self, part: torch.Tensor) -> list[torch.Tensor]:
+        return _view(self._frozen, part)
+
+    def ema_in(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, _view(self._ema, part), strict=False))
+
+    def set_in(self, part: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Returns the weights by name, and the buffers."""
+        tensors, count = _view(self._set, part), len(self.names)
+        return dict(zip(self.names, tensors[:count], strict=True)), tensors[count:]
+
+    @contextmanager
+    def installed(self, others: list[torch.Tensor]) -> Iterator[None]:
+        """In this context `others` are in the modules; updates the list if layers replace them."""
+        originals = [[holder[name] for holder, name in slots] for slots in self.slots]
+        for slots, tensor in zip(self.slots, others, strict=True):
+            for holder, name in slots:
+                holder[name] = tensor
+        try:
+            yield
+        finally:
+            others[:] = self.others
+            for slots, before in zip(self.slots, originals, strict=True):
+                for (holder, name), tensor in zip(slots, before, strict=True):
+                    holder[name] = tensor
+
+
+class StoredStage:
+    """A stage in the store.
+
+    Args:
+        memory: uint8[n], of `StageLayout.stored_bytes`.
+        shared: between processes.
+    """
+
+    def __init__(self, layout: StageLayout, memory: torch.Tensor, shared: bool) -> None:
+        self.layout = layout
+        self._shared = shared
+        self._numbers = memory[: 8 * _NUMBERS].view(torch.int64)
+        self.frozen, self.ema, *self.sets = (
+            memory[begin:end] for begin, end in zip(layout.begins, layout.begins[1:], strict=False)
+        )
+
+    def adopt_averages(self, ema: dict[str, torch.Tensor]) -> None:
+        """Moves averaged weights here; their dict has the moved ones."""
+        for name, place in self.layout.ema_in(self.ema).items():
+            ema[name] = place.copy_(ema[name])
+
+    def publish(self, version: int, number: int) -> None:
+        """Lets all ranks read a version, which is in set `number`."""
+        self._numbers[1 + version % (_NUMBERS - 1)] = number
+        self._numbers[0] = version
+
+    def has(self, version: int) -> bool:
+        return int(self._numbers[0]) >= version
+
+    def await_version(self, version: int) -> Pending[None]:
+        return _PendingVersion(self, version, self._shared)
+
+    def copy(self, version: int, device: torch.device) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Returns the weights of a version, as leaves by name, and its buffers, on a device."""
+        number = int(self._numbers[1 + version % (_NUMBERS - 1)])
+        leaves, buffers = self.layout.set_in(self.sets[number].to(device, copy=True))
+        return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, buffers
+
+
+class _PendingVersion(Pending[None]):
+    def __init__(self, stored: StoredStage, version: int, shared: bool) -> None:
+        self._stored, self._version, self._shared = stored, version, shared
+
+    def ready(self) -> bool:
+        return self._shared or self._stored.has(self._version)
+
+    def result(self) -> None:
+        sleep_s = 1e-5
+        while not self._stored.has(self._version):
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+
+
+class HostStore:
+    """The parts of the store that this process uses, by stage.
+
+    Args:
+        group: of all ranks; None in a single process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._memory: dict[int, torch.Tensor] = {}
+        self._made: dict[int, tuple[int, int]] = {}  # stage -> file, bytes
+
+    def open(self, stage: int, layout: StageLayout) -> StoredStage:
+        """Opens a stage's part, which is made if its home is here and it is not there yet."""
+        if stage not in self._memory:
+            self._memory[stage] = self._make(stage, layout.stored_bytes)
+        return StoredStage(layout, self._memory[stage], self._group is not None)
+
+    def exchange(self) -> None:
+        """Opens the parts that other processes have made; every rank calls it.
+
+        Raises:
+            PlanError: ranks are on several machines.
+        """
+        if self._group is None:
+            return
+        place = [read_machine(), os.getpid(), machine_address()]
+        texts = gather_texts(json.dumps([place, list(self._made.items())]), self._group)
+        rows = [json.loads(text) for text in texts]
+        if len(machines := {machine: address for (machine, _, address), _ in rows}) > 1:
+            raise PlanError(
+                "weights in the memory of one machine were asked for, but the ranks are on "
+                f"{len(machines)}: {', '.join(machines.values())}; start all of them on one, or choose another method"
+            )
+        for (_, process, _), made in rows:
+            for stage, (file, size) in made:
+                if stage not in self._memory:
+                    self._memory[stage] = _map_file(f"/proc/{process}/fd/{file}", size)
+        dist.barrier(self._group)
+        for file, _ in self._made.values():
+            os.close(file)
+
+    def _make(self, stage: int, size: int) -> torch.Tensor:
+        if self._group is None:
+            return torch.zeros(size, dtype=torch.uint8)
+        # As for messages (`comm.shared_memory`): in no file system.
+        file = os.memfd_create(f"pipedream-stage-{stage}")
+        os.ftruncate(file, size)
+        self._made[stage] = file, size
+        return _map_file(f"/proc/self/fd/{file}", size)
+
+
+class HostVersions(Versions):
+    """The versions of a stage at its home, in the store; passes read copies on the device.
+
+    A copy has the weights of the version, and the frozen weights and buffers that are in the modules. Buffers go back
+    into these when the copy is dropped.
+    """
+
+    def __init__(self, handles: Mapping[str, nn.Parameter], stored: StoredStage, device: torch.device) -> None:
+        self._stored = stored
+        self._layout = stored.layout
+        self._device = device
+        self._copies: dict[int, WeightSet] = {}
+        self._others: list[torch.Tensor] | None = None
+        leaves, _ = self._layout.set_in(stored.sets[0])
+        for name, handle in handles.items():
+            if name not in self._layout.low:
+                handle.data = leaves[name].copy_(handle.data)
+        frozen = self._layout.frozen_in(stored.frozen)
+        for slots, tensor, place in zip(self._layout.slots, self._layout.others, frozen, strict=False):
+            for holder, name in slots:
+                holder[name].data = place.copy_(tensor)
+        self._first_leaves = leaves
+        super().__init__(handles, self._layout.low)
+        self._numbers = {id(self.peek()): 0}
+
+    def _make_leaf(self, name: str, handle: nn.Parameter) -> torch.Tensor:
+        if name in self._layout.low:
+            return self._first_leaves[name].copy_(handle.detach()).requires_grad_()
+        return super()._make_leaf(name, handle)
+
+    def make_storage(self) -> WeightSet:
+        used = {self._numbers[id(weights)] for weights in self._all_sets}
+        number = next(number for number in range(len(self._stored.sets)) if number not in used)
+        leaves, _ = self._layout.set_in(self._stored.sets[number])
+        weights = self._make_set(-1, {name: leaf.requires_grad_() for name, leaf in leaves.items()})
+        self._numbers[id(weights)] = number
+        return weights
+
+    def publish(self) -> None:
+        number = self._numbers[id(self.peek())]
+        _, buffers = self._layout.set_in(self._stored.sets[number])
+        write(self._layout.others[self._layout.frozen :], buffers)
+        self._stored.publish(self.newest, number)
+
+    def end_update(self) -> None:
+        super().end_update()
+        self.publish()
+
+    def read(self, version: int) -> WeightSet:
+        super().read(version)
+        weights = self._copies.setdefault(version, WeightSet(version, {}))
+        weights.readers += 1
+        self._load(weights)
+        return weights
+
+    def release(self, weights: WeightSet) -> None:
+        super().release(self._sets[weights.version])
+        weights.readers -= 1
+
+    def _load(self, weights: WeightSet) -> list[torch.Tensor]:
+        if self._others is None:
+            self._others = [other.to(self._device, copy=True) for other in self._layout.others]
+        if not weights.leaves:
+            leaves, _ = self._stored.copy(weights.version, self._device)
+            weights.leaves.update(leaves)
+        return self._others
+
+    def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
+        if weights is None:
+            return super().installed(weights)
+        return self._layout.installed(self._load(weights))
+
+    def drop_copies(self) -> bool:
+        for weights in self._copies.values():
+            weights.leaves.clear()
+        self._copies = {version: weights for version, weights in self._copies.items() if weights.readers}
+        if self._others is not None:
+            buffers, self._others = self._others[self._layout.frozen :], None
+            for buffer, place in zip(buffers, self._layout.others[self._layout.frozen :], strict=True):
+                place.copy_(buffer)
+        return True
+
+
+class RemoteForward:
+    """A stage whose forwards run here, and whose home is another rank. Life: `read`, forwards, `drop`."""
+
+    def __init__(self, module: StageModule, layout: StageLayout) -> None:
+        self.module = module
+        self.layout = layout
+        self.recomputation = _WithoutGraph()
+        self.next_forward = 0
+        self.stored: StoredStage
+        self._weights: WeightSet | None = None
+        self._others: list[torch.Tensor] = []
+
+    def empty(self) -> None:
+        """Drops the modules' own tensors, which belong to another rank."""
+        for name, handle in self.module.handles.items():
+            self.module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
+
+    def drop(self) -> None:
+        self._weights = None
+        self._others = []
+
+    def read(self, version: int, ema: bool = False) -> tuple[WeightSet, int]:
+        """Returns the weights for a forward, and their version, which are copied if they are not there."""
+        if self._weights is None:
+            device = self.module.device
+            leaves, buffers = self.stored.copy(version, device)
+            if ema:
+                leaves = self.layout.ema_in(self.stored.ema.to(device, copy=True))
+            self._weights = WeightSet(version, leaves)
+            self._others = [*self.layout.frozen_in(self.stored.frozen.to(device, copy=True)), *buffers]
+        assert self._weights.version == version, f"version {self._weights.version} is there, not {version}"
+        return self._weights, version
+
+    def read_again(self, saved: SavedForward) -> WeightSet:
+        """A forward is recomputed only on the stage's own rank."""
+        raise AssertionError(f"the forward of microbatch {saved.microbatch} was to be recomputed on a remote rank")
+
+    def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
+        return self.module.forward(value, read.leaves, microbatch, first)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return self.layout.installed(self._others)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        flags = self.module.train(False)
+        try:
+            with self.forward_context():
+                yield
+        finally:
+            for module, training in flags:
+                module.training = training
+
+
+class _WithoutGraph:
+    def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
+        result = run_without_graph(run, message)
+        saved.graph_inputs = ()
+        saved.outputs = ()
+        return result
+
+
+def _make_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_like(tensor, dtype=dtype, device="meta")
+
+
+def _make_format(tensors: list[torch.Tensor]) -> MessageFormat:
+    return MessageFormat.of(Message(0, tensors=tuple(tensors)))
+
+
+def _view(form: MessageFormat, part: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor for tensor in form.tensors_in(part) if tensor is not None]
+
+
+def _map_file(path: str, size: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+
+def read_machine() -> str:
+    """Returns what only processes of one machine, or of one host of an emulated network, have in common."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
