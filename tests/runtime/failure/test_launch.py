@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -15,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from pipedream.runtime.failure import launch as launching
 from pipedream.runtime.failure import processes
 from pipedream.runtime.failure.launch import _Failure, launch
-from pipedream.runtime.failure.processes import LOST_CONNECTION, write_error
+from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, write_error
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,41 @@ def test_attempts(
     assert capsys.readouterr().err.splitlines() == lines
     assert commands == [["x.py"] if workers == 2 else ["x.py", "--workers", "1"] for workers, _ in run]
     assert launching.os.environ["GLOO_SOCKET_IFNAME"] == "the user's"
+
+
+def test_the_folders_of_killed_launchers_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    this = RankProcess.this()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    others = [
+        replace(this, started=this.started - 1),  # its id is this process's now
+        RankProcess(this.host, ended.pid, this.started),
+    ]
+    kept = ["pipedream-notes", f"pipedream-00000000-{ended.pid}-1-x"]  # another container's launcher
+    kept += [f"{launching._begin_folder_name(this)}a", f"{launching._begin_folder_name(RankProcess.of(1))}b"]
+    for name in [*kept, *(f"{launching._begin_folder_name(other)}c" for other in others)]:
+        (tmp_path / name / "attempt").mkdir(parents=True)
+    launching._remove_abandoned_folders()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_launcher_names_its_folder_and_removes_those_of_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"{launching._begin_folder_name(replace(RankProcess.this(), started=1))}x").mkdir()
+    seen: list[str] = []
+
+    def start(config: Any, entrypoint: str) -> Callable[..., None]:
+        return lambda *arguments: seen.extend(path.name for path in tmp_path.iterdir())
+
+    monkeypatch.setattr(launching, "elastic_launch", start)
+    monkeypatch.setattr(launching, "_silence_torch", lambda: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
+    assert launch(1, ["x.py"]) == 0
+    (name,) = seen
+    assert name.startswith(launching._begin_folder_name(RankProcess.this()))
 
 
 def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

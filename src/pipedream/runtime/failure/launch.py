@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import uuid
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +88,7 @@ def launch(
     Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first.
     """
     _silence_torch()
+    _remove_abandoned_folders()
     rendezvous_handler_registry.register(_BACKEND, _make_rendezvous)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too, or as the user has chosen
     before = {number: signal.getsignal(number) for number in _AGENTS_SIGNALS}
@@ -130,7 +134,7 @@ def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], silent: b
         stopped.add(pid)
         RankProcess.of(pid).kill()
 
-    with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
+    with tempfile.TemporaryDirectory(prefix=_begin_folder_name(RankProcess.this())) as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -169,6 +173,19 @@ def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], silent: b
         finally:
             end_watch()
     return 0
+
+
+def _begin_folder_name(launcher: RankProcess) -> str:
+    return f"pipedream-{zlib.crc32(launcher.host.encode()):08x}-{launcher.pid}-{launcher.started}-"
+
+
+def _remove_abandoned_folders() -> None:
+    """Removes the temporary folders of killed launchers of this machine, as far as its process ids are visible here."""
+    for folder in Path(tempfile.gettempdir()).glob("pipedream-*"):
+        if name := re.match(r"(pipedream-\w+-)(\d+)-\d+-", folder.name):
+            in_its_place = _begin_folder_name(RankProcess.of(int(name[2])))
+            if in_its_place.startswith(name[1]) and not folder.name.startswith(in_its_place):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _silence_torch() -> None:
