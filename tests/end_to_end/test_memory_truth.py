@@ -16,6 +16,7 @@ RUNS = [
     Living(schedule="pipedream_2bw", replicas=(1, 1), microbatches=3),
     Living(replicas=(2, 1)),
     Living(schedule="one_step_ef", replicas=(1, 1), microbatches=3),
+    Living(schedule="basis_rotation", replicas=(1, 1), optimizer="adamw"),
 ]
 
 
@@ -26,7 +27,8 @@ RUNS = [
 )
 def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> None:
     plan = living.plan_of(run)
-    measured = processes.results(living.lived, sum(run.replicas), run, plan)
+    minibatches = 16 if run.schedule == "basis_rotation" else 10  # it has a new basis in the tenth update
+    measured = processes.results(living.lived, sum(run.replicas), run, plan, minibatches)
     for stage, peak_bytes, start_bytes in measured:
         row = plan.stages[stage]
         # On a busy machine more buckets of gradients wait for the network than the one that is counted.

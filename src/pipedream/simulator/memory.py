@@ -139,9 +139,11 @@ class _StageTrace:
         self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
         tensors = program.updates.kept_tensors(program.weights.staleness(stage))
         tensors += (row.replicas > 1) * program.plan.costs.sum_costs[stage].kept_tensors
-        kept = tensors * self.weights_bytes + program.updates.kept_bytes(row.matrices)
+        bases, temporary = program.updates.matrix_bytes(row.matrices)
+        kept = tensors * self.weights_bytes + bases
         # An update needs one more of the kept tensors.
-        self.update_bytes = int(self.weights_bytes + sizes.update_working_bytes + (self.weights_bytes if kept else 0))
+        step_bytes = sizes.update_working_bytes + (self.weights_bytes if kept else 0)
+        self.update_bytes = int(self.weights_bytes + max(step_bytes, temporary))
         self.start_bytes: int = (
             self.weights_bytes * (1 + program.weights.buffers(stage))
             + row.optimizer_bytes

@@ -223,7 +223,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             update_delay=plan.update_delay[s],
             recompute=stage.recompute,
             peers=its_peers,
-            kept_bytes=usage.kept_bytes(stage.matrices),
+            matrix_bytes=usage.matrix_bytes(stage.matrices),
             kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.sum_costs[s].kept_tensors,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
@@ -249,9 +249,9 @@ def _advise_rotation(plan: Plan, s: int, usage: StageOccupancy) -> str:
     if rotation is None:
         return ""
     stage, one_sided = plan.stages[s], replace(rotation, geometry="one_sided")
-    kept, over = rotation.kept_bytes(stage.matrices), stage.peak_bytes - (plan.costs.sites[s].memory_bytes or 0)
+    (kept, _), over = rotation.matrix_bytes(stage.matrices), stage.peak_bytes - (plan.costs.sites[s].memory_bytes or 0)
     for smaller in (one_sided, replace(one_sided, estimate="first_moment")):
-        need = smaller.kept_bytes(stage.matrices)
+        need, _ = smaller.matrix_bytes(stage.matrices)
         if kept - need >= over:
             return (
                 f"{rotation} keeps {format_bytes(kept)} there, {smaller} {format_bytes(need)}, which fits: ask for it, "

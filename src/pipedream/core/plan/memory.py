@@ -122,7 +122,7 @@ def moments(
     recompute: bool = False,
     peers: Peers | None = None,
     kept_tensors: int = 0,
-    kept_bytes: Numbers = 0,
+    matrix_bytes: tuple[Numbers, Numbers] = (0, 0),
     deferred: int = 0,
 ) -> tuple[StageMemory, ...]:
     """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
@@ -131,7 +131,7 @@ def moments(
         per_update: microbatches of the replica in one update.
         peers: None: one worker in the previous stage, which holds one microbatch more, and one in the next.
         kept_tensors: number that compensations keep for each weight; an update temporarily needs one more.
-        kept_bytes: what they keep besides, such as bases; an update then needs one tensor for each weight, too.
+        matrix_bytes: what they keep besides, such as bases, and what they need in an update before the step.
         deferred: microbatches that wait for their weight gradients.
     """
     kept, whole = sizes.activation_bytes, sizes.parameter_bytes
@@ -140,7 +140,7 @@ def moments(
 
     def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
         stash = whole * (versions - 1)
-        state = sizes.optimizer_bytes + kept_tensors * whole + kept_bytes
+        state = sizes.optimizer_bytes + kept_tensors * whole + matrix_bytes[0]
         kinds = whole, stash, state, gradients, activations, messages, working
         return StageMemory(*cast(tuple[int, ...], kinds))
 
@@ -161,7 +161,8 @@ def moments(
     if per_update > 1 or update_delay:
         worst.append(at(whole, most(further), working))
     left = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
-    return (*worst, at(whole, left, sizes.update_working_bytes + whole * (kept_tensors + kept_bytes > 0)))
+    step_bytes = sizes.update_working_bytes + whole * (kept_tensors + matrix_bytes[0] > 0)
+    return (*worst, at(whole, left, np.maximum(step_bytes, matrix_bytes[1])))
 
 
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:

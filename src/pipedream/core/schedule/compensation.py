@@ -29,6 +29,8 @@ from pipedream.core.schedule.weights import WeightRule
 
 _QR = 4.0
 """A QR decomposition takes as long as so many products of two square matrices (one core, 512 to 1024 rows)."""
+_TEMPORARY = 4
+"""Matrices that exist while torch computes eigenvectors, or a QR decomposition."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Compensation(ABC):
     def kept_tensors(self, staleness: int) -> int:
         return 0
 
-    def kept_bytes(self, matrices: Iterable[Matrices]) -> int:
-        """Returns what is kept for weights of these shapes besides `kept_tensors`."""
-        return 0
+    def matrix_bytes(self, matrices: Iterable[Matrices]) -> tuple[int, int]:
+        """Returns what weights of these shapes need besides `kept_tensors`: kept, and temporarily in an update."""
+        return 0, 0
 
     def update_flops(self, matrices: Iterable[Matrices]) -> float:
         """Returns the mean operations of an update of weights of these shapes; a multiply-add counts as two."""
@@ -344,12 +346,14 @@ class BasisRotation(Compensation):
         count = 1 + self.keeps_covariance
         return {side: (count, length, length) for side, length in lengths.items() if 0 < length <= self.longest}
 
-    def kept_bytes(self, matrices: Iterable[Matrices]) -> int:
-        total = 0
+    def matrix_bytes(self, matrices: Iterable[Matrices]) -> tuple[int, int]:
+        kept_bytes = largest_bytes = 0
         for rows, columns, tensors, size_bytes in matrices:
-            numbers = tensors * sum(math.prod(kept) for kept in self.kept_shapes((rows, columns)).values())
-            total += numbers * max(size_bytes // max(tensors * rows * columns, 1), 4)  # float32 or more
-        return total
+            value_bytes = max(size_bytes // max(tensors * rows * columns, 1), 4)  # float32 or more
+            for count, n, _ in self.kept_shapes((rows, columns)).values():
+                kept_bytes += tensors * count * n * n * value_bytes
+                largest_bytes = max(largest_bytes, n * n * value_bytes)
+        return kept_bytes, _TEMPORARY * largest_bytes
 
     def update_flops(self, matrices: Iterable[Matrices]) -> float:
         """At an update the gradient and the step are rotated, at a new basis the first moment too, there and back."""

@@ -62,8 +62,8 @@ class StageOccupancy:
     deferred: int = 0
     updates: UpdateRule | None = None
 
-    def kept_bytes(self, matrices: Sequence[Matrices]) -> int:
-        return 0 if self.updates is None else self.updates.kept_bytes(matrices)
+    def matrix_bytes(self, matrices: Sequence[Matrices]) -> tuple[int, int]:
+        return (0, 0) if self.updates is None else self.updates.matrix_bytes(matrices)
 
 
 def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:

@@ -50,9 +50,10 @@ class UpdateRule:
         """Returns how many tensors are kept for each weight."""
         return sum(compensation.kept_tensors(staleness) for compensation in self.compensation)
 
-    def kept_bytes(self, matrices: Sequence[Matrices]) -> int:
-        """Returns what is kept for weights of these shapes, besides `kept_tensors`."""
-        return sum(rule.kept_bytes(matrices) for rule in self.compensation)
+    def matrix_bytes(self, matrices: Sequence[Matrices]) -> tuple[int, int]:
+        """Returns what weights of these shapes need besides `kept_tensors`: kept, and temporarily in an update."""
+        rows = [rule.matrix_bytes(matrices) for rule in self.compensation]
+        return sum(kept for kept, _ in rows), max((working for _, working in rows), default=0)
 
     def at_stage(self, stage: int, delays: Sequence[int]) -> UpdateRule:
         """Returns the rule with the stage's own compensation, given the staleness of all stages."""

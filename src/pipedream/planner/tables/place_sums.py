@@ -216,20 +216,20 @@ class PlaceSums:
             downsets=downsets,
         )
 
-    def kept_bytes(self, updates: UpdateRule | None, first: Place, last: Place) -> Bytes:
-        """Returns what the compensations of an update keep for a stage's matrices."""
+    def matrix_bytes(self, updates: UpdateRule | None, first: Place, last: Place) -> tuple[Bytes, Bytes]:
+        """Returns what the compensations of an update keep for a stage's matrices, and what they need in an update."""
         if updates is None:
-            return 0
-        rules = updates.compensation
-        if rules not in self._kept:
-            values = [updates.kept_bytes(layer.matrices) for layer in self.profile.layers]
-            self._kept[rules] = np.array([sum(values[i] for i in bit_indices(each)) for each in self.downsets])
-        kept: Bytes = self._kept[rules][last] - self._kept[rules][first]
-        return kept
+            return 0, 0
+        if updates.compensation not in self._kept:
+            kept, working = zip(*(updates.matrix_bytes(layer.matrices) for layer in self.profile.layers), strict=True)
+            sums = np.array([sum(kept[i] for i in bit_indices(downset)) for downset in self.downsets])
+            self._kept[updates.compensation] = sums, RunExtremes.of(list(working), np.maximum)
+        sums, largest = self._kept[updates.compensation]
+        return sums[last] - sums[first], largest.between(self.peaks.lowest[first], self.peaks.highest[last])
 
     @cached_property
-    def _kept(self) -> dict[tuple[Compensation, ...], IntArray]:
-        """Compensations -> what they keep for all layers before each place."""
+    def _kept(self) -> dict[tuple[Compensation, ...], tuple[IntArray, RunExtremes]]:
+        """Compensations -> what they keep for all layers before each place, and need for each layer."""
         return {}
 
     def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:

@@ -183,8 +183,8 @@ class SearchSpace(PlaceSums):
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
         how = self._list_memory_options(occupancy, update_delay, recompute, replicas)
-        kept = self.kept_bytes(occupancy.updates, first, last)
-        need: Bytes = stage_bytes(sizes or self.sizes(first, last), peers=peers, kept_bytes=kept, **how)
+        how["matrix_bytes"] = self.matrix_bytes(occupancy.updates, first, last)
+        need: Bytes = stage_bytes(sizes or self.sizes(first, last), peers=peers, **how)
         return need
 
     def memory(
@@ -198,8 +198,8 @@ class SearchSpace(PlaceSums):
         replicas: int = 1,
     ) -> StageMemory:
         how = self._list_memory_options(occupancy, update_delay, recompute, replicas)
-        kept = self.kept_bytes(occupancy.updates, first, last)
-        return stage_memory(self.sizes(first, last), peers=peers, kept_bytes=kept, **how)
+        how["matrix_bytes"] = self.matrix_bytes(occupancy.updates, first, last)
+        return stage_memory(self.sizes(first, last), peers=peers, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
         """Returns the sizes for the largest microbatch."""

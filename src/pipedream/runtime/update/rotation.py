@@ -66,6 +66,8 @@ class RotatedStep:
             for handle, name in zip(group["params"], names, strict=True)
             if name is not None and handle.grad is not None and self._rotates(handle)
         ]
+        for handle, weight, _ in turned:
+            handle.data = torch.zeros_like(weight)
         self._optimizer.step()
         for handle, weight, sides in turned:
             step = _rotate(_to_matrix(handle.data), sides, back=True)
@@ -77,7 +79,7 @@ class RotatedStep:
         return is_dense and bool(self._kind.kept_shapes(handle.shape))
 
     def _turn(self, handle: torch.nn.Parameter, group: Mapping[str, Any], sides: Sides) -> _Turned:
-        """Puts a matrix of zeros and the rotated gradient into a handle."""
+        """Puts the rotated gradient into a handle."""
         assert handle.grad is not None
         weight, sign = handle.data, -1 if group.get("maximize", False) else 1
         gradient = sign * _to_matrix(handle.grad)
@@ -88,7 +90,6 @@ class RotatedStep:
                 weight.mul_(1 - group["lr"] * decay)
         self._follow(handle, group["betas"], gradient, sides)
         handle.grad = (sign * _rotate(gradient, sides)).reshape(weight.shape).to(handle.grad.dtype)
-        handle.data = torch.zeros_like(weight)
         return _Turned(handle, weight, sides)
 
     def _follow(
@@ -127,14 +128,16 @@ class RotatedStep:
         size = kept[1].trace() if self._kind.keeps_covariance else mean.square().sum()
         noise = _NOISE * size / len(mean)
         if is_new:
-            matrix = kept[1] if self._kind.keeps_covariance else mean @ mean.T
-            # Numbers that are not finite have spoilt the weights already; they raise no error here.
-            apart = torch.arange(len(mean), 0, -1, device=mean.device) * noise / len(mean)
-            kept[0] = torch.linalg.eigh(torch.nan_to_num(matrix + apart.diag(), 0.0, 0.0, 0.0)).eigenvectors.flip(1)
+            kept[0] = kept[1] if self._kind.keeps_covariance else mean @ mean.T
+            kept[0].diagonal().add_(torch.arange(len(mean), 0, -1, device=mean.device) * noise / len(mean))
+            # Numbers that are not finite have spoilt the weights already; they raise no error here. Of the negative the
+            # greatest come first.
+            kept[0] = torch.linalg.eigh(kept[0].nan_to_num_(0.0, 0.0, 0.0).neg_()).eigenvectors
             return torch.arange(len(mean), device=mean.device)
         image = kept[1] @ kept[0] if self._kind.keeps_covariance else mean @ (mean.T @ kept[0])
         order = (kept[0] * image).sum(0).clamp_(min=noise).argsort(descending=True, stable=True)
-        kept[0] = torch.linalg.qr((image + noise * kept[0])[:, order]).Q
+        image = image.addcmul_(kept[0], noise)[:, order]
+        kept[0] = torch.linalg.qr(image).Q
         return order
 
 
