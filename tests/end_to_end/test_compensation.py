@@ -393,7 +393,7 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*options, "--out", str(tmp_path / "2"), "--compensation", "none"]) == 0
     assert json.loads(capfd.readouterr().out)["configuration"]["compensation"] == []
     assert main([*options, "--out", str(tmp_path / "3"), "--compensation", "sipke"]) == 2
-    assert "compensation 'sipke' is not known; choose one of error_feedback" in capfd.readouterr().err
+    assert "compensation 'sipke' is not known; choose one of basis_rotation, error_feedback" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", pd.schedules.COMPENSATED)
