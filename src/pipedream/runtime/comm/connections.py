@@ -23,6 +23,7 @@ from functools import partial
 from itertools import product
 from threading import Thread
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -106,11 +107,7 @@ class Connections:
         return ranks[self.place : self.place + 1] if same else ranks
 
     def close(self) -> None:
-        """Destroys the groups that were made here, but for those of the mesh; every rank calls it.
-
-        DTensor finds what it has cached by the mesh's ranks, with the first such mesh's groups, which a later pipeline
-        of this process uses too.
-        """
+        """Destroys the groups that were made here, but for those of `_make_device_mesh`; every rank calls it."""
         on_device = () if self.mesh_group is self.worker else (self.mesh_group,)
         for group in (
             self.leaders,
@@ -288,8 +285,7 @@ def _connect_meshes(
     for ranks, mesh in zip(workers, meshes, strict=True):
         if not mesh.dimensions:
             continue
-        grid = torch.tensor(ranks).view(*mesh.dimensions.values())
-        device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=tuple(mesh.dimensions))
+        device_mesh = _make_device_mesh(device.type, ranks, mesh)
         if device.type == "cuda" and dist.get_rank() in ranks:
             for at in device_mesh.get_all_groups():
                 set_timeout(_NCCL_TIMEOUT, at)
@@ -297,6 +293,26 @@ def _connect_meshes(
         on_device = group if device.type == "cpu" else _make_group(ranks, device)
         groups_here = (device_mesh, group, on_device) if dist.get_rank() in ranks else groups_here
     return groups_here
+
+
+_device_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], DeviceMesh]] = WeakKeyDictionary()
+"""The meshes of the user's process group, which end with it."""
+
+
+def _make_device_mesh(device_type: str, ranks: range, mesh: Mesh) -> DeviceMesh:
+    """Returns the mesh that an earlier pipeline has made of these ranks, or a new one; every rank calls it.
+
+    DTensor finds what it has cached by the mesh's ranks, with the groups of the first such mesh, so these groups must
+    stay. Those of another one would stay beside them, each with a thread of gloo.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    earlier = _device_meshes.setdefault(everyone, {})
+    key = device_type, ranks, tuple(mesh.dimensions.items())
+    if key not in earlier:
+        grid = torch.tensor(ranks).view(*mesh.dimensions.values())
+        earlier[key] = DeviceMesh(device_type, grid, mesh_dim_names=tuple(mesh.dimensions))
+    return earlier[key]
 
 
 class _Connecting:
