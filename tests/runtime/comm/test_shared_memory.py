@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 import torch
@@ -139,3 +140,40 @@ def test_processes_find_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert Listener().connect(listener.name, "0-1") is None
     assert listener.connect("", "0-1") is None
     listener.close()
+
+
+def test_strangers_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither who sends no key, nor a part of one; other users are turned away."""
+    listener = Listener()
+    accepted: list[socket.socket] = []
+
+    def begin_to_accept(key: str) -> Thread:
+        thread = Thread(target=lambda: accepted.append(listener.accept(key)), daemon=True)
+        thread.start()
+        return thread
+
+    def connect() -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(5.0)
+        connection.connect(f"\0{listener.name}")
+        return connection
+
+    silent, gone, brief = connect(), connect(), connect()
+    gone.close()
+    brief.sendall(b"0-1")
+    first = listener.connect(listener.name, "0-1")
+    begin_to_accept("0-1").join(5.0)
+    assert len(accepted) == 1
+    assert brief.recv(1) == b""
+    monkeypatch.setattr(shared_memory, "_is_same_user", lambda connection: False)
+    accepting, stranger = begin_to_accept("0-2"), connect()
+    assert stranger.recv(1) == b"", "at once, not when the next one comes"
+    monkeypatch.undo()
+    second = listener.connect(listener.name, "0-2")
+    accepting.join(5.0)
+    assert len(accepted) == 2
+    listener.close()
+    assert silent.recv(1) == b""
+    for connection in (*accepted, first, second, silent, brief, stranger):
+        assert connection is not None
+        connection.close()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import selectors
 import socket
 import struct
 from contextlib import suppress
@@ -46,6 +47,7 @@ _NO_SLOT = 0xFFFF
 _SLOT = struct.Struct("=H6x")
 _MEMORY = struct.Struct("=2q")
 _CREDENTIALS = struct.Struct("3i")
+_KEY_BYTES = 32
 
 
 def is_supported() -> bool:
@@ -65,6 +67,8 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(64)
+        self._unread = selectors.DefaultSelector()
+        self._unread.register(self._socket, selectors.EVENT_READ, self._socket)
 
     def connect(self, name: str, key: str) -> socket.socket | None:
         """Reaches another process under a key, if it is on this machine and listens."""
@@ -78,21 +82,40 @@ class Listener:
         except OSError:
             connection.close()
             return None
-        connection.sendall(key.encode().ljust(32))
+        connection.sendall(key.encode().ljust(_KEY_BYTES))
         return connection
 
     def accept(self, key: str) -> socket.socket:
         """Waits for the process that connects with a key."""
-        padded_key = key.encode().ljust(32)
+        padded_key = key.encode().ljust(_KEY_BYTES)
         while padded_key not in self._waiting:
-            connection, _ = self._socket.accept()
-            if _is_same_user(connection):
-                self._waiting[connection.recv(32, socket.MSG_WAITALL)] = connection
+            for ready, _ in self._unread.select():
+                self._read(ready.data)
         return self._waiting.pop(padded_key)
+
+    def _read(self, ready: socket.socket) -> None:
+        """Takes a new connection, or the key of one; who sends none holds up nobody."""
+        if ready is self._socket:
+            connection, _ = ready.accept()
+            if _is_same_user(connection):
+                self._unread.register(connection, selectors.EVENT_READ, connection)
+            else:
+                connection.close()
+            return
+        self._unread.unregister(ready)
+        key = b""
+        with suppress(OSError):
+            key = ready.recv(_KEY_BYTES)  # a key is sent whole
+        if len(key) == _KEY_BYTES and key not in self._waiting:
+            self._waiting[key] = ready
+        else:
+            ready.close()
 
     def close(self) -> None:
         if self.name:
-            self._socket.close()
+            for connection in [*self._waiting.values(), *(key.data for key in self._unread.get_map().values())]:
+                connection.close()
+            self._unread.close()
 
 
 def _is_same_user(connection: socket.socket) -> bool:
