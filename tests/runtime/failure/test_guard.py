@@ -59,7 +59,8 @@ class Store:
         return self.values[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
+        self._call()
+        return [self.values[key] for key in keys]
 
     def check(self, keys: list[str]) -> bool:
         self._call()
@@ -105,6 +106,29 @@ def test_each_hears_the_others(crew: list[Heartbeat]) -> None:
     assert soon(lambda: crew[0].statuses[1].count > first)
     crew[1].end()
     assert soon(lambda: crew[0].statuses[1].ended)
+
+
+@pytest.mark.parametrize(("one_way_s", "works"), [(0.5, True), (1.0, False)])
+def test_a_link_of_half_a_second_one_way_is_fast_enough(
+    crew: list[Heartbeat], monkeypatch: pytest.MonkeyPatch, one_way_s: float, works: bool
+) -> None:
+    """That is the limit which docs/checkpoints.md names; with one of 1 s all would end soon, as if out of reach."""
+    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in crew))
+    calls: list[threading.Thread] = []
+    monkeypatch.setattr(Store, "_call", lambda self: calls.append(threading.current_thread()))
+    crew[0]._exchange(False)
+    answers = calls.count(threading.current_thread())
+    heartbeat_s = guard.PERIOD_S + 2 * one_way_s * answers
+    detector = FailureDetector(0, Activity(), stuck_after_s=1.0, store_owner="rank 1")
+    verdicts, exchanges = [], 0
+    for tenth in range(1000):
+        if tenth / 10 >= exchanges * heartbeat_s:
+            exchanges += 1
+            # The other one is a little slower.
+            detector.receive(tenth / 10, {1: RankStatus(int(0.9 * exchanges), "there", RankProcess.this())})
+        verdicts.append(detector.check(tenth / 10))
+    assert (not any(verdicts)) == works
+    assert (timedelta(seconds=2 * one_way_s) < guard._ANSWER) == works
 
 
 def test_the_first_report_counts_on_every_rank(crew: list[Heartbeat]) -> None:

@@ -52,6 +52,7 @@ _CONNECTION_WAIT_S = 3.0
 
 PERIOD_S = 0.5
 _ANSWER = timedelta(seconds=2)
+"""Limit for one answer of the store. A heartbeat takes three, within `SILENT_S`: on links of 0.5 s one way it works."""
 _REPORT = "failure"
 _CALLS = 8  # more than are made from beat to beat where it matters: most of them wait for the others
 
