@@ -313,7 +313,7 @@ REFUSED = [
     ({"compensation": ["t1:5", "t1:9"]}, "one kind is asked for twice"),
     (
         {"compensation": "basis_rotation", "optimizer": SGD},
-        "rotates the moments of Adam, .*, found SGD, which has none",
+        "rotates the moments of Adam, .*, found SGD, which keeps no",
     ),
     ({"compensation": "basis_rotation", "schedule": "1f1b", "optimizer": ADAMW}, "a method that flushes"),
     ({"compensation": "basis_rotation:0", "optimizer": ADAMW}, "renewed after at least 1 update, found 0"),

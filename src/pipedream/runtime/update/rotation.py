@@ -155,7 +155,7 @@ def check_has_moments(kind: BasisRotation, optimizer: torch.optim.Optimizer) -> 
     if not isinstance(optimizer, _FAMILY):
         raise ScheduleError(
             f"compensation {kind} rotates the moments of Adam, AdamW, NAdam, RAdam or Adamax, found "
-            f"{type(optimizer).__name__}, which has none; use one of these, or error_feedback, which works with any "
+            f"{type(optimizer).__name__}, which keeps no such moments; use one of these, or error_feedback for any "
             "optimizer"
         )
 
