@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import re
+import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -28,6 +31,7 @@ from pipedream.core.errors import (
     ScheduleError,
     WorkerError,
 )
+from pipedream.runtime.comm import transport
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -461,6 +465,37 @@ def test_predictions_of_several_processes_come_in_order_at_rank_0() -> None:
     outputs = processes.results(mishaps.predict, 3, 3, 9)
     check_predictions(outputs[0], 9)
     assert outputs[1:] == [[], []]
+
+
+def _count_threads(over_gloo: bool) -> list[int]:
+    """Returns this process's threads, also those that Python does not see, in and after two pipelines that live on."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if over_gloo:  # as between machines
+            patch.setattr(transport, "MOST_UNREAD", -1)
+        animal, pipelines, within, after = zoo.make("mlp"), [], 0, []
+        gc.disable()
+        for _ in range(2):
+            plan = zoo.plan_of(animal, 2, (2, 1))
+            options = {"schedule": "1f1b", "microbatches": 2, "loss": animal.loss, "optimizer": SGD}
+            with pd.Pipeline(copy.deepcopy(animal.model), plan, **options) as pipeline:
+                list(pipeline.train(animal.batches))
+                within = count()
+            pipelines.append(pipeline)
+            # The kernel may list a thread that has ended for a moment.
+            after.append(min(count() for _ in range(20) if not time.sleep(0.005)))
+        gc.enable()
+    return [within, *after]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("over_gloo", [False, True])
+def test_a_closed_pipeline_leaves_no_thread(over_gloo: bool) -> None:
+    for within, first, second in processes.kept(3).results(_count_threads, over_gloo):
+        assert second == first < within
 
 
 def test_what_a_drain_has_finished_is_ready() -> None:

@@ -7,7 +7,6 @@ as the workers of torchrun meet in that of their agent.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import pickle
 import time
@@ -195,11 +194,9 @@ def _serve(pipe: Connection, rank: int, workers: int, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
-    gc.freeze()
     while True:
         try:
             function, args = pipe.recv()
         except EOFError:
             return
         pipe.send_bytes(_answer(function, args))
-        gc.collect()  # ends the threads of gloo's groups, each of which wakes a hundred times a second

@@ -6,6 +6,7 @@ import os
 import threading
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import processes
 import pytest
@@ -165,8 +166,7 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
 def test_messages_up_and_down_use_groups_of_their_own(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """While a rank sends on a connection, it would wait to read what arrives on the same one."""
     monkeypatch.setattr(dist, "get_rank", lambda group: rank)
-    everyone: Any = object()
-    upward: Any = object()
+    everyone, upward = Mock(), Mock()
     run_connections = connections.Connections(everyone, upward, (), (), {}, {})
     connection = PeerConnection(run_connections, CPU, 1 - rank, number=0, depth=1, max_unread=1)
     ends: Any = [connection.open_sender(), connection.open_receiver()]

@@ -57,7 +57,7 @@ from pipedream.runtime.checkpoint.folders import (
 )
 from pipedream.runtime.checkpoint.pieces import merge_rows, write_tensors
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
-from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
+from pipedream.runtime.comm.process_group import broadcast_text, gather_texts, leave_group
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,11 @@ class Writer:
             )
         remove_leftovers(folder)
 
-    def close(self) -> None:
-        """Gives the folders free, unless a save that was given up is still writing."""
+    def close(self, *, failed: bool) -> None:
+        """Gives the folders free, unless a save that was given up is still writing, and leaves the group."""
+        if self._group is not None and not failed:
+            leave_group(self._group)
+            self._group = None
         if self._thread is None or not self._thread.is_alive():
             for lock in self._locks.values():
                 lock.release()

@@ -9,6 +9,7 @@ another worker runs (`runtime.session.streams`). `Group` is the same for sums.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
@@ -144,13 +145,13 @@ class Group(ABC):
 
 
 class DistributedGroup(Group):
-    """Sums between processes, by all-reduce."""
+    """Sums between processes, by all-reduce, until the group is destroyed; a reference would keep its threads."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group = weakref.ref(group)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        work = dist.all_reduce(tensor, group=self._group(), async_op=True)
         assert work is not None, "this rank is not in the process group"
         return _Sum(work, tensor)
 

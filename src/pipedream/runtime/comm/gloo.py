@@ -17,6 +17,7 @@ The methods of a ProcessGroup are used directly; `torch.distributed.isend` and `
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Any
 
@@ -69,12 +70,18 @@ class GlooEndpoint:
         self.peer = peer
         self.number = number
         self.depth = depth
-        self.group = group
+        self._group = weakref.ref(group)  # a reference would keep its threads after `Connections.close`
         self.device = device or torch.device("cpu")
         self.separate = separate
         tag = 3 * number + 3  # tags 0 to 2 are for messages without one, such as parameters
         self.head_tag, self.payload_tag, self.rest_tag = tag, tag + 1, tag + 2
         self.pinned = self.device.type == "cuda" and not separate
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        assert group is not None, "its pipeline is closed"
+        return group
 
     def send(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         return self.group.send(tensors, self.peer, tag)

@@ -24,7 +24,7 @@ from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, p
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import set_extra_states
 from pipedream.runtime.checkpoint.remote import AnyPath
-from pipedream.runtime.comm.process_group import gather_texts, leave_group, world_group
+from pipedream.runtime.comm.process_group import gather_texts, world_group
 from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
 from pipedream.runtime.session.local_workers import LocalWorkers
@@ -55,8 +55,8 @@ class Checkpointer:
         self._generators = find_generators({name: vars(module) for name, module in self._model.named_modules()})
         self._owners: dict[str, int] = {}
         self._checked = False  # by `check_savable`
-        self._writer_group = dist.new_group(backend="gloo") if local.distributed else None
-        self.writer = writer.Writer(local.rank, self._writer_group, self._device)
+        writer_group = dist.new_group(backend="gloo") if local.distributed else None
+        self.writer = writer.Writer(local.rank, writer_group, self._device)
 
     def check_savable(self) -> None:
         """Raises a `PipelineError` if the optimizer or scheduler of a stage here cannot be saved, also after a step."""
@@ -158,12 +158,6 @@ class Checkpointer:
                 self.writer.finish()
             else:
                 self.writer.check()
-
-    def close(self, *, failed: bool) -> None:
-        if self._writer_group is not None and not failed:
-            leave_group(self._writer_group)
-            self._writer_group = None
-        self.writer.close()
 
     def _run_on_every_rank(self, action: Callable[[], T]) -> T:
         """If the action fails at some ranks, every rank raises the first failure."""

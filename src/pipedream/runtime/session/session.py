@@ -117,7 +117,7 @@ class Session:
                 local.connections = None
         elif local.connections is not None:
             local.connections.abort()
-        self.checkpointer.close(failed=failed)
+        self.checkpointer.writer.close(failed=failed)
         if local.guard is not None:
             local.guard.end()
 
