@@ -88,9 +88,13 @@ ON_SHARED_WORKERS = [
     # Forwards away from home: of each number of workers, several in a slot, fewer microbatches than workers.
     Case("mlp", "roundpipe", 4, workers=4, microbatches=2, clip_grad_norm=0.1, scheduled=True, ema=0.9),
     Case("mlp", "roundpipe", 4, workers=3, microbatches=4, drain_at=-1, leave_at=5),
+    Case("mlp", "roundpipe", 4, workers=3, microbatches=3, ema=0.9, options=(("delay", 1),)),
     *(
         pytest.param(case, id=str(case), marks=pytest.mark.slow)
         for case in (
+            Case("cnn", "roundpipe", 4, workers=4, optimizer="adamw", options=(("forwards", 0), ("delay", 1))),
+            Case("lstm", "roundpipe", 4, workers=1, microbatches=2, scheduled=True, options=(("delay", 1),)),
+            Case("transformer", "roundpipe", 4, workers=3, leave_at=5, drain_at=-1, options=(("delay", 1),)),
             Case("cnn", "roundpipe", 4, workers=4, microbatches=5, optimizer="adamw"),
             Case("transformer", "roundpipe", 4, workers=2, microbatches=3, options=(("forwards", 2),)),
             Case("lstm", "roundpipe", 4, workers=4, microbatches=4, options=(("forwards", 3),), recompute=True),
@@ -219,6 +223,7 @@ IN_PROCESSES = {
         _case("cnn", "pipedream", 3),
         Case("cnn", "pipedream", 2, replicas=(2, 1)),
         Case("lstm", "roundpipe", 4, workers=3, microbatches=3, clip_grad_norm=0.1),
+        Case("cnn", "roundpipe", 4, workers=3, microbatches=3, options=(("delay", 1),)),
         Case("mlp", "pipedream", 2, replicas=(1, 2), depth="full"),
         Case("mlp", "gpipe", 2, replicas=(2, 1), microbatches=4),
         Case("transformer", "zb_h1", 3, microbatches=4, optimizer="adamw"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, groupby, product
 from math import gcd
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
@@ -23,7 +23,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advance_instruction
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.experimental.roundpipe import homes, roundpipe
+from pipedream.experimental.roundpipe import _choose_slots, homes, roundpipe
 from pipedream.metrics import run_metrics
 from pipedream.schedules import build, evaluation, uniform
 from pipedream.simulator import costs, simulate
@@ -68,6 +68,53 @@ def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f
     if forwards == 1:
         assert schedule.claims.makespan_s is not None
         assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, b, 0.0))
+
+
+def dispatched_on(workers: list[int], slots: list[float], m: int, n: int) -> float:
+    """Returns the seconds of n minibatches, each with its slots on these workers, of which none waits for another."""
+    free, left = [0.0] * (1 + max(workers)), [0.0] * m
+    for _ in range(n):
+        left = [0.0] * m
+        for worker, seconds in zip(workers, slots, strict=True):
+            for k in range(m):
+                free[worker] = left[k] = max(free[worker], left[k]) + seconds
+    return max(left)
+
+
+@given(sizes(), st.integers(1, 5))
+def test_without_a_flush_slots_follow_each_other(size: tuple[int, int, int], n: int) -> None:
+    p, stages, m = size
+    plan = plan_of(p, stages)
+    schedule = roundpipe(plan, m, forwards=0, delay=1)
+    forward = schedule.placement.forwards  # type: ignore[attr-defined]
+    slots = [list(group) for _, group in groupby(range(stages - 1), key=lambda s: forward[s])]
+    workers = [forward[slot[0]] for slot in slots] + [s % p for s in range(stages)]
+    seconds = [*(float(len(slot)) for slot in slots), *[3.0] * stages]
+    program = lower(schedule)
+    assert set(verify(program).staleness) == {1}
+    if p > 1 and m >= p:
+        timeline = simulate(program, costs(schedule.plan), n * m)
+        assert timeline.makespan_s == pytest.approx(dispatched_on(workers, seconds, m, n))
+
+
+@given(sizes(), st.lists(st.integers(1, 9), min_size=20, max_size=20))
+def test_slots_of_forwards_by_the_seconds(size: tuple[int, int, int], times: list[int]) -> None:
+    """No other division has a shorter period, counted in slots of equal length, whole rounds of the workers."""
+    p, stages, _ = size
+    assume(1 < stages <= 8)
+    plan = plan_of(p, stages)
+    rows = zip(plan.stages, times, times[8:], strict=False)
+    plan = replace(plan, stages=tuple(replace(row, forward_s=float(f), backward_s=float(b)) for row, f, b in rows))
+    last, longest = stages - 1, max(row.forward_s + row.backward_s for row in plan.stages)
+
+    def period_s(ends: tuple[int, ...]) -> float:
+        sums = [sum(row.forward_s for row in plan.stages[a:b]) for a, b in zip((0, *ends), (*ends, last), strict=True)]
+        return -(-(len(sums) + stages) // p) * p * max(longest, *sums)
+
+    best = min(period_s(ends) for count in range(last) for ends in combinations(range(1, last), count))
+    chosen = [slot.stop for slot in _choose_slots(plan)]
+    assert chosen[-1] == last
+    assert period_s(tuple(chosen[:-1])) == best
 
 
 @pytest.mark.parametrize(("p", "forwards"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3), (5, 1)])
@@ -236,8 +283,9 @@ def test_what_is_not_laid_out_is_refused() -> None:
     apart = replace(plan_of(3, 3), cluster=Cluster((Level(2, 1e9), Level(2, 1e8))))
     with pytest.raises(ScheduleError, match="memory of one machine, but workers 2 and 1 of the cluster are on diff"):
         build("roundpipe", apart)
-    with pytest.raises(ScheduleError, match="at least 1 stage, found 0"):
-        roundpipe(plan_of(2, 2), forwards=0)
+    for options in ({"forwards": -1}, {"delay": 2}):
+        with pytest.raises(ScheduleError, match=r"at least 1 stage, .* the delay is 0 or 1; found forwards=.*delay="):
+            roundpipe(plan_of(2, 2), **options)
     with pytest.raises(ScheduleError, match="their stages live on other ranks"):
         prepare(plan_of(3, 3), read_run_phases(None, None, "roundpipe/3:4,1f1b/3"), Policy())
 

@@ -230,7 +230,10 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
     }
     if case.schedule.removesuffix("_sc") in delayed.PAPERS:
         return _of_paper(case, plan, outcome)
-    if build(case.schedule, plan, case.microbatches).flushes:
+    options = dict(case.options)
+    m = case.microbatches
+    built = SCHEDULES[case.schedule](plan, m, **options) if options else build(case.schedule, plan, m)
+    if built.flushes:
         layout = LAYOUTS.get(case.schedule)
         holders = 1 if layout is None else layout.replicas
         common |= {"microbatches": outcome.split, "holders": holders}
@@ -240,7 +243,8 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         for named in (list(model.named_parameters()), list(model.named_buffers()))
     )
     rounds = plan.replicas if outcome.split == 1 else ()
-    phases = {0: reference.Phase(_rule(case.schedule, plan), outcome.split, rounds)}
+    rule_of = "pipedream_2bw" if case.schedule == "roundpipe" else case.schedule  # of its `delay`
+    phases = {0: reference.Phase(_rule(rule_of, plan), outcome.split, rounds)}
     return reference.delayed(
         model, names, batches, total, optimizer or case.optimize, rule=rule,
         stages=owned, phases=phases, statistics=statistics, holders=rounds, **common,

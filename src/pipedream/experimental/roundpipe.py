@@ -12,14 +12,20 @@ Weights, sums of gradients and the optimizer's state are in the memory of the on
 before a slot its worker copies the weights to its device. A slot may hold the forwards of several stages, since
 backwards take about three times as long.
 
+A minibatch starts when the one before has ended. In the paper's asynchronous form (`delay=1`) it does not wait: its
+passes read weights that lack one update, w(t+1) = w(t) - lr grad f(w(t-1)). If p divides the number of slots, workers
+then wait at the two ends of a run alone.
+
 Difference from the paper: each minibatch begins with the same worker, so a stage's backwards and its updates are always
-made by one worker, its home. A minibatch starts when the one before has ended.
+made by one worker, its home, and some wait for one slot in each minibatch if p does not divide the number of slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from itertools import accumulate
 
 from pipedream.core.plan.placement import Dispatched
 from pipedream.schedules import kit
@@ -36,13 +42,14 @@ dispatched = kit.StageOrder(
 )
 
 
-def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int = 1) -> kit.Schedule:
-    """Returns RoundPipe, synchronous; by default 4 microbatches per worker.
+def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int = 1, delay: int = 0) -> kit.Schedule:
+    """Returns RoundPipe; by default 4 microbatches per worker.
 
     Args:
         plan: at least as many stages as workers, on their `homes`. All but the last one are made to recompute.
         microbatches: from m = p on workers do not wait between their slots.
-        forwards: number of stages whose forwards are one slot.
+        forwards: number of stages whose forwards are one slot; 0 chooses the slots by the plan's seconds, as the paper.
+        delay: updates by which gradients are late, 0 or 1.
     """
     p, last = plan.workers, len(plan.stages) - 1
     taken = plan.worker_order or tuple(range(sum(plan.replicas)))
@@ -56,10 +63,15 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
             f"schedule 'roundpipe' keeps weights in the memory of one machine, but workers {taken[0]} and {apart[0]} "
             "of the cluster are on different ones; plan for one machine, or choose another method"
         )
-    if forwards < 1:
-        raise kit.ScheduleError(f"schedule 'roundpipe': a slot has the forwards of at least 1 stage, found {forwards}")
+    if forwards < 0 or delay not in (0, 1):
+        raise kit.ScheduleError(
+            "schedule 'roundpipe': a slot has the forwards of at least 1 stage, or with 0 as many as the plan's seconds"
+            f" say, and the delay is 0 or 1; found forwards={forwards} and delay={delay}"
+        )
     m = microbatches or 4 * p
-    slots = [range(first, min(first + forwards, last)) for first in range(0, last, forwards)]
+    slots = [range(first, min(first + forwards, last)) for first in range(0, last, forwards or 1)]
+    if not forwards and last:
+        slots = _choose_slots(plan)
     # Counted back from the last stage's slot on worker 0; the backwards after it are on workers 1, 2, ...
     worker = {stage: (number - len(slots)) % p for number, slot in enumerate(slots) for stage in slot}
     placement = Dispatched(plan.placement.ranks, (*worker.values(), 0))
@@ -76,10 +88,41 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
                 yield kit.backward((stage, 0), k)
 
     again = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
-    flushed = kit.flushing(
-        "roundpipe", replace(plan, stages=again), m, kit.minibatch_by_minibatch(m, ops), _make_claims(last)
-    )
-    return replace(flushed, placement=placement, claims=flushed.claims if forwards == 1 else kit.Claims())
+    claims = _make_claims(last) if forwards == 1 and not delay else kit.Claims()
+    schedule = kit.flushing("roundpipe", replace(plan, stages=again), m, kit.minibatch_by_minibatch(m, ops), claims)
+    if delay:
+        schedule = replace(schedule, weights=kit.DoubleBuffer(m), flushes=False)
+    return replace(schedule, placement=placement, claims=claims)
+
+
+def _choose_slots(plan: kit.Plan) -> list[range]:
+    """Returns the stages of each slot of forwards for which max(slots, p) times the longest slot is shortest.
+
+    The number of slots counts as the next multiple of p, since each minibatch begins with the same worker.
+    """
+    p, stages = plan.workers, plan.stages
+    before = list(accumulate((stage.forward_s for stage in stages[:-1]), initial=0.0))
+    # A backward repeats its forward, and the last stage's follows it.
+    longest_s = max(stage.backward_s + stage.forward_s for stage in stages)
+
+    @cache
+    def split(end: int, count: int) -> tuple[float, tuple[int, ...]]:
+        """Returns the shortest longest of `count` slots of the stages before `end`, and their ends."""
+        if count == 1:
+            return before[end], (end,)
+        options = (
+            (max(split(cut, count - 1)[0], before[end] - before[cut]), (*split(cut, count - 1)[1], end))
+            for cut in range(count - 1, end)
+        )
+        return min(options)
+
+    def period_s(count: int) -> float:
+        slots = -(-(count + len(stages)) // p) * p
+        return slots * max(longest_s, split(len(stages) - 1, count)[0])
+
+    counts = range(len(stages) - 1, 0, -1)  # of equal periods the one with the shorter slots
+    _, ends = split(len(stages) - 1, min(counts, key=period_s))
+    return [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
 
 
 def _make_claims(last: int) -> kit.Claims:

@@ -77,12 +77,17 @@ def plan(workers: int, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> Plan:
 
 
 def train(
-    workers: int, epochs: int = 3, save: Path | None = None, resume: Path | None = None, **options: object
+    workers: int,
+    epochs: int = 3,
+    save: Path | None = None,
+    resume: Path | None = None,
+    schedule: str = "roundpipe",
+    **options: object,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
     """Returns losses, the state, and what an evaluation in the middle found."""
     means: dict[str, float] = {}
     with pd.Pipeline(
-        make(), plan(workers), schedule="roundpipe", microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER, seed=3,
+        make(), plan(workers), schedule=schedule, microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER, seed=3,
         **options,
     ) as pipeline:  # fmt: skip
         if resume is not None:
@@ -126,9 +131,10 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_processes_give_to_the_bit_what_one_gives(tmp_path: Path) -> None:
-    alone = train(3)
-    of_ranks = processes.kept(3).results(train, 3)
+@pytest.mark.parametrize("schedule", ["roundpipe", "roundpipe[delay=1]"])
+def test_processes_give_to_the_bit_what_one_gives(schedule: str) -> None:
+    alone = train(3, schedule=schedule)
+    of_ranks = processes.kept(3).results(partial(train, schedule=schedule), 3)
     for losses, _, evaluated in of_ranks:
         assert losses == alone[0]
         assert evaluated == alone[2]

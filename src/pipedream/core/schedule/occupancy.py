@@ -13,7 +13,7 @@ from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.rules import UpdateRule
+from pipedream.core.schedule.rules import Rules, UpdateRule
 from pipedream.core.schedule.schedule import Schedule
 
 
@@ -84,7 +84,7 @@ def _count_in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
     Follows the first replica, which has the most, until the first forward after the warm-up; later nothing new happens.
     """
     if schedule.placement.is_remote(stage):
-        return schedule.microbatches, 0  # all inputs wait at home
+        return _count_waiting(schedule, stage), 0
     replicas = schedule.plan.replicas[stage]
     last = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
     ends = ends_backward(schedule.kinds)
@@ -106,6 +106,11 @@ def _count_in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
     return most, most_deferred
 
 
+def _count_waiting(rules: Rules, stage: int) -> int:
+    """Returns the most inputs of a stage's forwards on another rank that wait for their backwards."""
+    return rules.microbatches * (1 + rules.weights.staleness(stage))
+
+
 def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...]:
     """Returns the most in flight in a replica of each stage, in a run of `total` microbatches or without end.
 
@@ -119,7 +124,7 @@ def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...
     counted = enough if total is None else min(enough, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):
         if program.placement.is_remote(stage):
-            counts.append(program.microbatches)
+            counts.append(_count_waiting(program, stage))
             continue
         in_flight = most = 0
         for op in program.instructions(rank, counted):
