@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -853,3 +854,46 @@ class Reversible(nn.Module):
 def test_a_backward_that_reads_what_the_forward_has_set() -> None:
     text = catch_text(lambda: capture(Reversible(), X), CaptureError)
     has(text, "the backward of Reversible raised TypeError", "read what the forward has set on a module", "context")
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "vmap": lambda layer, x: torch.func.vmap(lambda row: layer(row).tanh())(x),
+    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1],
+    "grad": lambda layer, x: torch.func.grad(lambda y: layer(y).square().sum())(x),
+}
+
+
+class Transforming(nn.Module):
+    """Calls torch.func in its own forward, or in that of a module around it."""
+
+    def __init__(self, name: str, *, apart: bool) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = (nn.Linear(4, 4) for _ in range(3))
+        self.name = name
+        if apart:
+            self.inner = Transform(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x).tanh()
+        x = self.inner(x) if isinstance(self.inner, Transform) else TRANSFORMS[self.name](self.inner, x)
+        return self.after(x)
+
+
+class Transform(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.layer = name, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return TRANSFORMS[self.name](self.layer, x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_torch_func_in_the_models_own_forward_is_named(name: str) -> None:
+    refused = capture(Transforming(name, apart=False), (torch.randn(8, 4),)).refused["after"]
+    assert re.match(r"test_errors\.py:\d+ in .*torch\.func\..* is inside a torch\.func transform", refused)
+    for words in ("a stage that begins with 'after' would run again", "cut elsewhere than before 'after'"):
+        assert words in refused
+    apart = capture(Transforming(name, apart=True), (torch.randn(8, 4),))
+    assert [layer.name for layer in apart.graph.layers] == ["before", "inner", "after"], "the advice helps"

@@ -65,7 +65,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
             if isinstance(failed.error, NumbersNeeded) and failed.error.function not in replayed:
                 replayed.append(failed.error.function)
             else:
-                refused = {**refused, failed.call: str(failed.error)}
+                refused = {**refused, failed.call: _explain_transformed(recording, failed) or str(failed.error)}
 
 
 class _LayerFailed(Exception):
@@ -75,6 +75,19 @@ class _LayerFailed(Exception):
         super().__init__(call)
         self.call = call
         self.error = error
+
+
+def _explain_transformed(recording: Recording, failed: _LayerFailed) -> str:
+    """Returns what a torch.func in the user's own forward has to do with a failure, or ""."""
+    if not (place := recording.find_transformed(failed.call)):
+        return ""
+    seen = getattr(failed.error, "cause", "") or str(failed.error).partition(". ")[0]
+    return (
+        f"{place} is inside a torch.func transform (vmap, jvp, grad, ...), which a stage that begins with "
+        f"{failed.call!r} would run again, on tensors of earlier stages that have no numbers there ({seen}). Put the "
+        "transform and the modules that it calls into a module of its own, which allows cuts before and after it, or "
+        f"cut elsewhere than before {failed.call!r}"
+    )
 
 
 class _EvaluationDiffers(Exception):

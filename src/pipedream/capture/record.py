@@ -22,6 +22,7 @@ from pipedream.capture.preserve_state import read_python_generators
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import PLAIN, READS_NUMBERS, find_prefix, is_in_place, walk, walk_arguments
 from pipedream.core.model.graph import ValueSite
+from pipedream.core.user_code import user_line
 
 END = 2**40
 """The moment at which the model's output is read."""
@@ -123,6 +124,14 @@ class Recording:
     """Attributes that the forward sets on modules."""
     draws_in_python: bool
     """Whether the forward draws from the generators of Python or NumPy."""
+    transformed: Sequence[tuple[int, CallRecord, str]] = ()
+    """Operations inside a torch.func, one for each line: moment, call around them, place in the user's code."""
+
+    def find_transformed(self, name: str) -> str:
+        """Returns the last line inside a torch.func that a stage runs again which begins with this call, or ""."""
+        start = next((call.start for call in self.root.every() if call.name == name), -1)
+        places = [place for moment, call, place in self.transformed if moment < start < call.end]
+        return places[-1] if places else ""
 
 
 class _Recorder(TorchFunctionMode):
@@ -132,6 +141,7 @@ class _Recorder(TorchFunctionMode):
         self.records: dict[int, TensorRecord] = {}
         self.writes: dict[int, list[int]] = {}
         self.draws: list[int] = []
+        self.transformed: dict[tuple[int, str], tuple[int, CallRecord]] = {}
         self.names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self.counts: dict[str, int] = {}
         self.root = CallRecord("", "", model, None, 0)
@@ -155,6 +165,8 @@ class _Recorder(TorchFunctionMode):
         if name in _METADATA or (name == "__get__" and not isinstance(result, torch.Tensor)):
             return result
         self._note(name, args, kwargs, result, self._has_drawn(name, args, kwargs, result, before))
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.transformed.setdefault((id(self.stack[-1]), user_line()), (self.moment, self.stack[-1]))
         return result
 
     def _read_generator(self) -> bytes:
@@ -328,7 +340,10 @@ def record(
     for record in records:
         if not record.state and record.storage != id(record.tensor):
             record.tensor = meta_like(record.tensor)  # frees its memory
-    return Recording(root, records, recorder.writes, recorder.draws, frozenset(changed), set_here, draws_in_python)
+    transformed = [(moment, call, place) for (_, place), (moment, call) in recorder.transformed.items()]
+    return Recording(
+        root, records, recorder.writes, recorder.draws, frozenset(changed), set_here, draws_in_python, transformed
+    )
 
 
 def _has_item_per_sample(value: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 _MODULE = "pipedream_module"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parents[1])
-_CALLED_BY_MODELS = ("user_code.py", "placeholder.py", "slice.py", "slice_forward.py")
+_CALLED_BY_MODELS = ("user_code.py", "record.py", "placeholder.py", "slice.py", "slice_forward.py")
 _LIBRARY = sysconfig.get_path("stdlib")
 _LONGEST = 1000  # characters of a text that are printed
 _ORIGINAL = "Original Traceback (most recent call last):"  # in errors that torch passes on from another process
