@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import processes
@@ -160,3 +162,16 @@ def test_processes_equal_the_plain_loop(case: Case) -> None:
     for other in others:
         assert other.losses == first.losses
         assert other.cuts == first.cuts
+
+
+def test_the_docs_name_the_tested_models() -> None:
+    """Their table has each model of transformers, and marks those that compute in float32 inside."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = text.partition("| of transformers | models |")[2].partition("\n\n")[0]
+    listed = [name.strip() for row in table.splitlines()[2:] for name in row.split("|")[2].split(",")]
+    plain = {re.sub(r"'s | encoder|\(.*\)|\.0|\W", "", name.replace("\u00b9", "")).lower(): name for name in listed}
+    cases = [case for name, case in CASES.items() if name.startswith("hf_")]
+    tested = {re.sub("hf|_|classes|answers", "", case.name.replace("vision", "image")): case for case in cases}
+    assert plain.keys() == tested.keys()
+    marked = {name for name, case in tested.items() if case.float32_inside}
+    assert {name for name, word in plain.items() if "\u00b9" in word} == marked
