@@ -286,6 +286,19 @@ def test_torchrun_does_not_wait_for_workers_that_are_all_stopped(tmp_path: Path,
     assert "was stopped for 10 s and was killed" in ended.err
 
 
+@pytest.mark.slow
+def test_torchrun_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    started = commands.start(*torchrun, *written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
+    started.wait_for_file("going")
+    started.signal(signal.SIGKILL, group=False)
+    ended = started.end()
+    assert not ended.orphans
+    assert ended.seconds < SOON_S
+    assert ended.err.count("which started this rank, has ended; its workers end") == 1
+    assert "terminate called" not in ended.err
+
+
 @pytest.mark.long
 def test_plan_that_does_not_fit_the_model_is_not_started_again(tmp_path: Path) -> None:
     arguments = written(tmp_path)

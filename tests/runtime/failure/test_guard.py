@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,9 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from pipedream.core.errors import PeerError, WorkerError
-from pipedream.runtime.failure import guard
+from pipedream.runtime.failure import guard, processes
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard, Heartbeat
 from pipedream.runtime.failure.processes import (
@@ -197,6 +199,13 @@ def test_words_when_the_store_is_gone(store_owner: str) -> None:
     assert blamed.cause.endswith("; the others cannot reach it and end")
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_store_may_go_with_the_rank_0_that_has_finished(ended: bool) -> None:
+    detector = FailureDetector(1, Activity(), stuck_after_s=1.0, store_owner="rank 0")
+    detector.receive(0.0, {0: RankStatus(1, "stage 0", RankProcess.this(), ended=ended)})
+    assert any(map(detector.check, range(20))) != ended
+
+
 @pytest.mark.parametrize("statuses", [{}, {0: RankStatus(1, "here", RankProcess.this())}])
 def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
     statuses: dict[int, RankStatus], monkeypatch: pytest.MonkeyPatch
@@ -266,6 +275,66 @@ def test_a_store_that_is_away_holds_nobody(store: Store, crew: list[Heartbeat], 
     time.sleep(0.7)
     assert crew[1].exchanges <= before + 1
     store.gone = False
+
+
+def test_a_store_that_has_ended_holds_no_exit() -> None:
+    """A thread that is still in C++ when the interpreter has ended aborts the process, and torch tries for 4 s."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heartbeat = Heartbeat(dist.PrefixStore("a run", server.clone()), 0, 1, lambda: "stage 0")
+    assert soon(lambda: heartbeat.exchanges > 0)
+    del server
+    assert soon(lambda: not heartbeat._is_connected)
+    start = time.monotonic()
+    heartbeat.wait_until_heard(60.0)
+    heartbeat.end()
+    assert time.monotonic() - start < 2.0
+    assert not heartbeat._thread.is_alive()
+
+
+def test_a_new_connection_is_used_once_the_store_answers() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heartbeat = Heartbeat(dist.PrefixStore("a run", server.clone()), 0, 1, lambda: "stage 0")
+    assert soon(lambda: heartbeat.exchanges > 0)
+    heartbeat._is_connected = False
+    before = heartbeat._store
+    assert soon(lambda: heartbeat._is_connected and heartbeat._store is not before)
+    exchanges = heartbeat.exchanges
+    assert soon(lambda: heartbeat.exchanges > exchanges)
+    heartbeat.end()
+
+
+def test_rank_0_that_has_finished_lets_the_others_know_before_its_store_ends(crew: list[Heartbeat]) -> None:
+    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in crew))
+    crew[0].wait_until_heard(60.0)
+    assert all(heartbeat.statuses[0].ended for heartbeat in crew[1:])
+    crew[1].end()
+    crew[2].end()
+    start = time.monotonic()
+    crew[0].wait_until_heard(60.0)
+    assert time.monotonic() - start < 5.0, "they have ended and hear nothing"
+
+
+def test_torchrun_that_has_ended_ends_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, with one message for all; those of the command's own launcher end with it anyway."""
+    printed: list[str] = []
+    monkeypatch.setattr(guard, "_print_verdict", lambda verdict: printed.append(f"{verdict.rank}: {verdict.cause}"))
+    monkeypatch.setattr(guard, "_exit_now", lambda: printed.append("exit"))
+    monkeypatch.setattr(Guard, "_end_process", lambda self, verdict: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for rank in (0, 1):
+        rank_guard = Guard.__new__(Guard)
+        rank_guard._rank, rank_guard._stopped, rank_guard._store_is_rank_0s = rank, threading.Event(), False
+        rank_guard._activity, rank_guard._parent = Activity(), os.getppid()
+        rank_guard._detector = FailureDetector(rank, Activity(), stuck_after_s=1.0, store_owner="the launcher")
+        rank_guard._detector.receive(0.0, {1 - rank: RankStatus(1, "there", RankProcess.this())})
+        assert rank_guard._check_launcher() is None
+        rank_guard._parent = 17
+        verdict = rank_guard._check_launcher()
+        assert verdict is not None
+        rank_guard._announce(verdict)
+    assert printed == ["0: torchrun (process 17), which started this rank, has ended; its workers end", "exit", "exit"]
+    monkeypatch.setenv(processes.LAUNCHER, "17 1")
+    assert rank_guard._check_launcher() is None
 
 
 def test_only_the_same_process_is_ended() -> None:

@@ -12,6 +12,7 @@ import atexit
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed re-exports them privately
 
 from pipedream.core.errors import PeerError, PipelineError, WorkerError, is_broken_connection
 from pipedream.core.user_code import elide_middle, with_place
@@ -34,6 +36,7 @@ from pipedream.runtime.failure.processes import (
     LOST_CONNECTION,
     RankProcess,
     is_launched_here,
+    is_torchruns_worker,
     watch_from_outside,
     write_error,
     write_place,
@@ -42,7 +45,7 @@ from pipedream.runtime.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureD
 
 _LOOK_S = 0.1
 _GRACE_S = 3.0
-_HEARD_S = 3.0  # in which the others hear of a failure
+_HEARD_S = 3.0  # in which the others hear of a failure or of an end
 
 _PEER_WORDS = ("Connection reset by peer", "Connection closed by peer")
 """Words of errors that are passed on as a text."""
@@ -53,6 +56,8 @@ _CONNECTION_WAIT_S = 3.0
 PERIOD_S = 0.5
 _ANSWER = timedelta(seconds=2)
 """Limit for one answer of the store. A heartbeat takes three, within `SILENT_S`: on links of 0.5 s one way it works."""
+_LONGEST_CALL_S = 7.0  # of a store that has stopped: one answer, and then two tries to connect
+_REACHED_S = 0.5
 _REPORT = "failure"
 _CALLS = 8  # more than are made from beat to beat where it matters: most of them wait for the others
 
@@ -76,6 +81,8 @@ class Heartbeat:
     ) -> None:
         self._store = store
         self._store.set_timeout(_ANSWER)
+        self._address = _find_address(store)
+        self._is_connected = True
         self._rank = rank
         self._keys = {other: f"beat/{other}" for other in range(ranks) if other != rank}
         self._seen: list[int] = []
@@ -84,6 +91,7 @@ class Heartbeat:
         self._process = RankProcess.this()
         self._count = 0
         self._failure_here: Verdict | None = None
+        self._has_ended = False
         self._ending = False
         self._wake = threading.Event()
         self._exchanged = threading.Event()
@@ -113,33 +121,51 @@ class Heartbeat:
         self._wake.set()
         self._exchanged.wait(max(0.0, end_s - time.monotonic()))
 
+    def wait_until_heard(self, wait_s: float) -> None:
+        """Marks this rank as ended in order, and waits until the others have read it, two heartbeats later."""
+        self._has_ended = True
+        end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
+        counts: dict[int, int] = {}
+        while self._is_connected and time.monotonic() < end_s:
+            self._exchange_now(time.monotonic() + _LOOK_S)
+            if self.exchanges >= enough:
+                counts = counts or {rank: status.count for rank, status in self.statuses.items()}
+                if all(s.ended or s.count > counts.get(rank, 0) + 1 for rank, s in self.statuses.items()):
+                    return
+            time.sleep(_LOOK_S)
+
     def end(self) -> None:
         """Marks this rank as ended in order."""
-        self._ending = True
+        self._has_ended = self._ending = True
         self._wake.set()
-        self._thread.join(timeout=1.0)
+        # A thread that returns from C++ while the interpreter ends would abort the process.
+        self._thread.join(_LONGEST_CALL_S)
 
     def _run(self) -> None:
         while True:
             self._wake.clear()
             ending = self._ending
             try:
+                self._connect()
                 self._exchange(ending)
-            except (RuntimeError, ValueError):
+            except (RuntimeError, ValueError, OSError):
                 # The detector sees that no exchange succeeds. A late answer could be taken
                 # for that of the next call, so the next call uses a new connection.
-                self._reconnect()
+                self._is_connected = False
             else:
                 self._exchanged.set()
             if ending:
                 return
             self._wake.wait(PERIOD_S)
 
-    def _reconnect(self) -> None:
-        with suppress(RuntimeError):
-            fresh = self._store.clone()
-            fresh.set_timeout(_ANSWER)
-            self._store = fresh
+    def _connect(self) -> None:
+        if self._is_connected:
+            return
+        if self._address is not None:  # torch would try for seconds
+            socket.create_connection(self._address, _REACHED_S).close()
+        fresh = self._store.clone()
+        fresh.set_timeout(_ANSWER)
+        self._store, self._is_connected = fresh, True
 
     def _exchange(self, ending: bool) -> None:
         if self._failure_here is not None and self.report is None:
@@ -152,7 +178,7 @@ class Heartbeat:
             self._count,
             where,
             self._process,
-            ending,
+            self._has_ended,
             interrupts=activity.interrupts(),
             session=activity.session,
             calls=len(calls),
@@ -170,6 +196,12 @@ class Heartbeat:
         if self.report is None and self._store.check([_REPORT]):
             self.report = _parse_report(self._store.get(_REPORT))
         self.exchanges += 1
+
+
+def _find_address(store: Any) -> tuple[str, int] | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def _parse_status(text: bytes) -> RankStatus:
@@ -199,11 +231,12 @@ class Guard:
         client = _make_client(store, rank)
         self._heartbeat = Heartbeat(client, rank, ranks, lambda: self._activity.where, lambda: self._activity)
         watch_from_outside()
+        self._parent = os.getppid()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
         self._thread.start()
         # A rank that ends without closing its pipeline must not look as if stopped.
-        atexit.register(self.end)
+        atexit.register(self._end_at_exit)
 
     @classmethod
     def of_session(cls, rank: int, ranks: int, activity: Activity, stuck_after_s: float) -> Guard:
@@ -276,7 +309,7 @@ class Guard:
         if self._before:
             self._watch_activity(self._before.pop())
             return
-        atexit.unregister(self.end)
+        atexit.unregister(self._end_at_exit)
         if not self._stopped.is_set():
             self._stopped.set()
             if self._heartbeat.report is not None and self._store_is_rank_0s and not self._rank:
@@ -284,6 +317,12 @@ class Guard:
             self._heartbeat.end()
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout=2.0)
+
+    def _end_at_exit(self) -> None:
+        # The store ends with this process, but the others may still have work to do.
+        if self._store_is_rank_0s and not self._rank and self._heartbeat.report is None:
+            self._heartbeat.wait_until_heard(_HEARD_S)
+        self.end()
 
     def _wait_for_others(self) -> None:
         """Keeps the store, which ends with this process, until the others have heard why."""
@@ -304,10 +343,17 @@ class Guard:
             if failure is not None:
                 self._end_process(failure[1])
                 return
-            verdict = self._detector.check(time.monotonic())
+            verdict = self._check_launcher() or self._detector.check(time.monotonic())
             if verdict is not None:
                 self._announce(verdict)
                 return
+
+    def _check_launcher(self) -> Verdict | None:
+        """Returns a verdict if torchrun has ended; the workers of our own launcher end with it anyway."""
+        if os.getppid() == self._parent or not is_torchruns_worker():
+            return None
+        cause = f"torchrun (process {self._parent}), which started this rank, has ended; its workers end"
+        return Verdict(self._rank, self._activity.where, cause, store_lost=True)
 
     def _announce(self, verdict: Verdict) -> None:
         if self._stopped.is_set():
@@ -395,7 +441,7 @@ def _make_client(store: Any, rank: int) -> Any:
     key = f"pipedream/run/{number}"
     if rank == 0:
         store.set(key, uuid.uuid4().hex)
-    return dist.distributed_c10d.PrefixStore(f"pipedream/{store.get(key).decode()}", store.clone())
+    return PrefixStore(f"pipedream/{store.get(key).decode()}", store.clone())
 
 
 def _make_peer_error(verdict: Verdict) -> PeerError:
@@ -407,7 +453,8 @@ def _print_verdict(verdict: Verdict) -> None:
     text = f"pipedream: {_make_peer_error(verdict)}"
     left = write_error(text, verdict=True)
     if not (left and is_launched_here()):
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # the terminal may be gone
+            print(text, file=sys.stderr, flush=True)
 
 
 def _exit_now() -> None:

@@ -198,11 +198,15 @@ def stay_with_launcher() -> None:
     watch_stopped(lambda: [pid], _leave)
 
 
+def is_torchruns_worker() -> bool:
+    """Returns whether torchrun, not our own launcher, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
+
+
 @cache
 def watch_from_outside() -> None:
     """Starts a process that kills this one if it stays stopped, where torchrun, which does not look, has started it."""
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
-    if torchrun and os.environ.get("WORLD_SIZE", "1") != "1" and sys.platform == "linux":
+    if is_torchruns_worker() and os.environ.get("WORLD_SIZE", "1") != "1" and sys.platform == "linux":
         _start("worker", os.getpid())
 
 

@@ -152,7 +152,8 @@ class FailureDetector:
 
     def _check_store(self, since_s: float) -> Verdict | None:
         self._unanswered_s += since_s
-        if self._unanswered_s <= SILENT_S:
+        server = self._statuses.get(0) if self._store_owner == "rank 0" else None
+        if self._unanswered_s <= SILENT_S or (server is not None and server.ended):
             return None
         return Verdict(
             self._rank,
