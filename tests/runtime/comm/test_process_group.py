@@ -58,6 +58,13 @@ def test_gpu_of_a_process(monkeypatch: pytest.MonkeyPatch, gpus: int, variables:
     assert chosen == [device]
 
 
+@pytest.mark.parametrize("name", ["tpu", "cuda:x", ""])
+def test_a_device_that_is_not_known(name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        process_group.process_device(name)
+    assert str(caught.value) == f"device {name!r} is not known; choose cpu or cuda"
+
+
 @pytest.mark.parametrize(
     ("gpus", "variables", "message"),
     [
