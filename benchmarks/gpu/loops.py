@@ -103,7 +103,8 @@ def plan_of(
     """
     graph = capture(model, sample if isinstance(sample, dict) else (sample,)).graph
     count = len(graph.layers)
-    profile = Profile(type(model).__name__, graph, (LayerProfile(1.0, 2.0, 8, 8),) * count, len(sample))
+    samples = len(next(iter(sample.values())) if isinstance(sample, dict) else sample)
+    profile = Profile(type(model).__name__, graph, (LayerProfile(1.0, 2.0, 8, 8),) * count, samples)
     layout = LAYOUTS.get(method)
     replicas = replicas or (1 if layout is None else layout.replicas,) * stages
     cuts = tuple(stage * count // stages for stage in range(1, stages))
