@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
@@ -173,6 +174,12 @@ def tensors(module: StageModule) -> Iterator[Tensor]:
 
 def lay_out(module: StageModule, sets: int = 2) -> StageLayout:
     return StageLayout(module, {"1.weight": torch.bfloat16}, sets, ema=False)
+
+
+def test_workers_on_a_card_are_refused() -> None:
+    stored: Any = None
+    with pytest.raises(PipelineError, match="on cuda; they have been run on CPUs alone: train there, or choose"):
+        HostVersions({}, stored, torch.device("cuda"))
 
 
 def test_a_copy_brings_all_that_the_layers_read() -> None:

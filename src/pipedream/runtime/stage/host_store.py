@@ -223,6 +223,11 @@ class HostVersions(Versions):
     """
 
     def __init__(self, handles: Mapping[str, nn.Parameter], stored: StoredStage, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise PlanError(
+                f"weights in the memory of the machine were asked for with workers on {device}; they have been run on "
+                "CPUs alone: train there, or choose another method"
+            )
         self._stored = stored
         self._layout = stored.layout
         self._device = device
