@@ -91,8 +91,8 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
     claims = _make_claims(last) if forwards == 1 and not delay else kit.Claims()
     schedule = kit.flushing("roundpipe", replace(plan, stages=again), m, kit.minibatch_by_minibatch(m, ops), claims)
     if delay:
-        schedule = replace(schedule, weights=kit.DoubleBuffer(m), flushes=False)
-    return replace(schedule, placement=placement, claims=claims)
+        schedule = replace(schedule, weights=kit.DoubleBuffer(m), flushes=False, claims=claims)
+    return replace(schedule, placement=placement)
 
 
 def _choose_slots(plan: kit.Plan) -> list[range]:
