@@ -407,7 +407,7 @@ def _build_session(
         programs=[phase.program for phase in phases],
         evaluation=build_evaluation(phases[0].schedule),
         stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
-        settings=_make_settings(options, loss, layout, policy, scaling, plan.messages),
+        settings=_make_settings(options, loss, layout, policy, scaling, plan),
         device=process_device(options.device),
         shared=plan.tied_weights,
         settings_to_agree=lambda: _list_settings_to_agree(model, options),
@@ -442,7 +442,7 @@ def _make_settings(
     layout: Layout,
     policy: Policy,
     scaling: LossScaleOptions | None,
-    messages: Messages,
+    plan: Plan,
 ) -> Settings:
     return Settings(
         loss=loss,
@@ -456,9 +456,10 @@ def _make_settings(
         compile=compile_arguments(options.compile),
         scaling=scaling,
         batch_dim=options.batch_dim,
+        planned_samples=plan.batch if options.check else 1,
         layout=layout,
         parallelize=options.parallelize,
-        messages=messages,
+        messages=plan.messages,
     )
 
 

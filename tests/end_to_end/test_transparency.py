@@ -210,6 +210,7 @@ IN_PROCESSES = {
         _case("cnn", "gpipe", 2),
         _case("lstm", "pipedream", 2),
         Case("mlp", "pipedream", 1, replicas=(2,), scheduled=True),
+        Case("mlp", "basis_rotation", 2, optimizer="adamw"),
         Case("mlp", "pipedream", 2, dtype=torch.float32, autocast=torch.bfloat16),
         Case("mlp", "1f1b", 2, microbatches=4, clip_grad_norm=0.1, ema=0.9),
         Case("mlp", "pipedream", 2, drain_at=-1, leave_at=7),

@@ -53,6 +53,7 @@ class Settings:
         compile: arguments of torch.compile; None does not compile.
         scaling: None does not scale the loss.
         batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
+        planned_samples: of a minibatch, which the first one is compared with; 1 compares nothing.
         layout: of tensors on the mesh of each worker.
         parallelize: cuts layers in place of the layout, see `sharding.parallelized`.
         messages: how tensors between workers are encoded.
@@ -69,6 +70,7 @@ class Settings:
     compile: Mapping[str, Any] | None = None
     scaling: LossScaleOptions | None = None
     batch_dim: BatchDim = 0
+    planned_samples: int = 1
     layout: Layout = field(default_factory=Layout)
     parallelize: Callable[[str, nn.Module, Any], Any] | None = None
     messages: Messages = field(default_factory=Messages)

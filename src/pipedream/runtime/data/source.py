@@ -219,6 +219,7 @@ class DataSources:
         programs: one for each phase of the training.
         ranks: workers here that read a loader or receive from its reader.
         batch_dim: of the model's inputs.
+        planned_samples: of the first minibatch, see `Splitter`.
     """
 
     def __init__(
@@ -227,10 +228,11 @@ class DataSources:
         ranks: Iterable[int],
         channels: DataChannels | None = None,
         batch_dim: BatchDim = 0,
+        planned_samples: int = 1,
     ) -> None:
         self._input_ranks = programs[0].placement.readers
         self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
-        self._batch_dim, self._planned_samples = batch_dim, programs[0].plan.batch
+        self._batch_dim, self._planned_samples = batch_dim, planned_samples
         self._training = _OpenLoader(splits=max(program.microbatches for program in programs) > 1)
         self._evaluation = _OpenLoader(splits=False)
         self._borrowed: list[tuple[Any, Any]] = []

@@ -152,8 +152,12 @@ def _build_all(local: LocalWorkers, weights: Weights) -> None:
     local.workers = make_local_workers(
         blueprint, [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
     )
+    settings = blueprint.settings
     local.data = DataSources(
-        blueprint.programs, range(blueprint.placement.workers), batch_dim=blueprint.settings.batch_dim
+        blueprint.programs,
+        range(blueprint.placement.workers),
+        batch_dim=settings.batch_dim,
+        planned_samples=settings.planned_samples,
     )
 
 
@@ -173,7 +177,8 @@ def _join_others(local: LocalWorkers, graph: LayerGraph, processes: int, weights
         mesh_senders, mesh_receiver = transport.open_mesh_data_channels()
         channels = replace(channels, mesh_senders=mesh_senders, mesh_receiver=mesh_receiver)
     reads = [] if connections.leaders is None else [local.worker_rank]
-    local.data = DataSources(blueprint.programs, reads, channels, blueprint.settings.batch_dim)
+    settings = blueprint.settings
+    local.data = DataSources(blueprint.programs, reads, channels, settings.batch_dim, settings.planned_samples)
 
 
 def _connect(local: LocalWorkers, processes: int) -> Connections:
