@@ -170,6 +170,7 @@ def test_memory_decides_between_methods() -> None:
     assert least.schedule == "naive"
 
 
+@pytest.mark.slow
 def test_searches_for_slower_links_are_made_within_the_memory_too() -> None:
     """Without them the answer is 1-1-1-1, which takes 1.4 times as long."""
     profile = Profile.load(Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200" / "vgg16.json")
