@@ -176,6 +176,13 @@ def lay_out(module: StageModule, sets: int = 2) -> StageLayout:
     return StageLayout(module, {"1.weight": torch.bfloat16}, sets, ema=False)
 
 
+def test_processors_that_reorder_writes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    group: Any = object()
+    with pytest.raises(PipelineError, match="on aarch64, which may show a write before an earlier one; run all"):
+        HostStore(group).exchange()
+
+
 def test_workers_on_a_card_are_refused() -> None:
     stored: Any = None
     with pytest.raises(PipelineError, match="on cuda; they have been run on CPUs alone: train there, or choose"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -185,10 +186,16 @@ class HostStore:
         """Opens the parts that other processes have made; every rank calls it.
 
         Raises:
-            PlanError: ranks are on several machines.
+            PlanError: ranks are on several machines, or on processors that reorder writes.
         """
         if self._group is None:
             return
+        if (processor := platform.machine()) not in ("x86_64", "AMD64"):
+            # A version's number is written after its weights, and others read both without a lock.
+            raise PlanError(
+                f"weights in memory that processes share were asked for on {processor}, which may show a write before "
+                "an earlier one; run all workers in one process, or choose another method"
+            )
         place = [read_machine(), os.getpid(), machine_address()]
         texts = gather_texts(json.dumps([place, list(self._made.items())]), self._group)
         rows = [json.loads(text) for text in texts]
