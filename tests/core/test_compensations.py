@@ -123,22 +123,24 @@ def test_bases_by_delay_are_as_many_as_uniform_ones(delays: list[int], every: in
         if x >= y
     )
     # Rounding to whole updates changes an interval by at most a half.
-    whole = [every * sum(delay + 1 for delay in delays) / len(delays) / (own + 1) for own in delays]
+    whole = [every * sum(delay + 1 for delay in delays) / len(delays) / (late + 1) for late in delays]
     assert sum(1 / interval for interval in whole) == pytest.approx(len(delays) / every)
     assert all(rule.every == max(1, round(interval)) for rule, interval in zip(rules, whole, strict=True))
 
 
 @given(st.lists(st.integers(1, 20_000), max_size=3))
 def test_sides_that_are_rotated(shape: list[int]) -> None:
-    two, one = (BasisRotation(geometry=kind).kept_shapes(shape) for kind in ("two_sided", "one_sided"))  # type: ignore[arg-type]
+    two_sided, one_sided = (BasisRotation(geometry=kind).kept_shapes(shape) for kind in ("two_sided", "one_sided"))  # type: ignore[arg-type]
     if len(shape) < 2:
-        assert two == one == {}
+        assert two_sided == one_sided == {}
         return
     rows, columns = shape[0], int(np.prod(shape[1:]))
-    assert two == {side: (2, n, n) for side, n in (("left", rows), ("right", columns)) if n <= 10_000}
+    assert two_sided == {side: (2, n, n) for side, n in (("left", rows), ("right", columns)) if n <= 10_000}
     shorter = "left" if rows < columns else "right"
-    assert one == {side: kept for side, kept in two.items() if side == shorter}
-    assert BasisRotation(estimate="first_moment").kept_shapes(shape) == {s: (1, n, n) for s, (_, n, _) in two.items()}
+    assert one_sided == {side: kept for side, kept in two_sided.items() if side == shorter}
+    assert BasisRotation(estimate="first_moment").kept_shapes(shape) == {
+        s: (1, n, n) for s, (_, n, _) in two_sided.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
     for number, channel in enumerate(program.channels):
         done.posted.update({(number, k): 0.0 for k in taken[number][: channel.depth]})
     received: list[list[Message]] = [[] for _ in ranks]
-    made: dict[tuple[int, int], float] = {}  # (stage, update) -> its end
+    update_ends: dict[tuple[int, int], float] = {}  # by (stage, update)
     # (stage, update) -> rank -> when its gradients began to come and when they all were there
     brought: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
 
@@ -98,10 +98,10 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
             if instruction.kind is Kind.FORWARD and program.placement.is_remote(instruction.stage):
                 stage, index = instruction.stage, instruction.index
                 version = program.weights.forward_version(stage, index) if program.trains else 0
-                if version and (stage, version) not in made:
+                if version and (stage, version) not in update_ends:
                     return False
                 copied = costs.copy_s(stage, program.placement.rank_of(stage, index), rank)
-                wait(rank, stage, index, made.get((stage, version), 0.0) + copied)
+                wait(rank, stage, index, update_ends.get((stage, version), 0.0) + copied)
             if (
                 instruction.kind is Kind.FORWARD
                 and instruction.stage == 0
@@ -113,7 +113,7 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
                 Span(rank, instruction.kind.value, instruction.stage, instruction.index, now[rank], end)
             )
             if instruction.kind is Kind.UPDATE:
-                made[instruction.stage, instruction.index] = end
+                update_ends[instruction.stage, instruction.index] = end
             backward = instruction.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
             if overlap and backward and instruction in last[rank] and program.placement.replicas[instruction.stage] > 1:
                 brought[instruction.stage, program.updates.update_of(instruction.stage, instruction.index)][rank] = (

@@ -78,9 +78,9 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
         (peak - kept[0] + cheapest - 1, r"basis_rotation keeps 23\.2 kB there; move layers"),
     ):
         tight = replace(plan, cluster=Cluster.flat(2, memory_bytes=memory))
-        for known in (profile, None):
+        for maybe_profile in (profile, None):
             with nullcontext() if words is None else pytest.raises(PlanError, match=words):
-                check_phases_fit(tight, read_phases("pipedream+basis_rotation"), known)
+                check_phases_fit(tight, read_phases("pipedream+basis_rotation"), maybe_profile)
     with pytest.raises(PlanError):
         pd.plan(profile, Cluster.flat(2, memory_bytes=20_000), schedule="basis_rotation", shape="straight")
 

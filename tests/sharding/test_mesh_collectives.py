@@ -57,7 +57,7 @@ def _count_bytes() -> dict[str, tuple[StageCollectives | None, ...]]:
                 pass
             counts[name] = pipeline.collectives()
             if name in WORDS:
-                for _ in pipeline.train(batches[:2], epochs=2):  # goes on as before
+                for _ in pipeline.train(batches[:2], epochs=2):  # training continues
                     pass
     return counts
 

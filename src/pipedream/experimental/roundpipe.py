@@ -8,8 +8,8 @@ need not be a multiple of p. With n equal slots, p divides n and m >= p, the bub
     rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
 
-Weights, sums of gradients and the optimizer's state are in the memory of the one machine that all workers are on;
-before a slot its worker copies the weights to its device. A slot may hold the forwards of several stages, since
+Weights are in memory that all workers, on one machine, share; a worker copies those of its slot when the slot begins. A
+slot may hold the forwards of several stages, since
 backwards take about three times as long.
 
 A minibatch starts when the one before has ended. In the paper's asynchronous form (`delay=1`) it does not wait: its

@@ -19,7 +19,7 @@ all-reduce or with what the runtime adds. If its updates are delayed, the all-re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -259,7 +259,7 @@ class Comparison(Tabular):
         tail += [f"{count} more cannot be used: {why}" for why, count in reasons.most_common(_FEW_ROWS)]
         return "\n".join([head, *rows, *(["for comparison:", *others] if others else []), *tail])
 
-    def _list_columns(self, shown: Iterable[Candidate]) -> list[tuple[str, str, Callable[[Candidate], Any]]]:
+    def _list_columns(self, shown: Sequence[Candidate]) -> list[tuple[str, str, Callable[[Candidate], Any]]]:
         """Returns name, format and cell of each column."""
         width = max([12, *(len(_format_plan(candidate)) for candidate in shown if candidate.is_meshed)])
         columns: list[tuple[str, str, Callable[[Candidate], Any]]] = [
@@ -274,10 +274,9 @@ class Comparison(Tabular):
             ("bubble", ">6", lambda candidate: f"{max(candidate.bubble or 0.0, 0.0):.1%}"),
             ("peak", ">9", lambda candidate: format_bytes(candidate.peak_bytes)),
         ]
-        shown_alike = Counter(
-            (c.schedule, c.config, c.mesh, c.microbatches, c.depth_mode, c.update_delay) for c in shown
-        )
-        if shown_alike and max(shown_alike.values()) > 1:
+        if len({(c.schedule, c.config, c.mesh, c.microbatches, c.depth_mode, c.update_delay) for c in shown}) < len(
+            shown
+        ):
             columns.append(("search", "", lambda candidate: candidate.shape))
         if any(candidate.fixed_s for candidate in shown):
             columns.insert(6, ("fixed", ">9", lambda candidate: format_seconds(candidate.fixed_s)))

@@ -234,8 +234,7 @@ class StageState:
 
     def end_passes(self) -> None:
         """Follows the last of a minibatch's forwards, or backwards."""
-        if self.versions.drop_copies():
-            self.gradients.move_to_cpu()
+        self.versions.drop_copies()
 
     def compare_first(self) -> None:
         """Compares the first update's gradients, which are in the handles, with the model's."""

@@ -75,7 +75,7 @@ class _Waits:
                 if i >= depth:
                     self.frees[number, k] = (number, order[i - depth])
         self.awaited: dict[Op, Op] = {}  # forward -> update on another rank
-        self.made: set[Op] = set()
+        self.done_updates: set[Op] = set()
         self.readers: dict[Op, list[int]] = defaultdict(list)
         self.members: dict[_Meeting, set[int]] = defaultdict(set)
         for rank, stage, update in run.synced:
@@ -127,11 +127,11 @@ class _Waits:
             if self.met[norm_of] != self.members[norm_of]:
                 return False
         awaited = self.awaited.get(instruction)
-        if awaited is not None and awaited not in self.made:
+        if awaited is not None and awaited not in self.done_updates:
             self.readers[awaited].append(rank)
             return False
         if instruction in self.updates:
-            self.made.add(instruction)
+            self.done_updates.add(instruction)
             self.ready.extend(self.readers.pop(instruction, ()))
         if instruction in self.consumers:
             self.consumed.update(self.consumers[instruction])

@@ -182,8 +182,7 @@ class SearchSpace(PlaceSums):
         occupancy = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
-        how = self._list_memory_options(occupancy, update_delay, recompute, replicas)
-        how["matrix_bytes"] = self.matrix_bytes(occupancy.updates, first, last)
+        how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
         need: Bytes = stage_bytes(sizes or self.sizes(first, last), peers=peers, **how)
         return need
 
@@ -197,8 +196,7 @@ class SearchSpace(PlaceSums):
         recompute: bool = False,
         replicas: int = 1,
     ) -> StageMemory:
-        how = self._list_memory_options(occupancy, update_delay, recompute, replicas)
-        how["matrix_bytes"] = self.matrix_bytes(occupancy.updates, first, last)
+        how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
         return stage_memory(self.sizes(first, last), peers=peers, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
@@ -221,7 +219,13 @@ class SearchSpace(PlaceSums):
         )
 
     def _list_memory_options(
-        self, occupancy: StageOccupancy, update_delay: int, recompute: bool, replicas: int
+        self,
+        first: Place,
+        last: Place,
+        occupancy: StageOccupancy,
+        update_delay: int,
+        recompute: bool,
+        replicas: int,
     ) -> dict[str, Any]:
         return {
             "versions": occupancy.versions,
@@ -232,6 +236,7 @@ class SearchSpace(PlaceSums):
             "update_delay": update_delay,
             "recompute": recompute,
             "kept_tensors": occupancy.kept_tensors + (replicas > 1) * self.cluster.sum_costs.kept_tensors,
+            "matrix_bytes": self.matrix_bytes(occupancy.updates, first, last),
         }
 
     def stage_occupancy(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:

@@ -151,7 +151,9 @@ class DistributedGroup(Group):
         self._group = weakref.ref(group)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        work = dist.all_reduce(tensor, group=self._group(), async_op=True)
+        group = self._group()
+        assert group is not None, "its pipeline is closed"  # without a group torch would sum over all ranks
+        work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None, "this rank is not in the process group"
         return _Sum(work, tensor)
 

@@ -174,7 +174,7 @@ class HostStore:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._memory: dict[int, torch.Tensor] = {}
-        self._made: dict[int, tuple[int, int]] = {}  # stage -> file, bytes
+        self._files: dict[int, tuple[int, int]] = {}  # stage -> descriptor, bytes; of the parts that were made here
 
     def open(self, stage: int, layout: StageLayout) -> StoredStage:
         """Opens a stage's part, which is made if its home is here and it is not there yet."""
@@ -197,19 +197,19 @@ class HostStore:
                 "an earlier one; run all workers in one process, or choose another method"
             )
         place = [read_machine(), os.getpid(), machine_address()]
-        texts = gather_texts(json.dumps([place, list(self._made.items())]), self._group)
+        texts = gather_texts(json.dumps([place, list(self._files.items())]), self._group)
         rows = [json.loads(text) for text in texts]
         if len(machines := {machine: address for (machine, _, address), _ in rows}) > 1:
             raise PlanError(
                 "weights in the memory of one machine were asked for, but the ranks are on "
                 f"{len(machines)}: {', '.join(machines.values())}; start all of them on one, or choose another method"
             )
-        for (_, process, _), made in rows:
-            for stage, (file, size) in made:
+        for (_, process, _), files in rows:
+            for stage, (file, size) in files:
                 if stage not in self._memory:
                     self._memory[stage] = _map_file(f"/proc/{process}/fd/{file}", size)
         dist.barrier(self._group)
-        for file, _ in self._made.values():
+        for file, _ in self._files.values():
             os.close(file)
 
     def _make(self, stage: int, size: int) -> torch.Tensor:
@@ -218,7 +218,7 @@ class HostStore:
         # As for messages (`comm.shared_memory`): in no file system.
         file = os.memfd_create(f"pipedream-stage-{stage}")
         os.ftruncate(file, size)
-        self._made[stage] = file, size
+        self._files[stage] = file, size
         return _map_file(f"/proc/self/fd/{file}", size)
 
 
@@ -299,7 +299,7 @@ class HostVersions(Versions):
             return super().installed(weights)
         return self._layout.installed(self._load(weights))
 
-    def drop_copies(self) -> bool:
+    def drop_copies(self) -> None:
         for weights in self._copies.values():
             weights.leaves.clear()
         self._copies = {version: weights for version, weights in self._copies.items() if weights.readers}
@@ -307,7 +307,6 @@ class HostVersions(Versions):
             buffers, self._others = self._others[self._layout.frozen :], None
             for buffer, place in zip(buffers, self._layout.others[self._layout.frozen :], strict=True):
                 place.copy_(buffer)
-        return True
 
 
 class RemoteForward:

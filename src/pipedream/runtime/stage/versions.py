@@ -172,9 +172,8 @@ class Versions:
         """Context in which what the passes read besides these weights is in the modules."""
         return _NOTHING
 
-    def drop_copies(self) -> bool:
-        """Drops what the passes of a minibatch have copied; returns whether passes read copies."""
-        return False
+    def drop_copies(self) -> None:
+        """Drops what the passes of a minibatch have copied."""
 
     def keep(self, coming: Collection[int]) -> None:
         """Frees the older sets without readers that no later forward reads (`coming`: the versions that those read)."""

@@ -78,9 +78,6 @@ class Gradients:
             return gradient.to(self._dtypes[index])
         return total.add_(gradient)
 
-    def move_to_cpu(self) -> None:
-        self._sums = [None if total is None else total.cpu() for total in self._sums]
-
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
         """Returns the sums, the summed loss weight and the number of microbatches; empties itself."""
         taken = (self._sums, self.loss_weight, self.count)
