@@ -52,6 +52,12 @@ def test_the_least_and_its_choices_are_those_of_exhaustive_search(
         assert len(best) > most or sorted(choices) == best
 
 
+def test_of_many_ties_some_are_drawn_from_all_over() -> None:
+    choices = list(Elimination([], dict.fromkeys(NAMES, 4), NAMES).choices(32))
+    assert len(choices) > 16
+    assert all({choice[name] for choice in choices} == {0, 1, 2, 3} for name in NAMES)
+
+
 def test_fewest_new_pairs_first_makes_smaller_tables() -> None:
     sizes: dict[Variable, int] = {"a": 3, "b": 3, "c": 10, "d": 3, "e": 3, "f": 10, "g": 10}
     pairs = ("ab", "ac", "ad", "bf", "bg", "ce", "cg", "de", "dg", "ef", "fg")
