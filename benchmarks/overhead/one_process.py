@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import cProfile
 import json
-import pstats
 import sys
 import time
 from collections.abc import Iterator
@@ -16,13 +15,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from stages import ComputingLayer
+from stages import ComputingLayer, loss, optimizer, print_profile
 from torch import Tensor, nn
-from torch.nn import functional
 
 import pipedream as pd
-
-optimizer = partial(torch.optim.SGD, lr=1e-3)
 
 
 def main(request: dict[str, Any]) -> None:
@@ -34,15 +30,8 @@ def main(request: dict[str, Any]) -> None:
     batch = torch.randn(rows, width), torch.zeros(rows, width)
     plan = pd.Plan.uniform(request["stages"])
     plain, by_hand = _make_plain_loop(make_model(), batch), _make_stages_by_hand(make_model(), batch)
-    with pd.Pipeline(
-        make_model(),
-        plan,
-        schedule=request["schedule"],
-        microbatches=1,
-        loss=functional.mse_loss,
-        optimizer=optimizer,
-        sample=batch[0],
-    ) as pipeline:
+    how: dict[str, Any] = {"microbatches": 1, "loss": loss, "optimizer": optimizer, "sample": batch[0]}
+    with pd.Pipeline(make_model(), plan, schedule=request["schedule"], **how) as pipeline:
         profiler = cProfile.Profile(time.thread_time)
         count, slices = request["slice"], []
         # One stream, which rests while the others run.
@@ -62,9 +51,7 @@ def main(request: dict[str, Any]) -> None:
             slices.append([times[stream] for stream in streams])
         ours.close()
     if request["profile"]:
-        print(f"== one process, {request}: CPU seconds of the main thread", file=sys.stderr)
-        for order in ("tottime", "cumulative"):
-            pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(40)
+        print_profile(profiler, f"one process, {request}")
     print(json.dumps(slices[1:]), flush=True)  # the first slice warms up
 
 
@@ -81,10 +68,10 @@ def _make_plain_loop(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Iterator
     inputs, targets = batch
     while True:
         update.zero_grad()
-        loss = functional.mse_loss(model(inputs), targets)
-        loss.backward()
+        value = loss(model(inputs), targets)
+        value.backward()
         update.step()
-        yield loss.item()
+        yield value.item()
 
 
 def _make_stages_by_hand(model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
@@ -100,13 +87,13 @@ def _make_stages_by_hand(model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> 
             kept.append(x)
             x = layer(x)
             kept.append(x)
-        loss = functional.mse_loss(x, targets)
-        loss.backward()
+        value = loss(x, targets)
+        value.backward()
         updates[-1].step()
         for number in reversed(range(len(layers) - 1)):
             kept[2 * number + 1].backward(kept[2 * number + 2].grad)
             updates[number].step()
-        yield loss.item()
+        yield value.item()
 
 
 if __name__ == "__main__":

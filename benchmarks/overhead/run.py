@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import (
     TIGHT_MALLOC,
     Environment,
+    compare_rounds,
+    format_head,
     format_mib,
     format_quartiles,
     format_row,
@@ -30,7 +33,7 @@ TORCH, OURS = "torch, Schedule1F1B", "pipedream, 1f1b"
 DEEP, FULL = "pipedream, 1f1b, depth full", "pipedream, depth full"
 BUSY = {2: 0.97, 4: 0.95}
 """Stages -> bound of the busy share at depth full."""
-CPU_S = 1.1e-3
+CPU_MS = "1.10"
 COMPUTE = (48, 160, 4)
 """About 0.3 ms for forward and backward of a stage."""
 LARGE = (704, 1024, 2)
@@ -74,15 +77,9 @@ def _parse_options() -> argparse.Namespace:
 
 
 def _measure(shape: Shape, variants: Sequence[str], options: argparse.Namespace, **more: Any) -> dict[str, Rounds]:
-    request = {
-        "shape": asdict(shape),
-        "variants": list(variants),
-        "rounds": options.rounds,
-        "segment": options.segment,
-        "profile": options.profile,
-        "pinned": False,
-    }
-    rounds_by_variant = run_processes(FOLDER / "variants.py", request | more, shape.stages)
+    request = {name: getattr(options, name) for name in ("rounds", "segment", "profile")}
+    request |= {"shape": asdict(shape), "variants": list(variants), "pinned": False} | more
+    rounds_by_variant = run_processes(FOLDER / "variants.py", request, shape.stages)
     return {
         name: [[Segment(*rank) for rank in ranks] for ranks in rounds] for name, rounds in rounds_by_variant.items()
     }
@@ -91,42 +88,29 @@ def _measure(shape: Shape, variants: Sequence[str], options: argparse.Namespace,
 def _ask_waiting(options: argparse.Namespace) -> Iterator[str]:
     forward_s, backward_s = (0.0005, 0.001) if options.quick else (0.004, 0.008)
     yield f"### Stages that only wait ({forward_s * 1e3:g} + {backward_s * 1e3:g} ms), m = 8\n"
-    yield "| p | message | figure | bound | stages alone | by hand | torch | ours |"
-    yield "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |"
-    for p in options.stages:
-        for size in options.messages:
-            shape = Shape(p, forward_s=forward_s, backward_s=backward_s, message_bytes=size)
-            rounds_by_variant = _measure(shape, ("stages alone", "by hand", TORCH, OURS, DEEP, FULL), options)
-            at = f"| {p} | {size / 1024:g} KiB |"
-            added = {
-                name: [_compute_added_s(ranks, shape) for ranks in rounds_by_variant[name]]
-                for name in ("by hand", TORCH, OURS, DEEP)
-            }
-            half = statistics.median(added[TORCH]) / 2
-            alone = rounds_by_variant["stages alone"]
-            free = [_find_period_s(ranks) - _find_waits_s(ranks) for ranks in alone]
-            yield (
-                f"{at} added per microbatch, ms | {_format_ms(half)} | {format_quartiles(free, _format_ms)} | "
-                f"{format_quartiles(added['by hand'], _format_ms)} | {format_quartiles(added[TORCH], _format_ms)} | "
-                f"{format_quartiles(added[OURS], _format_ms)} |"
-            )
-            deep = format_quartiles(added[DEEP], _format_ms)
-            yield f"{at} the same at depth full, ms | {_format_ms(half)} | | | | {deep} |"
-            most, share = (
-                [_find_waits_s(ranks) / _find_period_s(ranks) for ranks in rounds]
-                for rounds in (alone, rounds_by_variant[FULL])
-            )
-            yield (
-                f"{at} busy share, PipeDream at depth full | {BUSY[p]} | {format_quartiles(most, _format_share)} | | | "
-                f"{format_quartiles(share, _format_share)} |"
-            )
-            cpu = {
-                name: format_quartiles([max(rank.cpu_s for rank in ranks) for ranks in rounds], _format_ms)
-                for name, rounds in rounds_by_variant.items()
-            }
-            beside = f"{cpu['stages alone']} | {cpu['by hand']} | {cpu[TORCH]}"
-            yield f"{at} CPU of a rank per microbatch, ms | {_format_ms(CPU_S)} | {beside} | {cpu[OURS]} |"
-            yield f"{at} the same, PipeDream at depth full, ms | {_format_ms(CPU_S)} | | | | {cpu[FULL]} |"
+    yield format_head("p | message | figure | bound | stages alone | by hand | torch | ours", "rrlr")
+    for p, size in product(options.stages, options.messages):
+        shape = Shape(p, forward_s=forward_s, backward_s=backward_s, message_bytes=size)
+        rounds_by_variant = _measure(shape, ("stages alone", "by hand", TORCH, OURS, DEEP, FULL), options)
+        added = {
+            name: [_compute_added_s(ranks, shape) for ranks in rounds_by_variant[name]]
+            for name in ("by hand", TORCH, OURS, DEEP)
+        }
+        alone, half = rounds_by_variant["stages alone"], f"{statistics.median(added[TORCH]) / 2 * 1e3:.2f}"
+        shares = ([_find_waits_s(ranks) / _find_period_s(ranks) for ranks in rounds]
+                  for rounds in (alone, rounds_by_variant[FULL]))  # fmt: skip
+        most, share = map(format_quartiles, shares)
+        free = _format_ms([_find_period_s(ranks) - _find_waits_s(ranks) for ranks in alone])
+        cpu = {name: _format_ms(_list_cpu_s(rounds)) for name, rounds in rounds_by_variant.items()}
+        beside = "by hand", TORCH, OURS
+        for cells in (
+            ("added per microbatch, ms", half, free, *(_format_ms(added[name]) for name in beside)),
+            ("the same at depth full, ms", half, "", "", "", _format_ms(added[DEEP])),
+            ("busy share, PipeDream at depth full", BUSY[p], most, "", "", share),
+            ("CPU of a rank per microbatch, ms", CPU_MS, *(cpu[name] for name in ("stages alone", *beside))),
+            ("the same, PipeDream at depth full, ms", CPU_MS, "", "", "", cpu[FULL]),
+        ):
+            yield format_row((p, f"{size / 1024:g} KiB", *cells))
     yield ""
 
 
@@ -144,33 +128,30 @@ def _find_waits_s(ranks: list[Segment]) -> float:
     return statistics.mean(rank.forward_s + rank.backward_s for rank in ranks)
 
 
+def _list_cpu_s(rounds: Rounds, microbatches: int = 1) -> list[float]:
+    return [max(rank.cpu_s for rank in ranks) * microbatches for ranks in rounds]
+
+
 def _ask_compute(options: argparse.Namespace) -> Iterator[str]:
     shape = Shape(2, compute=COMPUTE)
     names = ("stages alone", "by hand", TORCH, OURS, DEEP, "pipedream, 2BW", FULL)
     rounds_by_variant = _measure(shape, names, options, pinned=True, segment=8 if options.quick else 400)
-    alone = statistics.median(_find_period_s(ranks) for ranks in rounds_by_variant["stages alone"])
-    yield f"### Stages that compute ({_format_ms(alone)} ms per microbatch), p = 2, m = 8\n"
-    yield "| variant | CPU of a rank, ms per step | ms per step | bound, of torch's | of torch's |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    periods_s = {name: [_find_period_s(ranks) for ranks in rounds] for name, rounds in rounds_by_variant.items()}
+    alone_s = statistics.median(periods_s["stages alone"])
+    yield f"### Stages that compute ({alone_s * 1e3:.2f} ms per microbatch), p = 2, m = 8\n"
+    yield format_head("variant | CPU of a rank, ms per step | ms per step | bound, of torch's | of torch's", "lr")
     for name, rounds in rounds_by_variant.items():
-        steps = [_find_period_s(ranks) * shape.microbatches for ranks in rounds]
-        # Round by round: what disturbs the machine for seconds disturbs both.
-        ratios = [
-            _find_period_s(mine) / _find_period_s(theirs)
-            for mine, theirs in zip(rounds, rounds_by_variant[TORCH], strict=True)
-        ]
-        bound = "0.85" if name in (OURS, DEEP) else ""
-        cpu = format_quartiles([max(rank.cpu_s for rank in ranks) * shape.microbatches for ranks in rounds], _format_ms)
-        yield format_row(
-            (name, cpu, format_quartiles(steps, _format_ms), bound, format_quartiles(ratios, "{:.2f}".format))
-        )
+        cpu = _format_ms(_list_cpu_s(rounds, shape.microbatches))
+        steps = _format_ms([period_s * shape.microbatches for period_s in periods_s[name]])
+        ratios = format_quartiles(compare_rounds(periods_s[name], periods_s[TORCH]), "{:.2f}".format)
+        yield format_row((name, cpu, steps, "0.85" if name in (OURS, DEEP) else "", ratios))
     yield ""
 
 
 def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
     yield "### Memory, p = 2, stages that do nothing\n"
-    yield "| variant | rank | rise at m = 8 | at m = 64 | left between minibatch 200 and 2,000: resident | objects |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    titles = "variant | rank | rise at m = 8 | at m = 64 | left between minibatch 200 and 2,000: resident | objects"
+    yield format_head(titles, "lr")
     some, few, many = (2, 4, 8) if options.quick else (20, 200, 2000)
     shapes = (
         (Shape(2, 8, 0.0, 0.0, 1 << 20), (some,)),
@@ -183,7 +164,7 @@ def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
     ]
     # Each in processes of its own, whose memory holds nothing of another run.
     batches = [runs] if options.quick else [[run] for run in runs]
-    rows = [row for batch in batches for row in run_processes(FOLDER / "memory.py", {"runs": batch}, 2, TIGHT_MALLOC)]
+    rows = [row for batch in batches for row in run_processes(FOLDER / "variants.py", {"runs": batch}, 2, TIGHT_MALLOC)]
     for variant in variants:
         rows_of_variant, rows = rows[: len(shapes)], rows[len(shapes) :]
         for rank, (small, large, lasting) in enumerate(zip(*rows_of_variant, strict=True)):
@@ -199,44 +180,25 @@ def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
 
 def _ask_process(options: argparse.Namespace) -> Iterator[str]:
     yield "### One process\n"
-    yield "| stages | method | plain loop, us | stages by hand, us | ours, us | bound | ours of plain | in CPU time |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    titles = "stages | method | plain loop, us | stages by hand, us | ours, us | bound | ours of plain | in CPU time"
+    yield format_head(titles, "llr")
     cases = [("two tiny", 2.5, "tiny", 2, method, 10) for method in ("pipedream", "1f1b")]
     if not options.profile:
         cases.append(("one of 50 ms", 1.02, [8, 64, 2] if options.quick else LARGE, 1, "pipedream", 1))
     for name, bound, model, stages, schedule, count in cases:
-        request = {
-            "model": model,
-            "stages": stages,
-            "schedule": schedule,
-            # Short slices: most of them are disturbed by nothing.
-            "slices": 2 if options.quick else 60 * options.rounds // (1 if count > 1 else 8),
-            "slice": count,
-            "profile": options.profile,
-        }
-        slices = run_processes(FOLDER / "one_process.py", request)
-        times = " | ".join(
-            format_quartiles([wall for wall, _ in slices], _format_us) for slices in zip(*slices, strict=True)
-        )
-        # Slice by slice: what disturbs the machine for seconds disturbs both.
-        ratios = (format_quartiles([ours[i] / plain[i] for plain, _, ours in slices], _format_share) for i in range(2))
-        yield f"| {name} | {schedule} | {times} | {bound} | {' | '.join(ratios)} |"
+        # Short slices: most of them are disturbed by nothing.
+        number = 2 if options.quick else 60 * options.rounds // (1 if count > 1 else 8)
+        request = {"model": model, "stages": stages, "schedule": schedule, "slices": number, "slice": count}
+        slices = run_processes(FOLDER / "one_process.py", request | {"profile": options.profile})
+        plain, by_hand, ours = (list(zip(*stream, strict=True)) for stream in zip(*slices, strict=True))
+        times = (format_quartiles(walls, lambda s: f"{s * 1e6:.0f}") for walls, _ in (plain, by_hand, ours))
+        ratios = (format_quartiles(compare_rounds(ours[i], plain[i])) for i in range(2))
+        yield format_row((name, schedule, *times, bound, *ratios))
     yield ""
 
 
-# -- what is printed --------------------------------------------------------------------------------
-
-
-def _format_share(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _format_ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}"
-
-
-def _format_us(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f}"
+def _format_ms(seconds: Sequence[float]) -> str:
+    return format_quartiles(seconds, lambda s: f"{s * 1e3:.2f}")
 
 
 if __name__ == "__main__":

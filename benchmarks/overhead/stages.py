@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
+import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+optimizer = partial(torch.optim.SGD, lr=1e-3)
+loss = functional.mse_loss
 
 
 @dataclass(frozen=True)
@@ -36,24 +44,30 @@ class Shape:
         inputs = torch.randn(rows * microbatches, width, generator=generator)
         return inputs, torch.zeros(rows * microbatches, width)
 
+    @property
+    def message_shape(self) -> tuple[int, int]:
+        return (1, self.message_bytes // 4) if self.compute is None else self.compute[:2]
 
-@dataclass
+
 class Waits:
-    """How long the sleeps of this process really took, in all: `time.sleep` oversleeps."""
+    """How long the sleeps of this process really took: `time.sleep` oversleeps."""
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    forwards: int = 0
-    backwards: int = 0
+    def __init__(self) -> None:
+        self.clear()
 
     def clear(self) -> None:
         """Forgets what was measured so far."""
-        self.forward_s, self.backward_s, self.forwards, self.backwards = 0.0, 0.0, 0, 0
+        self._sums_s, self._counts = [0.0, 0.0], [0, 0]
+
+    def note(self, backward: bool, start_s: float) -> None:
+        """Adds a sleep that has just ended."""
+        self._sums_s[backward] += time.perf_counter() - start_s
+        self._counts[backward] += 1
 
     @property
-    def means_s(self) -> tuple[float, float]:
+    def means_s(self) -> tuple[float, ...]:
         """Of a forward and of a backward; 0 if there was none."""
-        return self.forward_s / max(1, self.forwards), self.backward_s / max(1, self.backwards)
+        return tuple(sum_s / max(1, count) for sum_s, count in zip(self._sums_s, self._counts, strict=True))
 
 
 class _Wait(torch.autograd.Function):
@@ -63,8 +77,7 @@ class _Wait(torch.autograd.Function):
         time.sleep(layer.shape.forward_s)
         ctx.layer, ctx.sizes = layer, (x.shape, weight.shape)
         y = x.new_zeros(len(x), layer.outputs)
-        layer.waits.forward_s += time.perf_counter() - start
-        layer.waits.forwards += 1
+        layer.waits.note(False, start)
         return y
 
     @staticmethod
@@ -73,8 +86,7 @@ class _Wait(torch.autograd.Function):
         time.sleep(ctx.layer.shape.backward_s)
         input_gradient = gradient.new_zeros(ctx.sizes[0]) if ctx.needs_input_grad[0] else None
         weights = gradient.new_zeros(ctx.sizes[1])
-        ctx.layer.waits.backward_s += time.perf_counter() - start
-        ctx.layer.waits.backwards += 1
+        ctx.layer.waits.note(True, start)
         return input_gradient, weights, None
 
 
@@ -112,3 +124,10 @@ def network(shape: Shape, waits: Waits) -> nn.Sequential:
     # Inputs and outputs of the network are one number, so that only messages have the size.
     widths = [shape.message_bytes // 4] * (shape.stages - 1) + [1]
     return nn.Sequential(*(WaitingLayer(shape, width, waits) for width in widths))
+
+
+def print_profile(profiler: cProfile.Profile, title: str) -> None:
+    """Prints where a process's main thread spent CPU time."""
+    print(f"== {title}: CPU seconds of the main thread", file=sys.stderr)
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(40)

@@ -1,4 +1,7 @@
-"""One rank of what is compared over several processes, in turns: each variant trains a segment on all ranks."""
+"""One rank of what is compared over several processes: each variant trains a segment on all ranks, in turns.
+
+Started by run.py, which sets torch's variables.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import cProfile
 import gc
 import itertools
 import os
-import pstats
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,23 +22,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stages import Shape, Waits, network
+from stages import Shape, Waits, loss, network, optimizer, print_profile
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.nn import functional
 
 import pipedream as pd
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import answer_request, gather, take_turns
+from scaffold import answer_request, gather, read_memory, restart_peak, take_turns
 
 MESSAGE_S = 1e-4
 """One way, for the plan: depth full adds microbatches to hide messages."""
 
 WARMUP = 2
-
-optimizer = partial(torch.optim.SGD, lr=1e-3)
-loss = functional.mse_loss
 
 
 @dataclass(frozen=True)
@@ -54,40 +53,6 @@ class Segment:
     backward_s: float
 
 
-class Stopwatch:
-    """Times minibatches, after some that warm up."""
-
-    def __init__(self, bench: Bench, microbatches: int, warmup: int = WARMUP) -> None:
-        self._bench = bench
-        self.microbatches = microbatches
-        self.warmup = warmup
-        self.minibatches = max(2, -(-bench.segment // microbatches))
-        self._done = 0
-
-    def tick(self) -> None:
-        """Notes that another minibatch is done."""
-        self._done += 1
-        if self._done == self.warmup:
-            self._bench.waits.clear()
-            self._read_cpu_s, self._start_s = _read_cpu_s(), time.perf_counter()
-            if self._bench.profiler is not None:
-                self._bench.profiler.enable()
-        if self._done == self.warmup + self.minibatches:
-            if self._bench.profiler is not None:
-                self._bench.profiler.disable()
-            count = self.microbatches * self.minibatches
-            self.segment = Segment(
-                (time.perf_counter() - self._start_s) / count,
-                (_read_cpu_s() - self._read_cpu_s) / count,
-                *self._bench.waits.means_s,
-            )
-
-    @property
-    def total(self) -> int:
-        """Minibatches, with those that warm up."""
-        return self.warmup + self.minibatches
-
-
 @dataclass(frozen=True)
 class Bench:
     """What all variants share.
@@ -95,97 +60,95 @@ class Bench:
     Attributes:
         group: process group of what is not this library's.
         segment: microbatches that a segment times, at least.
-        profiler: runs while the time is taken.
     """
 
-    rank: int
     shape: Shape
-    group: dist.ProcessGroup
-    segment: int
     waits: Waits
-    profiler: cProfile.Profile | None = None
+    group: dist.ProcessGroup | None = None
+    segment: int = 0
 
-    def print_profile(self, name: str, top: int = 40) -> None:
-        """Prints where this rank's main thread spent CPU time."""
-        assert self.profiler is not None
-        print(f"== {name}, rank {self.rank}: CPU seconds of the main thread", file=sys.stderr)
-        for order in ("tottime", "cumulative"):
-            pstats.Stats(self.profiler, stream=sys.stderr).sort_stats(order).print_stats(top)
+    def count(self, microbatches: int) -> int:
+        """Returns the minibatches that a segment times."""
+        return max(2, -(-self.segment // microbatches))
 
 
-def _read_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+Running = tuple[Callable[[], object], int, int]
+"""Trains a minibatch; microbatches of a minibatch; minibatches that warm up."""
 
 
-def of_pipedream(bench: Bench, *, schedule: str, depth: str = "noam") -> Segment:
-    """Runs a method of this library."""
-    p = bench.shape.stages
-    plan = pd.Plan.uniform(p, bench.shape.forward_s, bench.shape.backward_s, MESSAGE_S).with_depth(depth)
-    splits = schedule != "pipedream"
-    microbatches = bench.shape.microbatches if splits else 1
-    ahead = plan.in_flight[0]
-    stopwatch = Stopwatch(bench, microbatches, WARMUP if splits else ahead + 2)
-    # More minibatches than are timed, so that the drain is not among what is timed.
-    loader = [bench.shape.batch(microbatches)] * (stopwatch.total + ahead)
-    with pd.Pipeline(
-        network(bench.shape, bench.waits),
-        plan,
-        schedule=schedule,
-        microbatches=microbatches if splits else None,
-        loss=loss,
-        optimizer=optimizer,
-        sample=loader[0][0],
-        check=False,
-    ) as pipeline:
-        for _ in pipeline.train(loader):
-            stopwatch.tick()
-    return stopwatch.segment
+@contextmanager
+def open_pipeline(bench: Bench, schedule: str, depth: str = "noam") -> Iterator[tuple[pd.Pipeline, Any]]:
+    """Yields a pipeline of this library, and its minibatch."""
+    shape = bench.shape
+    plan = pd.Plan.uniform(shape.stages, shape.forward_s, shape.backward_s, MESSAGE_S).with_depth(depth)
+    microbatches = None if schedule == "pipedream" else shape.microbatches
+    batch = shape.batch(microbatches or 1)
+    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "sample": batch[0], "check": False}
+    model = network(shape, bench.waits)
+    with pd.Pipeline(model, plan, schedule=schedule, microbatches=microbatches, **how) as pipeline:
+        yield pipeline, batch
 
 
-def torch_1f1b(bench: Bench) -> Segment:
-    """Runs torch's own 1F1B on the same stages."""
-    layer, rank, m = network(bench.shape, bench.waits)[bench.rank], bench.rank, bench.shape.microbatches
-    stage = PipelineStage(layer, rank, bench.shape.stages, torch.device("cpu"), group=bench.group)
-    schedule = Schedule1F1B(stage, m, loss_fn=loss)
+@contextmanager
+def of_pipedream(bench: Bench, schedule: str, depth: str = "noam") -> Iterator[Running]:
+    """A method of this library."""
+    with open_pipeline(bench, schedule, depth) as (pipeline, batch):
+        ahead = pipeline.plan.in_flight[0]
+        splits = schedule != "pipedream"
+        microbatches, warmup = (bench.shape.microbatches, WARMUP) if splits else (1, ahead + 2)
+        # More minibatches than are timed, so that the drain is not among what is timed.
+        stream = pipeline.train([batch] * (warmup + bench.count(microbatches) + ahead))
+        yield partial(next, stream), microbatches, warmup
+        for _ in stream:
+            pass
+
+
+@contextmanager
+def torch_1f1b(bench: Bench) -> Iterator[Running]:
+    """torch's own 1F1B on the same stages."""
+    shape, rank = bench.shape, dist.get_rank()
+    layer = network(shape, bench.waits)[rank]
+    stage = PipelineStage(layer, rank, shape.stages, torch.device("cpu"), group=bench.group)
+    schedule = Schedule1F1B(stage, shape.microbatches, loss_fn=loss)
     update = optimizer(layer.parameters())
-    inputs, targets = bench.shape.batch(m)
-    stopwatch = Stopwatch(bench, m)
-    for _ in range(stopwatch.total):
+    inputs, targets = shape.batch(shape.microbatches)
+    arguments = (inputs,) if rank == 0 else ()
+    last = {"target": targets} if rank == shape.stages - 1 else {}
+
+    def step() -> None:
         update.zero_grad()
-        if rank == 0:
-            schedule.step(inputs)
-        elif rank == bench.shape.stages - 1:
-            schedule.step(target=targets)
-        else:
-            schedule.step()
+        schedule.step(*arguments, **last)
         update.step()
-        stopwatch.tick()
-    return stopwatch.segment
+
+    yield step, shape.microbatches, WARMUP
 
 
-def by_hand(bench: Bench) -> Segment:
-    """Runs 1F1B written out over the same gloo: tensors of known shape, and nothing else."""
-    shape, rank, m = bench.shape, bench.rank, bench.shape.microbatches
+@contextmanager
+def by_hand(bench: Bench) -> Iterator[Running]:
+    """1F1B written out over the same gloo: tensors of known shape, and nothing else."""
+    shape, rank, m = bench.shape, dist.get_rank(), bench.shape.microbatches
     last = rank == shape.stages - 1
     layer = network(shape, bench.waits)[rank]
     update = optimizer(layer.parameters())
     inputs, targets = (part.split(len(part) // m) for part in shape.batch(m))
-    rows = len(inputs[0])
-    size = (rows, shape.message_bytes // 4) if shape.compute is None else (rows, shape.compute[1])
-    stopwatch = Stopwatch(bench, m)
-    left = stopwatch.total * m
-    activations, gradients = _Posted(bench.group, rank - 1, size, left), _Posted(bench.group, rank + 1, size, left)
+    left = (WARMUP + bench.count(m)) * m
+    activations, gradients = (_post_receives(bench.group, peer, shape.message_shape, left)
+                              for peer in (rank - 1, rank + 1))  # fmt: skip
+    if rank > 0:
+        next(activations)
+    if not last:
+        next(gradients)
     warmup = min(m, shape.stages - 1 - rank)
     order = "F" * warmup + "FB" * (m - warmup) + "B" * warmup
-    for _ in range(stopwatch.total):
+
+    def step() -> None:
         update.zero_grad()
         kept: deque[tuple[Tensor, Tensor]] = deque()
         forwards, sends = itertools.count(), []
         for op in order:
             if op == "F":
                 k = next(forwards)
-                x = inputs[k] if rank == 0 else activations.take().requires_grad_()
+                x = inputs[k] if rank == 0 else next(activations).requires_grad_()
                 y = layer(x)
                 if last:
                     y = loss(y, targets[k]) / m
@@ -194,7 +157,7 @@ def by_hand(bench: Bench) -> Segment:
                 kept.append((x, y))
             else:
                 x, y = kept.popleft()
-                torch.autograd.backward(y, None if last else gradients.take())
+                torch.autograd.backward(y, None if last else next(gradients))
                 if rank > 0:
                     assert x.grad is not None
                     sends.append(dist.isend(x.grad, rank - 1, bench.group))
@@ -202,50 +165,41 @@ def by_hand(bench: Bench) -> Segment:
         for work in sends:
             assert work is not None
             work.wait()
-        stopwatch.tick()
-    return stopwatch.segment
+
+    yield step, m, WARMUP
 
 
-class _Posted:
-    """Receives from a neighbour, one posted ahead."""
-
-    def __init__(self, group: dist.ProcessGroup, peer: int, size: tuple[int, int], left: int) -> None:
-        self._group, self._peer, self._size, self._left = group, peer, size, left
-        if 0 <= peer < dist.get_world_size(group):
-            self._post()
-
-    def _post(self) -> None:
-        self._left -= 1
-        buffer = torch.empty(self._size)
-        self._next = (dist.irecv(buffer, self._peer, self._group), buffer)
-
-    def take(self) -> Tensor:
-        """Waits for the next message."""
-        work, buffer = self._next
+def _post_receives(group: dist.ProcessGroup | None, peer: int, size: tuple[int, int], left: int) -> Iterator[Tensor]:
+    """Yields what comes from a neighbour, one receive posted ahead; the first value only posts one."""
+    buffer = torch.empty(size)
+    work = dist.irecv(buffer, peer, group)
+    yield buffer
+    for number in range(left):
         assert work is not None
-        if self._left:
-            self._post()
-        work.wait()
-        return buffer
+        previous, received = work, buffer
+        if number < left - 1:
+            buffer = torch.empty(size)
+            work = dist.irecv(buffer, peer, group)
+        previous.wait()
+        yield received
 
 
-def alone(bench: Bench) -> Segment:
-    """Runs the passes of a stage without messages, while the other ranks do the same: what they cost themselves."""
-    shape = bench.shape
-    layer = network(shape, bench.waits)[bench.rank]
-    rows = 1 if shape.compute is None else shape.compute[0]
-    width = shape.message_bytes // 4 if shape.compute is None else shape.compute[1]
-    x = torch.randn(rows, width) if bench.rank else shape.batch(1)[0]
-    stopwatch = Stopwatch(bench, shape.microbatches)
-    for _ in range(stopwatch.total):
+@contextmanager
+def alone(bench: Bench) -> Iterator[Running]:
+    """The passes of a stage without messages, while the other ranks do the same: what they cost themselves."""
+    shape, rank = bench.shape, dist.get_rank()
+    layer = network(shape, bench.waits)[rank]
+    x = torch.randn(shape.message_shape) if rank else shape.batch(1)[0]
+
+    def step() -> None:
         for _ in range(shape.microbatches):
-            y = layer(x.detach().requires_grad_(bench.rank > 0))
+            y = layer(x.detach().requires_grad_(rank > 0))
             torch.autograd.backward(y, torch.zeros_like(y))
-        stopwatch.tick()
-    return stopwatch.segment
+
+    yield step, shape.microbatches, WARMUP
 
 
-VARIANTS: dict[str, Callable[[Bench], Segment]] = {
+VARIANTS: dict[str, Callable[[Bench], AbstractContextManager[Running]]] = {
     "stages alone": alone,
     "by hand": by_hand,
     "torch, Schedule1F1B": torch_1f1b,
@@ -268,17 +222,78 @@ def measure(request: dict[str, Any]) -> dict[str, list[Any]]:
     segments_by_variant: dict[str, list[Any]] = {name: [] for name in request["variants"]}
     for name in take_turns(segments_by_variant, request["rounds"]):
         profiler = cProfile.Profile(time.thread_time) if request["profile"] else None
-        bench = Bench(dist.get_rank(), shape, group, request["segment"], Waits(), profiler)
         dist.barrier(group)
-        segments = gather(astuple(VARIANTS[name](bench)), group)
-        segments_by_variant[name].append(segments)
-        for rank in range(len(segments)):
-            if profiler is not None and bench.rank == rank:
-                bench.print_profile(name)
+        segment = _time_segment(name, Bench(shape, Waits(), group, request["segment"]), profiler)
+        segments_by_variant[name].append(gather(astuple(segment), group))
+        for rank in range(shape.stages):
+            if profiler is not None and dist.get_rank() == rank:
+                print_profile(profiler, f"{name}, rank {rank}")
             dist.barrier(group)
         gc.collect()
     return segments_by_variant
 
 
+def _time_segment(name: str, bench: Bench, profiler: cProfile.Profile | None) -> Segment:
+    """Times minibatches of a variant, after some that warm up; the profiler runs meanwhile."""
+    with VARIANTS[name](bench) as (step, microbatches, warmup):
+        for _ in range(warmup):
+            step()
+        bench.waits.clear()
+        cpu_s, start_s = _read_cpu_s(), time.perf_counter()
+        if profiler is not None:
+            profiler.enable()
+        for _ in range(minibatches := bench.count(microbatches)):
+            step()
+        if profiler is not None:
+            profiler.disable()
+        seconds = time.perf_counter() - start_s, _read_cpu_s() - cpu_s
+        means_s = bench.waits.means_s
+    count = microbatches * minibatches
+    return Segment(seconds[0] / count, seconds[1] / count, *means_s)
+
+
+def _read_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def measure_memory(request: dict[str, Any]) -> list[Any]:
+    """Makes each of the `runs` that the request asks for: keys `shape`, `variant` ('torch' or a schedule), `parts`.
+
+    Returns for each run, rank and part (minibatches between two looks) `rise_bytes`, by which the process grew at most,
+    and `resident_bytes` and `objects` (Python's, that the collector tracks) at its end.
+    """
+    runs = []
+    for run in request["runs"]:
+        rows, stream = [], _train_parts(Bench(Shape(**run["shape"]), Waits()), run["variant"], run["parts"])
+        next(stream)
+        before = restart_peak()
+        for _ in stream:
+            highest = read_memory("VmHWM")
+            now = restart_peak()
+            rows.append({"rise_bytes": highest - before, "resident_bytes": now, "objects": len(gc.get_objects())})
+            before = now
+        runs.append(gather(rows))
+    return runs
+
+
+def _train_parts(bench: Bench, variant: str, parts: list[int]) -> Iterator[None]:
+    """Yields before the first minibatch, and after each part."""
+    if variant == "torch":
+        with torch_1f1b(bench) as (step, _, _):
+            yield
+            for minibatches in parts:
+                for _ in range(minibatches):
+                    step()
+                yield
+        return
+    with open_pipeline(bench, variant) as (pipeline, batch):
+        yield
+        for minibatches in parts:
+            for _ in pipeline.train([batch] * minibatches):
+                pass
+            yield
+
+
 if __name__ == "__main__":
-    answer_request(measure)
+    answer_request(lambda request: measure_memory(request) if "runs" in request else measure(request))
