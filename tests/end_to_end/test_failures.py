@@ -287,6 +287,21 @@ def test_torchrun_does_not_wait_for_workers_that_are_all_stopped(tmp_path: Path,
 
 
 @pytest.mark.slow
+def test_a_worker_of_torchrun_that_is_killed_leaves_the_name_of_the_last_checkpoint(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    arguments = written(tmp_path, loader="slow=True, count=100_000")
+    started = commands.start(*torchrun, *arguments, "--out", "run", "--checkpoint-every", "8", folder=tmp_path)
+    started.wait_for_file("run/losses.json")
+    while not list(tmp_path.glob("run/checkpoints/*/checkpoint.json")):
+        time.sleep(0.02)
+    started.kill(int((tmp_path / "pid1").read_text()), signal.SIGKILL)
+    ended = started.end()
+    assert not ended.orphans
+    (line,) = [line for line in ended.err.splitlines() if "its last checkpoint is" in line]
+    assert tmp_path.joinpath(line.partition("checkpoint is ")[2], "checkpoint.json").exists()
+
+
+@pytest.mark.slow
 def test_torchrun_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     started = commands.start(*torchrun, *written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)

@@ -58,6 +58,7 @@ from pipedream.runtime.checkpoint.folders import (
 from pipedream.runtime.checkpoint.pieces import merge_rows, write_tensors
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
 from pipedream.runtime.comm.process_group import broadcast_text, gather_texts, leave_group
+from pipedream.runtime.failure.processes import write_checkpoint
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ class Writer:
         if self._rank == 0:
             self._locks[path.parent].check()
             commit(scratch, path, replace(save.manifest, **merge_rows(rows)))
+            write_checkpoint(str(path))
             prune(path.parent, save.keep)
 
     def _wait_until_written(self, failure: str, written: list[Any]) -> list[Any]:
@@ -206,6 +208,8 @@ class Writer:
 
     def close(self, *, failed: bool) -> None:
         """Gives the folders free, unless a save that was given up is still writing, and leaves the group."""
+        if self._rank == 0 and not failed:
+            write_checkpoint("")
         if self._group is not None and not failed:
             leave_group(self._group)
             self._group = None
@@ -229,6 +233,8 @@ class Writer:
 
     def loaded(self, path: AnyPath, minibatches: int) -> None:
         self._last = (path, minibatches)
+        if self._rank == 0:
+            write_checkpoint(str(path))
 
     def _run(self, save: _Save, apart: bool, any_apart: bool) -> None:
         try:

@@ -43,6 +43,7 @@ LOST_CONNECTION = "lost the connection to another worker, which left no message"
 RUN_ID_PREFIX = "pipedream-"
 """Begins the run ids of our own launcher."""
 _PLACE = "place.txt"
+_CHECKPOINT = "checkpoint.txt"
 
 
 @dataclass(frozen=True)
@@ -257,11 +258,10 @@ def _end_worker(pid: int) -> None:
     watch_stopped(lambda: [] if _is_stopped(agent) else [pid], kill, _ALL_STOPPED_S)
     while os.getppid() == pid:
         time.sleep(_PERIOD_S)
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if checkpoint := _read_text(error_file.with_name(_CHECKPOINT)):
+        print(f"pipedream: training did not end in order; its last checkpoint is {checkpoint}", file=sys.stderr)
     time.sleep(_PERIOD_S)  # the thread that has killed it may still have to say so
-
-
-if __name__ == "__main__":
-    {"launcher": _end_launcher, "worker": _end_worker}[sys.argv[1]](int(sys.argv[2]))
 
 
 def write_error(message: str, *, verdict: bool = False) -> bool:
@@ -288,12 +288,27 @@ def _has_error() -> bool:
 
 def write_place(where: str) -> None:
     """Writes what this worker is doing."""
+    _write_text(_PLACE, where)
+
+
+def write_checkpoint(path: str) -> None:
+    """Writes from which checkpoint to resume if this worker is killed; '' after an orderly end."""
+    _write_text(_CHECKPOINT, path)
+
+
+def _write_text(name: str, text: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
             # Atomically: a worker may be killed while it writes.
-            written = Path(path).with_name(f"{_PLACE}.new")
-            written.write_text(where, encoding="utf-8")
-            written.replace(Path(path).with_name(_PLACE))
+            written = Path(path).with_name(f"{name}.new")
+            written.write_text(text, encoding="utf-8")
+            written.replace(Path(path).with_name(name))
+
+
+def _read_text(file: Path) -> str | None:
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8") or None
+    return None
 
 
 def read_error(error_file: str) -> str | None:
@@ -309,11 +324,7 @@ def read_verdict(folder: Path) -> str | None:
 
 def read_place(folder: Path, rank: int) -> str | None:
     """Returns what a worker was last doing, once it had built its pipeline."""
-    with suppress(OSError):
-        for file in folder.rglob(_PLACE):
-            if file.parent.name == str(rank):
-                return file.read_text(encoding="utf-8") or None
-    return None
+    return next((_read_text(file) for file in folder.rglob(_PLACE) if file.parent.name == str(rank)), None)
 
 
 def _read_errors(file: Path) -> Iterator[tuple[str, bool]]:
@@ -321,3 +332,7 @@ def _read_errors(file: Path) -> Iterator[tuple[str, bool]]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         contents = json.loads(file.read_text(encoding="utf-8"))
         yield str(contents["message"]["message"]), bool(contents.get("verdict"))
+
+
+if __name__ == "__main__":
+    {"launcher": _end_launcher, "worker": _end_worker}[sys.argv[1]](int(sys.argv[2]))
