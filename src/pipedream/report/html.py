@@ -126,11 +126,8 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows.append(("bubble", percent(bubble.get("measured")), note))
     memory = _read_mapping(summary.get("memory"))
     if memory:
-        sizes = {name: _format_bytes(memory.get(f"{name}_bytes")) for name in ("measured", "predicted", "reserved")}
-        note = (
-            f"tensors of {memory.get('of')}; predicted {sizes['predicted']}; the process reserved {sizes['reserved']}"
-        )
-        rows.append(("peak memory", sizes["measured"], note))
+        note = f"{memory.get('of')}, predicted {_format_bytes(memory.get('predicted_bytes'))}"
+        rows.append(("peak memory", _format_bytes(memory.get("measured_bytes")), note))
     rows.append(("wall time", _format_seconds(summary.get("seconds")), ""))
     if target or "seconds_to_target" in summary:
         note = (

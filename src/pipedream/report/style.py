@@ -123,7 +123,7 @@ section,details{background:var(--pd-paper);border:1px solid var(--pd-line);borde
  margin:16px 0;min-width:0}
 section p{margin:8px 0 0;color:var(--pd-faint);font-size:13px}
 summary{font-size:17px;font-weight:700;cursor:pointer}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:18px 0 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:12px;margin:18px 0 0}
 .card{background:var(--pd-paper);border:1px solid var(--pd-line);border-radius:10px;padding:12px 16px}
 dt{color:var(--pd-faint);font-size:13px}
 dd{margin:0;font-size:25px;font-weight:650;line-height:1.3;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
