@@ -43,7 +43,6 @@ PLAIN_FAILS = {
     ("experts", "bfloat16 autocast"): "index_add_ of two dtypes",
     ("experts", "float16 autocast"): "index_add_ of two dtypes",
     ("attention_lstm", "float16 autocast"): "no kernel of an LSTM on a CPU",
-    ("vector_quantiser", "bfloat16 weights"): "no kernel of cdist on a CPU",
 }
 """What the model alone does not run."""
 EVALUATION_FAILS = {"translator"}

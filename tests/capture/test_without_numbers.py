@@ -27,13 +27,13 @@ def list_sizes(profile: Profile) -> list[tuple[str, int, int, int]]:
 
 
 NEED_NUMBERS = {
-    *("experts", "packed_lstm", "value_branch", "module_branch", "number_carried"),
+    *("experts", "packed_lstm", "value_branch", "number_carried"),
     *("hf_mixtral", "hf_gpt_oss", "hf_deepseek_v3"),
 }
 """They branch on computed numbers, mostly on which expert a word goes to."""
 
-SLOW = ["tied_gpt", "shared_bias", "hf_mamba"]
-LONG = ["unet", "lora", "borrowed_weights", "hf_llama", "hf_gpt2", "hf_t5"]
+SLOW = ["tied_gpt", "hf_mamba"]
+LONG = ["unet", "lora", "hf_llama", "hf_gpt2", "hf_t5"]
 
 
 @pytest.mark.parametrize(

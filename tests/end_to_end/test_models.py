@@ -53,7 +53,7 @@ ALIKE = {
 """Models built as others are."""
 LONG = {*sum(ALIKE.values(), ()), "hf_mobilenet_v2", "hf_segformer", "hf_dinov2"}
 LONG |= {"hf_mamba2", "hf_bloom", "hf_clip_text", "hf_clip_vision", "hf_albert", "hf_convnext", "hf_gpt_neox"}
-LONG |= {"hf_bart", "hf_xlnet", "hf_deberta_v2", "hf_wav2vec2", "lora", "checkpointed_reentrant", "borrowed_weights"}
+LONG |= {"hf_bart", "hf_xlnet", "hf_deberta_v2", "hf_wav2vec2", "lora", "checkpointed_reentrant"}
 """Continuous integration leaves these out."""
 UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask_token",)}
 """Parameters that a model has for other tasks, by the end of their names."""

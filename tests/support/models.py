@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from own_models import CLASSES, IGNORED, OWN, PAD, WORDS, Case
+from own_models import CLASSES, IGNORED, OWN, PAD, WORDS, Case, labels_counted, targets_of
 from torch import Tensor, nn
 
 __all__ = ["CASES", "HF", "Case"]
@@ -128,31 +128,52 @@ def shifted(batch: dict[str, Tensor]) -> float:
     return float((batch["labels"][:, 1:] != IGNORED).sum())
 
 
-def counted(batch: dict[str, Tensor]) -> float:
-    """Returns the number of labels that count."""
-    return float((batch["labels"] != IGNORED).sum())
-
-
 def unpadded(batch: dict[str, Tensor]) -> float:
     """Returns the number of words."""
     return float(batch["attention_mask"].sum())
 
 
-def _make(kind: str, config: str, settings: dict[str, Any]) -> nn.Module:
+AUTO = {
+    causal: "CausalLM",
+    masked: "MaskedLM",
+    detected: "PreTraining",
+    classified: "SequenceClassification",
+    answered: "QuestionAnswering",
+    translated: "Seq2SeqLM",
+    pictures: "ImageClassification",
+    large_pictures: "ImageClassification",
+    segmented: "SemanticSegmentation",
+    spoken: "SpeechSeq2Seq",
+    waves: "AudioClassification",
+}
+"""The class of transformers that takes such batches, after "AutoModelFor"."""
+AMOUNTS = {
+    causal: shifted,
+    masked: labels_counted,
+    translated: labels_counted,
+    spoken: labels_counted,
+    detected: unpadded,
+}
+
+
+def _make(kind: str, batch: Callable[..., Any], settings: dict[str, Any]) -> nn.Module:
     transformers = import_module("transformers")
-    configuration = getattr(transformers, config)(**settings)
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    config.architectures = []  # the first class that takes such batches
     for name in ("initializer_range", "init_std"):  # with 0.02 the gradients of so narrow a model vanish
-        if hasattr(configuration, name):
-            setattr(configuration, name, 0.2)
-    return getattr(transformers, kind)(configuration)
+        if hasattr(config, name):
+            setattr(config, name, 0.2)
+    auto = f"AutoModelFor{AUTO[batch]}" if batch in AUTO else "AutoModel"
+    return getattr(transformers, auto).from_config(config)
 
 
-def _case(name: str, kind: str, config: str, batch: Callable[..., Any], settings: dict[str, Any]) -> Case:
-    amounts = {causal: shifted, masked: counted, translated: counted, spoken: counted, detected: unpadded}
+def _case(name: str, batch: Callable[..., Any], settings: dict[str, Any], kind: str = "") -> Case:
+    """Returns a case of the model type `kind` of transformers, which is the name by default."""
+    case = Case(f"hf_{name}", partial(_make, kind or name, batch, settings), batch, needs_hf=True)
     # Losses of language models are computed in float32, and T5's norms.
-    single = batch in (causal, detected) or name in ("hf_modernbert", "hf_t5")
-    case = Case(name, partial(_make, kind, config, settings), batch, needs_hf=True, float32_inside=single)
-    return replace(case, amount=amounts[batch]) if batch in amounts else case
+    single = batch in (causal, detected) or name in ("modernbert", "t5")
+    fixed = batch in (pictures, segmented) or name == "clip_vision"
+    return replace(case, amount=AMOUNTS.get(batch, targets_of), float32_inside=single, varies_length=not fixed)
 
 
 TEXT = {"vocab_size": WORDS, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
@@ -176,110 +197,79 @@ WAVES = SIZE | LABELS | {"conv_dim": (8, 8), "conv_kernel": (10, 4), "conv_strid
 WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8}
 WAVES |= {"num_feat_extract_layers": 2, "layerdrop": 0.0, "mask_time_prob": 0.0, "vocab_size": WORDS}
 
-# Name, class, configuration, batches, settings.
-NAMED_BY_THE_DOCS = (
-    _case("hf_gpt2", "GPT2LMHeadModel", "GPT2Config", causal, GPT2),
-    _case("hf_llama", "LlamaForCausalLM", "LlamaConfig", causal, LLAMA),
-    _case("hf_qwen3", "Qwen3ForCausalLM", "Qwen3Config", causal, LLAMA | {"head_dim": 8}),
-    _case("hf_bert", "BertForMaskedLM", "BertConfig", masked, BERT),
-    _case("hf_t5", "T5ForConditionalGeneration", "T5Config", translated, T5),
-    _case("hf_vit", "ViTForImageClassification", "ViTConfig", pictures, PICTURE),
+MODELS = (  # name, batches, settings
+    _case("gpt2", causal, GPT2),
+    _case("llama", causal, LLAMA),
+    _case("qwen3", causal, LLAMA | {"head_dim": 8}),
+    _case("bert", masked, BERT),
+    _case("t5", translated, T5),
+    _case("vit", pictures, PICTURE),
     _case(
-        "hf_resnet",
-        "ResNetForImageClassification",
-        "ResNetConfig",
+        "resnet",
         large_pictures,
         LABELS | {"embedding_size": 8, "hidden_sizes": [8, 16, 16], "depths": [1, 2, 1], "layer_type": "basic"},
     ),
-    _case("hf_mixtral", "MixtralForCausalLM", "MixtralConfig", causal, LLAMA | EAGER | {"num_local_experts": 4}),
+    _case("mixtral", causal, LLAMA | EAGER | {"num_local_experts": 4}),
     _case(
-        "hf_whisper",
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
+        "whisper",
         spoken,
         {key: value for key, value in BART.items() if key not in PLACES}
         | {"num_mel_bins": MELS, "max_source_positions": FRAMES // 2, "max_target_positions": 64}
         | {"suppress_tokens": None, "begin_suppress_tokens": None},
     ),
-    _case("hf_mamba", "MambaForCausalLM", "MambaConfig", causal, MAMBA),
-)
-
-OTHERS = (
-    _case("hf_bert_classes", "BertForSequenceClassification", "BertConfig", classified, BERT | LABELS),
-    _case("hf_bert_answers", "BertForQuestionAnswering", "BertConfig", answered, BERT),
-    _case("hf_roberta", "RobertaForMaskedLM", "RobertaConfig", masked, BERT),
+    _case("mamba", causal, MAMBA),
+    _case("bert_classes", classified, BERT | LABELS, "bert"),
+    _case("bert_answers", answered, BERT, "bert"),
+    _case("roberta", masked, BERT),
     _case(
-        "hf_distilbert",
-        "DistilBertForSequenceClassification",
-        "DistilBertConfig",
-        classified,
-        TEXT | LABELS | PLACES | {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24},
+        "distilbert", classified, TEXT | LABELS | PLACES | {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24}
     ),
-    _case("hf_electra", "ElectraForPreTraining", "ElectraConfig", detected, BERT | {"embedding_size": 12}),
-    _case("hf_albert", "AlbertForMaskedLM", "AlbertConfig", masked, BERT | {"embedding_size": 12}),
+    _case("electra", detected, BERT | {"embedding_size": 12}),
+    _case("albert", masked, BERT | {"embedding_size": 12}),
     _case(
-        "hf_deberta_v2",
-        "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
+        "deberta_v2",
         masked,
         BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+        "deberta-v2",
     ),
-    _case("hf_modernbert", "ModernBertForMaskedLM", "ModernBertConfig", masked, BERT),
-    _case("hf_gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", causal, BERT),
+    _case("modernbert", masked, BERT),
+    _case("gpt_neox", causal, BERT),
     _case(
-        "hf_gpt_neo",
-        "GPTNeoForCausalLM",
-        "GPTNeoConfig",
+        "gpt_neo",
         causal,
         TEXT
         | PLACES
         | {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
         | {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     ),
-    _case("hf_gptj", "GPTJForCausalLM", "GPTJConfig", causal, GPT2 | {"rotary_dim": 4}),
+    _case("gptj", causal, GPT2 | {"rotary_dim": 4}),
     _case(
-        "hf_opt",
-        "OPTForCausalLM",
-        "OPTConfig",
+        "opt",
         causal,
         TEXT
         | PLACES
         | {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 24}
         | {"word_embed_proj_dim": 16},
     ),
-    _case("hf_bloom", "BloomForCausalLM", "BloomConfig", causal, TEXT | {"hidden_size": 16, "n_layer": 3, "n_head": 2}),
+    _case("bloom", causal, TEXT | {"hidden_size": 16, "n_layer": 3, "n_head": 2}),
+    _case("mpt", causal, TEXT | {"d_model": 16, "n_layers": 3, "n_heads": 2, "expansion_ratio": 2, "max_seq_len": 64}),
+    _case("falcon", causal, BERT),
+    _case("gemma", causal, LLAMA | {"head_dim": 8}),
+    _case("gemma2", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}),
+    _case("gemma3", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}, "gemma3_text"),
+    _case("phi", causal, LLAMA),
+    _case("phi3", causal, LLAMA),
+    _case("mistral", causal, LLAMA | {"sliding_window": 4}),
+    _case("qwen2", causal, LLAMA),
+    _case("qwen3_moe", causal, LLAMA | EXPERTS | {"head_dim": 8}),
+    _case("olmo2", causal, LLAMA),
+    _case("olmoe", causal, LLAMA | EXPERTS),
+    _case("stablelm", causal, LLAMA),
+    _case("cohere", causal, LLAMA),
+    _case("granite", causal, LLAMA),
+    _case("gpt_oss", causal, GPT_OSS),
     _case(
-        "hf_mpt",
-        "MptForCausalLM",
-        "MptConfig",
-        causal,
-        TEXT | {"d_model": 16, "n_layers": 3, "n_heads": 2, "expansion_ratio": 2, "max_seq_len": 64},
-    ),
-    _case("hf_falcon", "FalconForCausalLM", "FalconConfig", causal, BERT),
-    _case("hf_gemma", "GemmaForCausalLM", "GemmaConfig", causal, LLAMA | {"head_dim": 8}),
-    _case("hf_gemma2", "Gemma2ForCausalLM", "Gemma2Config", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}),
-    _case("hf_gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}),
-    _case("hf_phi", "PhiForCausalLM", "PhiConfig", causal, LLAMA),
-    _case("hf_phi3", "Phi3ForCausalLM", "Phi3Config", causal, LLAMA),
-    _case("hf_mistral", "MistralForCausalLM", "MistralConfig", causal, LLAMA | {"sliding_window": 4}),
-    _case("hf_qwen2", "Qwen2ForCausalLM", "Qwen2Config", causal, LLAMA),
-    _case("hf_qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", causal, LLAMA | EXPERTS | {"head_dim": 8}),
-    _case("hf_olmo2", "Olmo2ForCausalLM", "Olmo2Config", causal, LLAMA),
-    _case("hf_olmoe", "OlmoeForCausalLM", "OlmoeConfig", causal, LLAMA | EXPERTS),
-    _case("hf_stablelm", "StableLmForCausalLM", "StableLmConfig", causal, LLAMA),
-    _case("hf_cohere", "CohereForCausalLM", "CohereConfig", causal, LLAMA),
-    _case("hf_granite", "GraniteForCausalLM", "GraniteConfig", causal, LLAMA),
-    _case(
-        "hf_gpt_oss",
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        causal,
-        GPT_OSS,
-    ),
-    _case(
-        "hf_deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
+        "deepseek_v3",
         causal,
         LLAMA
         | EAGER
@@ -287,28 +277,14 @@ OTHERS = (
         | {"topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
         | {"v_head_dim": 8, "first_k_dense_replace": 1, "num_key_value_heads": 2},
     ),
+    _case("mamba2", causal, MAMBA | {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4}),
+    _case("bart", translated, BART),
+    _case("mbart", translated, BART),
+    _case("pegasus", translated, BART),
+    _case("marian", translated, BART),
+    _case("xlnet", classified, TEXT | LABELS | {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24}),
     _case(
-        "hf_mamba2",
-        "Mamba2ForCausalLM",
-        "Mamba2Config",
-        causal,
-        MAMBA | {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
-    ),
-    _case("hf_bart", "BartForConditionalGeneration", "BartConfig", translated, BART),
-    _case("hf_mbart", "MBartForConditionalGeneration", "MBartConfig", translated, BART),
-    _case("hf_pegasus", "PegasusForConditionalGeneration", "PegasusConfig", translated, BART),
-    _case("hf_marian", "MarianMTModel", "MarianConfig", translated, BART),
-    _case(
-        "hf_xlnet",
-        "XLNetForSequenceClassification",
-        "XLNetConfig",
-        classified,
-        TEXT | LABELS | {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
-    ),
-    _case(
-        "hf_swin",
-        "SwinForImageClassification",
-        "SwinConfig",
+        "swin",
         pictures,
         LABELS
         | {
@@ -320,20 +296,12 @@ OTHERS = (
             "window_size": 2,
         },
     ),
+    _case("convnext", large_pictures, LABELS | {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 2, 1]}),
+    _case("deit", pictures, PICTURE),
+    _case("beit", pictures, PICTURE),
+    _case("dinov2", pictures, PICTURE),
     _case(
-        "hf_convnext",
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        large_pictures,
-        LABELS | {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 2, 1]},
-    ),
-    _case("hf_deit", "DeiTForImageClassification", "DeiTConfig", pictures, PICTURE),
-    _case("hf_beit", "BeitForImageClassification", "BeitConfig", pictures, PICTURE),
-    _case("hf_dinov2", "Dinov2ForImageClassification", "Dinov2Config", pictures, PICTURE),
-    _case(
-        "hf_segformer",
-        "SegformerForSemanticSegmentation",
-        "SegformerConfig",
+        "segformer",
         segmented,
         LABELS
         | {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
@@ -341,27 +309,15 @@ OTHERS = (
     ),
     replace(
         _case(
-            "hf_mobilenet_v2",
-            "MobileNetV2ForImageClassification",
-            "MobileNetV2Config",
-            large_pictures,
-            LABELS | {"depth_multiplier": 0.25, "image_size": 48, "output_stride": 8},
+            "mobilenet_v2", large_pictures, LABELS | {"depth_multiplier": 0.25, "image_size": 48, "output_stride": 8}
         ),
         amplifies=True,
     ),
-    _case("hf_wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", waves, WAVES),
-    _case("hf_hubert", "HubertForSequenceClassification", "HubertConfig", waves, WAVES),
-    replace(
-        _case("hf_clip_text", "CLIPTextModel", "CLIPTextConfig", targeted(classified), BERT),
-        loss=pooled,
-    ),
-    replace(_case("hf_clip_vision", "CLIPVisionModel", "CLIPVisionConfig", targeted(pictures), PICTURE), loss=pooled),
+    _case("wav2vec2", waves, WAVES),
+    _case("hubert", waves, WAVES),
+    replace(_case("clip_text", targeted(classified), BERT, "clip_text_model"), loss=pooled),
+    replace(_case("clip_vision", targeted(pictures), PICTURE, "clip_vision_model"), loss=pooled),
 )
 
-FIXED = (pictures, segmented)
-HF: dict[str, Case] = {
-    case.name: replace(case, varies_length=case.batch not in FIXED and case.name != "hf_clip_vision")
-    for case in (*NAMED_BY_THE_DOCS, *OTHERS)
-}
-
+HF: dict[str, Case] = {case.name: case for case in MODELS}
 CASES: dict[str, Case] = OWN | HF

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,12 +117,6 @@ def points(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, WIDTH, generator=g), torch.randint(CLASSES, (samples,), generator=g)
 
 
-def vectors(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Vectors, which are their own targets."""
-    x = torch.randn(samples, WIDTH, generator=_generator(seed))
-    return x, x
-
-
 def tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
     """Sequences of words without padding, and classes."""
     g = _generator(seed)
@@ -165,13 +159,6 @@ def labelled_tokens(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     return {"tokens": x, "labels": labels}
 
 
-def clicks(seed: int, samples: int, length: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Numbers and categories of a recommendation, by name."""
-    g = _generator(seed)
-    numbers, kinds = torch.randn(samples, 6, generator=g), torch.randint(WORDS, (samples, 3), generator=g)
-    return {"numbers": numbers, "kinds": kinds}, torch.rand(samples, generator=g).round()
-
-
 def tasks(seed: int, samples: int, length: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Vectors with a class and a value."""
     x, y = points(seed, samples, length)
@@ -197,10 +184,6 @@ def labels_counted(batch: Any) -> float:
 def sum_of_tasks(output: dict[str, Tensor], batch: Any) -> Tensor:
     targets = batch[1]
     return F.cross_entropy(output["class"], targets["class"]) + 0.5 * F.mse_loss(output["value"], targets["value"])
-
-
-def reconstruction(output: tuple[Tensor, ...], batch: Any) -> Tensor:
-    return F.mse_loss(output[0], batch[1]) + 0.01 * output[1].pow(2).mean()
 
 
 def sum_of_exits(output: list[Tensor], batch: Any) -> Tensor:
@@ -350,27 +333,6 @@ class PackedLSTM(nn.Module):
         out, _ = pad_packed_sequence(packed, batch_first=True)
         mean = out.sum(1) / lengths.to(out.dtype).unsqueeze(1)
         return self.head(torch.cat([hidden[-1], mean], 1))
-
-
-class StackedGRU(nn.Module):
-    """Cells of several layers inside one loop over the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.cells = nn.ModuleList(nn.GRUCell(WIDTH, WIDTH) for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        states = [x.new_zeros(len(x), WIDTH) for _ in self.cells]
-        outputs = []
-        for step in x.unbind(1):
-            for i, cell in enumerate(self.cells):
-                states[i] = step = cell(step, states[i])
-            outputs.append(step)
-        return self.head(self.norm(torch.stack(outputs, 1))).transpose(1, 2)
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------
@@ -581,29 +543,6 @@ class CheckpointedGPT(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
-class SharedBias(nn.Module):
-    """The first block computes a bias that all others read, as in T5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.distances = nn.Embedding(8, 1)
-        self.projections = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
-        self.outs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        bias = None
-        for projection, out in zip(self.projections, self.outs, strict=True):
-            if bias is None:
-                t = torch.arange(tokens.size(-1), device=tokens.device)
-                bias = self.distances((t[:, None] - t[None]).clamp(0, 7)).squeeze(-1)
-            q, k, v = projection(x).chunk(3, -1)
-            x = x + out((q @ k.mT / WIDTH**0.5 + bias).softmax(-1) @ v)
-        return self.head(x).transpose(1, 2)
-
-
 # -- frozen, shared and borrowed weights ------------------------------------------------------------------------------
 
 
@@ -643,23 +582,6 @@ class FineTuned(nn.Module):
         return self.head(F.relu(features + self.adapter(features)))
 
 
-class BorrowedWeights(nn.Module):
-    """Parameters that are used outside the module that holds them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(GPTBlock(WIDTH) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x) * self.scale
-        x = F.layer_norm(x, (WIDTH,), self.blocks[0].ln_1.weight, self.blocks[0].ln_1.bias)
-        return F.linear(x, self.embed.weight).transpose(1, 2)
-
-
 class SharedLayers(nn.Module):
     """The same weights in two modules, and one module called for two purposes."""
 
@@ -691,23 +613,6 @@ class ValueBranch(nn.Module):
         for layer in self.layers:
             x = layer(x)
             x = torch.tanh(x) if x.mean() > 0 else F.relu(x) + 0.1 * x
-        return self.head(x)
-
-
-class ModuleBranch(nn.Module):
-    """Looks at numbers, and calls one of two modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        x = self.left(x) if x.mean() > 0 else self.right(x)
-        x = torch.tanh(self.second(x))
         return self.head(x)
 
 
@@ -851,23 +756,6 @@ class MultiTask(nn.Module):
         return {"class": self.label(x), "value": self.value(x).squeeze(-1)}
 
 
-class VectorQuantiser(nn.Module):
-    """An auto-encoder with a code book; the gradient goes around the choice of the code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 6))
-        self.codes = nn.Embedding(8, 6)
-        self.decoder = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.encoder(x)
-        nearest = torch.cdist(z.detach(), self.codes.weight.detach()).argmin(1)
-        code = self.codes(nearest)
-        quantised = z + (code - z).detach()
-        return self.decoder(quantised), (code - z.detach()) + 0.25 * (z - code.detach())
-
-
 class EarlyExits(nn.Module):
     """A list of outputs, one from each depth."""
 
@@ -884,68 +772,11 @@ class EarlyExits(nn.Module):
         return outputs
 
 
-class State(NamedTuple):
-    hidden: Tensor
-    gate: Tensor
-    mask: Tensor
-
-
-class StatePasser(nn.Module):
-    """Layers that take and return a named tuple."""
-
-    class Step(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.update, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, state: State) -> State:
-            hidden = torch.where(state.mask, torch.tanh(self.update(state.hidden)) * state.gate, state.hidden)
-            return state._replace(hidden=hidden, gate=torch.sigmoid(self.gate(hidden)))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.steps = nn.ModuleList(self.Step() for _ in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        state = State(x, torch.ones_like(x), (tokens != PAD).unsqueeze(2))
-        for step in self.steps:
-            state = step(state)
-        return self.head((state.hidden * state.gate).mean(1))
-
-
-class Recommender(nn.Module):
-    """Several tables and interactions, with a dict of inputs and an optional one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(WORDS, 8) for _ in range(3))
-        self.bottom = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8))
-        self.top = nn.Sequential(nn.Linear(8 + 6, 12), nn.ReLU(), nn.Linear(12, 1))
-
-    def forward(self, numbers: Tensor, kinds: Tensor, prior: Tensor | None = None) -> Tensor:
-        dense = self.bottom(numbers)
-        all_ = torch.stack([dense, *(table(kinds[:, i]) for i, table in enumerate(self.tables))], 1)
-        products = all_ @ all_.transpose(1, 2)
-        i, j = torch.tril_indices(4, 4, offset=-1)
-        logits = self.top(torch.cat([dense, products[:, i, j]], dim=1)).squeeze(1)
-        return logits if prior is None else logits + prior
-
-
 def hooked() -> nn.Module:
     """A residual network whose hooks change inputs and outputs."""
     model = MultiTask()
     model.trunk[0].register_forward_hook(lambda module, inputs, output: output * 1.5)
     model.trunk[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.1,))
-    return model
-
-
-def backward_hooked() -> nn.Module:
-    """A residual network, one of whose modules changes its gradient."""
-    model = MultiTask()
-    model.trunk[1].register_full_backward_hook(lambda module, grads, outer: (grads[0] * 0.5,))
     return model
 
 
@@ -963,9 +794,7 @@ OWN: dict[str, Case] = {
         Case("tied_gpt", GPT, labelled_tokens, None, labels_counted),
         Case("lora", lora, labelled_tokens, None, labels_counted),
         Case("value_branch", ValueBranch, points, cross_entropy),
-        Case("module_branch", ModuleBranch, points, cross_entropy),
         Case("number_carried", NumberCarried, points, cross_entropy),
-        Case("borrowed_weights", BorrowedWeights, next_tokens, cross_entropy),
         Case("functional_transformer", FunctionalTransformer, next_tokens, cross_entropy),
         Case("early_exits", EarlyExits, points, sum_of_exits),
         Case("translator", Translator, translations, sequence_loss, words_counted),
@@ -979,13 +808,7 @@ OWN: dict[str, Case] = {
         Case("shared_layers", SharedLayers, points, cross_entropy),
         Case("glue_dropout", GlueDropout, tokens, cross_entropy),
         Case("discriminator", Discriminator, images, cross_entropy),
-        Case("stacked_gru", StackedGRU, next_tokens, cross_entropy),
-        Case("shared_bias", SharedBias, next_tokens, cross_entropy),
         Case("fine_tuned", FineTuned, points, cross_entropy),
-        Case("vector_quantiser", VectorQuantiser, vectors, reconstruction),
-        Case("state_passer", StatePasser, padded_tokens, cross_entropy),
-        Case("recommender", Recommender, clicks, F.binary_cross_entropy_with_logits),
         Case("hooked", hooked, tasks, sum_of_tasks),
-        Case("backward_hooked", backward_hooked, tasks, sum_of_tasks),
     )
 }
