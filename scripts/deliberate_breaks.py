@@ -131,7 +131,7 @@ BREAKS = (
         "core/schedule/rules.py",
         "self.per_update[stage] / self.per_update[0] * rate_factor(",
         "rate_factor(",
-        ("runtime/update/test_optimizer.py", "end_to_end/test_replicas.py"),
+        ("end_to_end/test_replicas.py",),
     ),
     # Lowering and verifier
     Break(
@@ -338,7 +338,7 @@ BREAKS = (
         "runtime/update/optimizer.py",
         "return (count / self.replicas if self._mean_of_rounds else 1.0), gathered.stop_request > 0",
         "return 1.0, gathered.stop_request > 0",
-        ("runtime/update/test_optimizer.py", "end_to_end/test_replicas.py"),
+        ("end_to_end/test_replicas.py",),
     ),
     Break(
         "messages: masks are encoded, too",
@@ -408,21 +408,21 @@ BREAKS = (
         "runtime/update/optimizer.py",
         "return self._finished_rounds - self.scheduled",
         "return self.updates - self.scheduled",
-        ("runtime/update/test_optimizer.py", "end_to_end/test_replicas.py"),
+        ("end_to_end/test_replicas.py",),
     ),
     Break(
         "update: the average takes the wrong share of the new weights",
         "runtime/update/optimizer.py",
         "for handle in self._handles], 1.0 - self._decay)",
         "for handle in self._handles], self._decay)",
-        ("runtime/update/test_optimizer.py", "end_to_end/test_transparency.py"),
+        ("end_to_end/test_transparency.py",),
     ),
     Break(
         "update: clipping also scales small gradients up",
         "runtime/update/optimizer.py",
         "if scale < 1.0 and gradients:",
         "if gradients:",
-        ("runtime/update/test_optimizer.py", "end_to_end/test_couplings.py"),
+        ("end_to_end/test_transparency.py",),
     ),
     Break(
         "update: holders of a tied weight keep their own gradients",

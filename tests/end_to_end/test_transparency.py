@@ -115,24 +115,14 @@ OTHERS = [
     Case("mlp", "pipedream", 3, depth=(4, 4, 4)),
     Case("mlp", "1f1b", 3, depth=(2, 1, 1), microbatches=3),
     Case("mlp", "pipedream_2bw", 3, depth=(3, 2, 1), microbatches=2),
-    # Replicas; the first one is data parallelism.
-    *(Case("mlp", "pipedream", len(r), replicas=r) for r in ((2,), (2, 1))),
-    Case("cnn", "pipedream", 2, replicas=(2, 1)),
-    *(
-        pytest.param(case, id=str(case), marks=pytest.mark.slow)
-        for case in (
-            *(Case("mlp", "pipedream", len(r), replicas=r) for r in ((3,), (1, 2), (2, 2), (3, 1), (2, 1, 1))),
-            Case("cnn", "pipedream", 2, replicas=(1, 3), drain_at=-1),
-        )
-    ),
+    # Data parallelism; other replicas are in test_replicas.py.
+    *(Case("mlp", "pipedream", 1, replicas=(count,)) for count in (2, 3)),
     Case("mlp", "pipedream", 2, replicas=(2, 1), depth="full", scheduled=True, ema=0.9),
-    Case("mlp", "pipedream_vertical_sync", 2, replicas=(2, 1)),
-    Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=3),
-    Case("mlp", "gpipe", 2, replicas=(2, 1), microbatches=3),
     Case("mlp", "1f1b", 2, replicas=(1, 2), microbatches=3, clip_grad_norm=0.1),
     # What happens inside an update.
     Case("mlp", "1f1b", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
     Case("cnn", "gpipe", 3, microbatches=3, clip_grad_norm=0.1, optimizer="adamw"),
+    Case("mlp", "gpipe", 2, microbatches=2, clip_grad_norm=100.0),  # clips nothing
     Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local", scheduled=True, ema=0.9),
     Case("mlp", "pipedream_2bw", 2, clip_grad_norm=0.1, clip="local", optimizer="adamw"),
     # A loop that is left, and one that goes on.

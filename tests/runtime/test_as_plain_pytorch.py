@@ -224,19 +224,63 @@ def weigh_torch(output: Tensor, batch: Any, *, of_means: bool = False) -> Tensor
     return weighted.mean() / batch[2].mean() if of_means else weighted.sum() / batch[2].sum()
 
 
-CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0]).double()
 NOT_A_MEAN = "the loss is not a mean over samples; give weight="
 FIRST_IS_INPUT: dict[str, Any] = {"inputs": lambda batch: batch[0]}
-PROBABLE = [(x, y.softmax(1)) for x, y in pairs(3, 7)]
-SIGNS = [(x, (y > 0).double()) for x, y in pairs()]
 
 
-def of_torch(loss: Any, data: Sequence[Any], **how: Any) -> Case:
-    """A loss of torch, called with (output, targets)."""
-    return Case(how.pop("model", net), lambda output, batch: loss(output, batch[1]), data, pipeline_loss=loss, **how)
+class CountsCalls(nn.Module):
+    """A loss that keeps a count, in a buffer or a number."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.steps: Any = 0
+        if keeps == "buffer":
+            del self.steps
+            self.register_buffer("steps", torch.tensor(0.0))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        self.steps += 1
+        return mse(output, batch) / (1 + self.steps)
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(output * self.scale, batch[1])
+
+
+def of_some(output: Tensor, batch: Any) -> Tensor:
+    return ((output - batch[1]) ** 2)[batch[1][:, 0] > 0].mean()
+
+
+def count_some(batch: Any) -> Tensor:
+    return (batch[1][:, 0] > 0).sum()
 
 
 LOSSES = {
+    "a weight that is right": Case(net, of_some, pairs(), options={"weight": count_some}),
+    "a weight that is wrong": Case(
+        net, of_some, pairs(), r"weight=\.\.\. does not give", options={"weight": lambda batch: 1.0}
+    ),
+    **{
+        f"counts its calls in a {keeps}, m = 1": Case(
+            net, CountsCalls(keeps), pairs(), pipeline_loss=CountsCalls(keeps), m=1
+        )
+        for keeps in ("buffer", "number")
+    },
+    **{
+        f"counts its calls in a {keeps}": Case(
+            net, CountsCalls(keeps), pairs(), r"the loss changes its 'steps' .* microbatches=1"
+        )
+        for keeps in ("buffer", "number")
+    },
+    "with a parameter": Case(net, Tempered(), pairs(), "'scale', which no stage would train", m=1),
+    "with a frozen parameter": Case(net, Tempered().requires_grad_(False), pairs(), m=1),
     "own ignore_index": Case(net, lambda o, b: F.cross_entropy(o, b[1], ignore_index=-100), tokens()),
     "own ignore_index, replicas": Case(
         net, lambda o, b: F.cross_entropy(o, b[1], ignore_index=-100), tokens(), replicas=(1, 2), check=False
@@ -252,8 +296,6 @@ LOSSES = {
     ),
     "own sum of torch's": Case(net, lambda o, b: F.mse_loss(o, b[1], reduction="sum"), pairs(), optimizer=SLOWLY),
     "own sum": Case(net, lambda o, b: ((o - b[1]) ** 2).sum(), pairs(), "the loss is a sum"),
-    "size_average=False": of_torch(partial(F.mse_loss, size_average=False), pairs(), optimizer=SLOWLY),
-    "reduce=False": of_torch(partial(F.mse_loss, reduce=False), pairs(), refused="a tensor of shape"),
     "masked by an index, later": Case(
         net,
         lambda o, b: F.mse_loss(o[b[1] > -9], b[1][b[1] > -9]),
@@ -261,7 +303,6 @@ LOSSES = {
         "do not count by their samples",
         check=False,
     ),
-    "torch's sum": of_torch(nn.MSELoss(reduction="sum"), pairs()),
     "broadcast": Case(lambda: sequence(linear(), nn.Linear(4, 1)), mse, [(x, y[:, 0]) for x, y in pairs()], NOT_A_MEAN),
     "broadcast, m = 1": Case(lambda: sequence(linear(), nn.Linear(4, 1)), mse, [(x, y[:, 0]) for x, y in pairs()], m=1),
     "contrastive": Case(
@@ -272,19 +313,6 @@ LOSSES = {
         net, lambda o, b: ((o - b[1]) ** 2 * (b[1] > 0)).sum() / (b[1] > 0).sum(), pairs(), NOT_A_MEAN
     ),
     "detached": Case(net, lambda o, b: mse(o.detach(), b), pairs(), "nothing would be trained"),
-    "ignored, weighted, smoothed": of_torch(
-        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=-100, label_smoothing=0.1), tokens()
-    ),
-    "all of a part ignored": of_torch(
-        nn.CrossEntropyLoss(), [(x, y.index_fill(0, torch.arange(4), -100)) for x, y in tokens()]
-    ),
-    "probabilities": of_torch(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), PROBABLE),
-    "pos_weight": of_torch(nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS, weight=CLASS_WEIGHTS), SIGNS),
-    "batchmean": of_torch(
-        nn.KLDivLoss(reduction="batchmean"), PROBABLE, model=lambda: sequence(linear(), nn.LogSoftmax(1))
-    ),
-    "reduction='none'": of_torch(nn.MSELoss(reduction="none"), pairs(), refused="a tensor of shape"),
-    "smaller last batch": of_torch(nn.MSELoss(), [*pairs(2), *pairs(1, 3)]),
     "weights by hand, equal at first": Case(
         net, weigh_by_hand, weighted(), "4 samples counts otherwise: .* give weight=", options=FIRST_IS_INPUT
     ),
@@ -295,9 +323,6 @@ LOSSES = {
     "weights of torch's, unequal": Case(net, weigh_torch, weighted()[1:], replicas=(1, 2), options=FIRST_IS_INPUT),
     "weights of torch's, means": Case(
         net, partial(weigh_torch, of_means=True), weighted(), m=4, options=FIRST_IS_INPUT
-    ),
-    "penalty on weights": Case(
-        net, lambda o, b: mse(o, b), pairs(), optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
     ),
 }
 
@@ -393,6 +418,7 @@ BATCHES = {
     "one sample in a part, BatchNorm": Case(
         lambda: sequence(linear(), nn.BatchNorm1d(4), linear()), mse, pairs(), "more than 1 value .*fewer micro", m=8
     ),
+    "without a sample": Case(net, mse, [*pairs(1), *pairs(1, 0)], "holds no sample", m=1),
     "targets in a list": Case(net, list_mse, [(x, [*y]) for x, y in pairs()], "microbatches make .* give weight="),
     "targets in a list of dicts": Case(net, boxes_mse, WITH_BOXES),
     "inputs in a list of dicts": Case(
@@ -514,6 +540,33 @@ def replaced(model: Any) -> None:
     model[0].weight = nn.Parameter(model[0].weight.detach().clamp(-0.3, 0.3))
 
 
+def overwritten(model: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)
+
+
+def halve_gradient(weight: nn.Parameter) -> None:
+    assert weight.grad is not None
+    weight.grad /= 2
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "register_hook": lambda gradient: gradient / 2,
+    "register_post_accumulate_grad_hook": halve_gradient,
+}
+
+
+def add_hook(kind: str, model: Any) -> None:
+    weight = model[0].weight
+    if not weight._backward_hooks and not weight._post_accumulate_grad_hooks:
+        getattr(weight, kind)(HOOKS[kind])
+
+
+def with_hook(kind: str) -> nn.Module:
+    add_hook(kind, model := net())
+    return model
+
+
 def from_vector(model: nn.Module) -> None:
     vector_to_parameters(parameters_to_vector(model.parameters()).detach().clamp(-0.3, 0.3), model.parameters())
 
@@ -544,6 +597,16 @@ WEIGHTS = {
     "bound anew in the forward": Case(between_two(bound), mse, pairs(), "to other memory", m=1, cut=2),
     "vector_to_parameters": Case(net, mse, pairs(), WRITTEN, between=from_vector),
     "p.set_()": Case(net, mse, pairs(), WRITTEN, between=set_anew),
+    "overwritten": Case(net, mse, pairs(), WRITTEN, between=overwritten),
+    "vector_to_parameters, no flush": Case(
+        net, mse, pairs(6), WRITTEN, between=from_vector, schedule="pipedream", m=1
+    ),
+    "overwritten, no flush": Case(net, mse, pairs(6), WRITTEN, between=overwritten, schedule="pipedream", m=1),
+    **{f"{kind}": Case(partial(with_hook, kind), mse, pairs(), "'0.weight' has a hook", m=1) for kind in HOOKS},
+    **{
+        f"{kind}, later": Case(net, mse, pairs(6), "'0.weight' has a hook", m=1, between=partial(add_hook, kind))
+        for kind in HOOKS
+    },
     "another parameter": Case(net, mse, pairs(4), "was replaced by another one", between=replaced),
     "unfrozen later": Case(
         frozen, mse, pairs(4), "requires_grad of .* was changed", between=lambda model: model.requires_grad_(True)
@@ -623,6 +686,27 @@ def sparse() -> nn.Module:
     return sequence(nn.Embedding(5, 4, sparse=True), nn.Tanh(), linear())
 
 
+class Rebinding(torch.optim.SGD):
+    """Writes its weights, or binds them anew."""
+
+    def __init__(self, named: Any, how: str) -> None:
+        super().__init__(named, lr=0.1)
+        self.how = how
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            new = p - 0.1 * p.grad
+            if self.how == "data":
+                p.data = new
+            elif self.how == "set":
+                p.set_(new)
+            else:
+                p.data.copy_(new)
+
+
 def rate_by_name(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [p], "lr": 0.3 if name.startswith("0") else 0.05} for name, p in named])
 
@@ -635,6 +719,13 @@ OPTIMIZERS = {
         net, mse, pairs(), "LBFGS computes the loss several times",
         optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]),
     ),
+    **{
+        f"binds its weights anew by {how}": Case(
+            net, mse, pairs(), "other memory", m=1, optimizer=partial(Rebinding, how=how)
+        )
+        for how in ("data", "set")
+    },
+    "writes its weights by .data": Case(net, mse, pairs(), m=1, optimizer=partial(Rebinding, how="copy")),
     "rates by name": Case(net, mse, pairs(), optimizer=rate_by_name, replicas=(2, 1)),
 }  # fmt: skip
 

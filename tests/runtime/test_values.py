@@ -135,15 +135,6 @@ def test_a_copy_of_a_value_has_its_tensors_replaced(value: Any) -> None:
     assert all(map(torch.equal, tensors_in(twice), [tensor + 1 for tensor in tensors_in(value)]))
 
 
-def test_an_output_keeps_its_type_and_what_is_none() -> None:
-    received = unflatten(*flatten(Output(logits=torch.ones(2))))
-    assert type(received) is Output
-    assert list(received) == ["logits"]
-    assert received["logits"] is received.logits
-    assert received.loss is None
-    assert received.cache is None
-
-
 def test_a_tensor_that_is_there_twice_is_sent_once() -> None:
     hidden = torch.ones(2)
     structure, tensors = flatten({"last": hidden, "all": (torch.zeros(1), hidden)})

@@ -130,12 +130,6 @@ def test_a_copy_is_dense_in_the_order_of_its_dimensions(tensor: torch.Tensor) ->
     assert not copy.requires_grad
 
 
-def test_a_transposed_tensor_keeps_its_order_of_memory() -> None:
-    for tensor in (torch.randn(3, 4, 5).transpose(0, 1), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)):
-        assert copy_as_received(tensor).stride() == tensor.stride()
-        assert copy_as_received(tensor).data_ptr() != tensor.data_ptr()
-
-
 def test_tensors_of_one_message_enter_a_graph_apart_from_each_other() -> None:
     message = Message(0, tensors=(torch.ones(2), torch.ones(3), torch.ones(4)))
     assert not any(t._is_view() for t in through_bytes(message, SentFormats(), {}).tensors)
@@ -155,14 +149,6 @@ def test_what_cannot_be_sent_is_refused() -> None:
             send(Message(0, tensors=(torch.eye(2).to_sparse(),)))
     with pytest.raises(TypeError, match=r"torch\.bits8 cannot be sent"):
         SentFormats().find(Message(0, tensors=(torch.empty(2, dtype=torch.bits8),)))
-
-
-def test_a_transposed_tensor_arrives_transposed() -> None:
-    for tensor in (torch.arange(12.0).reshape(3, 4).t(), torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)):
-        (received,) = through_bytes(Message(0, tensors=(tensor,)), SentFormats(), {}).tensors
-        assert received is not None
-        assert torch.equal(received, tensor)
-        assert received.stride() == tensor.stride()
 
 
 @pytest.mark.parametrize(

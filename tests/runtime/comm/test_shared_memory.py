@@ -84,16 +84,6 @@ def test_memory_is_used_again(ends: Ends) -> None:
     assert memory.slot_bytes == 3 << 12
 
 
-def test_dense_tensors_keep_their_order_of_dimensions(ends: Ends) -> None:
-    sender, receiver = ends
-    sent = torch.randn(3, 4, 5).permute(2, 0, 1)
-    sender.send(Message(0, tensors=(sent,)))
-    received = receiver.receive().result().tensors[0]
-    assert received is not None
-    assert received.stride() == sent.stride()
-    assert torch.equal(received, sent)
-
-
 def test_the_end_of_the_receiver_is_an_error() -> None:
     (here, there), (sender, _) = ends_of(3)
     sender.send(message_of(0, 10))

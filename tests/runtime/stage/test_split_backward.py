@@ -170,13 +170,6 @@ def test_halves_give_the_gradients_of_the_whole(program: list[tuple[str, int, in
     assert_alike(*both_ways(lambda: Net(program), inputs, wants))
 
 
-def test_a_node_that_reads_a_weight_and_a_function_of_it() -> None:
-    """Both gradients leave it by ways of their own, and meet at the weight."""
-    assert_alike(
-        *both_ways(lambda: Net([("both", 0, 0, 0), ("both", 1, 0, 0)]), [torch.ones(3, WIDTH).double()], [True])
-    )
-
-
 class Cells(nn.Module):
     """A cell in a loop: its weights are read at every step."""
 

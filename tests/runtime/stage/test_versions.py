@@ -79,17 +79,6 @@ def test_a_version_that_nobody_will_read_is_not_kept() -> None:
         versions.read(0)
 
 
-def test_leaves_share_storage_with_the_handles_but_not_their_version_counter() -> None:
-    handles = {"a": nn.Parameter(torch.ones(2))}
-    versions = Versions(handles)
-    leaf = versions.peek().leaves["a"]
-    assert leaf.data_ptr() == handles["a"].data_ptr()
-    loss = (leaf * leaf).sum()
-    with torch.no_grad():
-        handles["a"].add_(1.0)  # as an optimizer does
-    loss.backward()  # raises if the counter were shared
-
-
 def test_a_version_that_is_read_is_never_written() -> None:
     handles = make_handles()
     versions = Versions(handles)
@@ -109,16 +98,6 @@ def test_a_version_that_is_read_is_never_written() -> None:
     versions.peek().readers = 1
     with pytest.raises(AssertionError, match="a backward still needs"):
         versions.begin_update(())
-
-
-def test_a_version_that_is_gone_or_not_made_cannot_be_read() -> None:
-    versions = Versions(make_handles())
-    with pytest.raises(KeyError):
-        versions.read(1)
-    versions.begin_update(())
-    versions.end_update()
-    with pytest.raises(KeyError):
-        versions.read(0)
 
 
 def test_low_precision_leaves_follow_the_full_precision_weights() -> None:

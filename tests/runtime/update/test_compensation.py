@@ -24,7 +24,6 @@ from pipedream.core.schedule.compensation import (
     ErrorFeedback,
     GapAware,
     Generalised,
-    LearningRateRescheduling,
     Nesterov,
     SpikeCompensation,
     VelocityPrediction,
@@ -158,27 +157,6 @@ def test_no_delay_is_plain_momentum_and_one_is_nesterov_to_the_bit(
             late(start, 2, problem(), step, 50), late(start, 2, problem(), expected, 50), strict=True
         ):
             assert torch.equal(actual, other), kind
-
-
-def test_error_feedback_of_strength_0_is_nothing(start: Tensor) -> None:
-    step, optimizer = ours(start, OTHERS["adam"], ErrorFeedback(), staleness=0)
-    plain, _ = ours(start, OTHERS["adam"])
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(late(start, 1, problem(), step, 20), late(start, 1, problem(), plain, 20), strict=True)
-    )
-    assert optimizer.compensator.state == {"w": {}}
-
-
-def test_t1_rises_from_a_share_to_the_whole_rate(start: Tensor) -> None:
-    step, optimizer = ours(start, partial(torch.optim.SGD, lr=1.0), LearningRateRescheduling(10), staleness=4)
-    before = start.clone()
-    for k in range(15):
-        after = step(torch.ones_like(start)).clone()
-        # PipeMare, T1: alpha / tau^p, p = 1 - min(k / K, 1).
-        assert torch.allclose(before - after, torch.full_like(start, 1 / 4 ** (1 - min(k / 10, 1))), rtol=1e-12)
-        before = after
-    assert optimizer.rate == 1.0, "the user's own rate stays what it was"
 
 
 @pytest.mark.parametrize(("name", "decay"), [("sgd", 0.0), ("sgd", 0.1), ("adam", 0.1), ("adamw", 0.1)])

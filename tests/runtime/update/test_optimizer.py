@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
-from fractions import Fraction
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,48 +40,6 @@ def finish(prepared: Generator[Any, None, tuple[float, bool]]) -> tuple[float, b
     return stop.value.value
 
 
-@given(st.lists(st.tuples(st.booleans(), st.floats(0.5, 3)), min_size=1, max_size=5))
-def test_gradients_are_added_up(parts: list[tuple[bool, float]]) -> None:
-    gradients = Gradients([torch.float32, torch.float32])
-    expected = torch.zeros(3)
-    for there, weight in parts:
-        gradient = torch.randn(3) if there else None
-        gradients.add([None if gradient is None else gradient.clone(), None], weight)
-        expected += 0 if gradient is None else gradient
-    (total, nothing), weight, count = gradients.take()
-    assert nothing is None
-    assert (total is None) == (not any(there for there, _ in parts))
-    assert total is None or torch.allclose(total, expected)
-    assert weight == pytest.approx(sum(weight for _, weight in parts))
-    assert count == len(parts)
-    assert gradients.take() == ([None, None], 0.0, 0)
-
-
-def test_low_precision_gradients_are_added_in_full() -> None:
-    gradients = Gradients([torch.float32])
-    for value in (256.0, 1.0, 1.0):
-        gradients.add([torch.tensor([value], dtype=torch.bfloat16)], 1.0)
-    (total,), _, _ = gradients.take()
-    assert total is not None
-    assert float(total) == 258.0
-
-
-@pytest.mark.parametrize(("rounds", "divisor"), [(False, 7.0), (True, 2.0)])
-def test_a_sum_is_divided_once_by_the_weight_or_by_the_round(rounds: bool, divisor: float) -> None:
-    handles = make_handles()
-    optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
-    optimizer.switch_to(UpdateRule((2,), mean_of_rounds=rounds), 0, 0, input_updates=0)
-    for weight in (3.0, 4.0):
-        gradients.add([torch.full((3,), weight), None], weight)
-    finish(optimizer.prepare(gradients))
-    assert torch.allclose(handles["a"].grad, torch.full((3,), 7.0 / divisor))
-    assert handles["b"].grad is None
-    optimizer.step()
-    assert handles["a"].grad is None
-    assert torch.allclose(handles["a"], torch.full((3,), 1 - 0.1 * 7.0 / divisor))
-    assert torch.equal(handles["b"], torch.ones(2, 2))
-
-
 def test_an_optimizer_that_computes_the_loss_is_refused() -> None:
     with pytest.raises(ScheduleError, match="LBFGS computes the loss several times"):
         Optimizer(make_handles(), lambda named: torch.optim.LBFGS([handle for _, handle in named]))
@@ -93,21 +48,6 @@ def test_an_optimizer_that_computes_the_loss_is_refused() -> None:
 def test_a_factory_that_chooses_no_parameter_of_a_stage_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"none of this stage's parameters, a, b; freeze what"):
         Optimizer(make_handles(), lambda named: torch.optim.SGD([p for name, p in named if name == "head"], lr=0.1))
-
-
-@pytest.mark.parametrize("limit", [0.5, 100.0])
-def test_clipping_is_that_of_torch(limit: float) -> None:
-    handles, plain = make_handles(), make_handles()
-    optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
-    values = [torch.randn_like(p) for p in plain.values()]
-    gradients.add(values, 1.0)
-    for p, gradient in zip(plain.values(), values, strict=True):
-        p.grad = gradient.clone()
-    torch.nn.utils.clip_grad_norm_(plain.values(), limit)
-    finish(optimizer.prepare(gradients))
-    optimizer.clip(limit, optimizer.norm_square**0.5)
-    for name in plain:
-        torch.testing.assert_close(handles[name].grad, plain[name].grad)
 
 
 def test_large_gradients_that_are_finite_have_a_norm() -> None:
@@ -119,51 +59,6 @@ def test_large_gradients_that_are_finite_have_a_norm() -> None:
     for value, is_finite in ((3e38, True), (float("inf"), False), (float("nan"), False)):
         handles["a"].grad = torch.full((3,), value)
         assert isfinite(optimizer.norm_square) == is_finite
-
-
-def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate() -> None:
-    group, stage_states = LocalGroup(2), []
-    for replica in range(2):
-        handles = make_handles()
-        optimizer = Optimizer(handles, SGD, replicas=2, replica_group=group.member(replica))
-        optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, input_updates=0)
-        stage_states.append((handles, optimizer, Gradients([torch.float32] * 2)))
-
-    def update(present: list[float | None]) -> float:
-        prepared = []
-        for (_, optimizer, gradients), value in zip(stage_states, present, strict=True):
-            if value is not None:
-                gradients.add([torch.full((3,), value), torch.full((2, 2), value)], 5.0)
-            prepared.append(optimizer.prepare(gradients, stop_request=0.0))
-        waiting = next(prepared[0])
-        assert not waiting.ready()
-        shares = []
-        for preparation in reversed(prepared):
-            shares.append(finish(preparation)[0])
-        for (_, optimizer, _), share in zip(stage_states, shares, strict=True):
-            optimizer.step(share)
-        assert shares[0] == shares[1]
-        assert all(torch.equal(stage_states[0][0][name], stage_states[1][0][name]) for name in stage_states[0][0])
-        return shares[0]
-
-    assert update([1.0, 3.0]) == 1.0
-    assert torch.allclose(stage_states[0][0]["a"], torch.full((3,), 1 - 0.1 * 2.0))
-    assert update([4.0, None]) == 0.5
-    assert torch.allclose(stage_states[0][0]["a"], torch.full((3,), 0.8 - 0.5 * 0.1 * 4.0))
-
-
-def test_a_stage_with_twice_the_replicas_has_twice_the_rate_and_one_clock_with_the_first() -> None:
-    handles = make_handles()
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1)
-    cases = {Fraction(1): [1.0, 0.1, 0.01], Fraction(1, 2): [0.5, 0.5, 0.05], Fraction(2): [2.0, 0.02]}
-    for factor, expected in cases.items():
-        optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0), scheduler=schedule)
-        optimizer.switch_to(UpdateRule((factor.denominator, factor.numerator)), 1, 0, input_updates=0)
-        for rate in expected:
-            before = handles["a"].detach().clone()
-            handles["a"].grad = torch.ones(3)
-            optimizer.step()
-            assert float((before - handles["a"].detach())[0]) == pytest.approx(rate, rel=1e-4)
 
 
 def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> None:
@@ -182,24 +77,6 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
         moved.append(before - float(handles["a"].detach()))
     assert moved == [1 + 1, 3 + 2 * (3 - 1), 5, 1 + 1]
     assert rounds == [0, 1, 2, 3]
-
-
-def test_the_average_of_the_weights_follows_them() -> None:
-    handles = make_handles()
-    optimizer = Optimizer(handles, SGD, ema=0.75)
-    expected = torch.ones(3)
-    for _ in range(4):
-        handles["a"].grad = torch.ones(3)
-        optimizer.step()
-        expected = 0.75 * expected + 0.25 * handles["a"].detach()
-        assert torch.allclose(optimizer.ema["a"], expected)
-
-
-def test_a_stage_without_weights_keeps_the_clock() -> None:
-    optimizer = Optimizer({}, SGD)
-    finish(optimizer.prepare(Gradients([])))
-    optimizer.step()
-    assert (optimizer.updates, optimizer.rate) == (1, 0.1)
 
 
 def put_on_an_accelerator() -> tuple[dict[str, nn.Parameter], Optimizer]:
