@@ -51,7 +51,8 @@ class Method:
         at_once: (momentum, D) -> b of v <- m v + g; w <- w - lr (a v + b g), a = 1 - b (1 - m), for momentum SGD.
         feedback: D -> lambda of w <- w - (u_n + lambda (u_n - u_{n-1})), u the update of any optimizer.
         rescheduled: PipeMare's T1, the rate over D^(1 - min(n / K, 1)), for this share of the run.
-        compensation: the same, as the library is asked for it; {updates} stands for K.
+        rotates: matrices are stepped in the basis of their gradients (Jung et al., algorithms 1 and 2).
+        compensation: what the library is asked for, where a field above changes the update; {updates} stands for K.
     """
 
     schedule: str
@@ -65,6 +66,7 @@ class Method:
     at_once: Callable[[float, int], float] | None = None
     feedback: Callable[[int], float] | None = None
     rescheduled: float = 0.0
+    rotates: bool = False
     compensation: tuple[str, ...] = ()
 
     def parts(self, p: int) -> int:
@@ -156,6 +158,10 @@ def _reschedule(method: Method) -> Method:
     return replace(method, rescheduled=0.5, compensation=("t1:{updates}",))
 
 
+def _rotate_basis(method: Method) -> Method:
+    return replace(method, rotates=True, compensation=() if method.flushes else ("basis_rotation",))
+
+
 PREDICTED = replace(PIPELINED, schedule="pb_lwp", ahead=_count_concurrent)
 WARMED_UP = 0.2
 """T3: share of the run that is trained synchronously first."""
@@ -180,6 +186,7 @@ def _make_arms(name: str, method: Method | tuple[Turn, ...], about: str, source:
 
 
 AJANTHAN = "Ajanthan et al., ICML 2025"
+JUNG = "Jung et al., ICML 2026, arXiv 2602.03515"
 KOSSON = "Kosson et al., MLSys 2021"
 YANG = "Yang et al., PipeMare, MLSys 2021"
 NARAYANAN = "Narayanan et al., PipeDream, SOSP 2019"
@@ -247,6 +254,12 @@ ARMS: tuple[Arm, ...] = (
     *_make_arms("sync_adamw", SYNCHRONOUS, "synchronous, AdamW", "control", digits="adamw", char_gpt=""),
     *_make_arms("2bw_adamw", TWO_BW, "2BW, AdamW", ONE_STEP, digits="adamw", char_gpt=""),
     *_make_arms("2bw_ef", _add_feedback(TWO_BW), "2BW with error feedback, AdamW", ONE_STEP, digits="adamw"),
+    *_make_arms("pipedream_adamw", PIPEDREAM, "weight stashing, AdamW", NARAYANAN, digits="adamw", char_gpt=""),
+    *_make_arms(
+        "sync_rotation", _rotate_basis(SYNCHRONOUS), "synchronous, AdamW in a rotated basis", "control", digits="adamw"
+    ),
+    *_make_arms("rotation", _rotate_basis(PIPEDREAM), "PipeDream, AdamW in a rotated basis", JUNG, digits="adamw"),
+    *_make_arms("2bw_rotation", _rotate_basis(TWO_BW), "2BW, AdamW in a rotated basis", JUNG, digits="adamw"),
     *_make_arms("sync_muon", SYNCHRONOUS, "synchronous, Muon", "control", digits="", char_gpt="muon"),
     *_make_arms("pipedream_muon", PIPEDREAM, "PipeDream, Muon", ONE_STEP, digits="", char_gpt="muon"),
     *_make_arms("2bw_muon", TWO_BW, "2BW, Muon", ONE_STEP, digits="", char_gpt="muon"),

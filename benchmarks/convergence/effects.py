@@ -28,6 +28,7 @@ class Effect:
 
 
 DIGITS, GPT = "digits", "char_gpt"
+JUNG = "Jung et al., ICML 2026"
 KOSSON, YANG, AJANTHAN = "Kosson et al., MLSys 2021", "PipeMare, MLSys 2021", "Ajanthan et al., ICML 2025"
 
 EFFECTS = (
@@ -116,6 +117,14 @@ EFFECTS = (
     Effect("PipeOptim's prediction helps", "Guan et al., PipeOptim, 2023", "", GPT, "pipeoptim", "pipedream"),
     Effect("Nesterov momentum helps PipeDream", AJANTHAN, "", DIGITS, "nesterov", "pipedream"),
     Effect("NAdam with long momentum helps PipeDream", AJANTHAN, "", GPT, "nesterov", "pipedream"),
+    Effect(
+        "basis rotation keeps late gradients useful",
+        JUNG,
+        "32 stages, 3B: 81.7% fewer updates to the same loss",
+        GPT, "rotation", "pipedream",
+    ),
+    Effect("and makes up for the delay", JUNG, "", GPT, "rotation", "sync", even=True),
+    Effect("and for one update of delay", JUNG, "", GPT, "2bw_rotation", "sync", even=True),
     Effect(
         "an update every p microbatches makes up for having no stash",
         "PACI, 2026",

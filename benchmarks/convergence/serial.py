@@ -9,6 +9,8 @@ A stage keeps its weights in one flat tensor, of which the optimizer's parameter
 versions into another, whose parts the modules' parameters are: reading a version is one copy. Written through `data`
 it does not move autograd's count of versions, so a backward after another copy goes through old activations and new
 weights: the rule 'graph'.
+
+The step in a rotated basis is the library's own, which other tests compare with the published equations.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from math import exp
 import torch
 from arms import Arm, Method
 from torch import Tensor, nn
+
+from pipedream.core.schedule.compensation import BasisRotation
+from pipedream.runtime.update.rotation import RotatedStep
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -45,7 +50,11 @@ class Stage:
         self._handles = [nn.Parameter(part) for part in _split_flat(self.weights, self._leaves)]
         for leaf, part in zip(self._leaves, _split_flat(self._read, self._leaves), strict=True):
             leaf.data = part
-        self._optimizer = optimizer([(name, h) for (name, _), h in zip(named, self._handles, strict=True)])
+        names = {id(handle): name for (name, _), handle in zip(named, self._handles, strict=True)}
+        self._optimizer = optimizer([(names[id(handle)], handle) for handle in self._handles])
+        self._rotated = RotatedStep(
+            BasisRotation(), self._optimizer, names, {name: {} for name, _ in named}, lambda group: False
+        )
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
     def begin(self, method: Method, p: int, s: int, annealed: int) -> None:
@@ -93,7 +102,7 @@ class Stage:
             handle.grad, leaf.grad = leaf.grad, None
         self._set_rates(factor)
         before = self.weights.clone()
-        self._optimizer.step()
+        (self._rotated if self._method.rotates else self._optimizer).step()
         if self._method.at_once:
             self._move_at_once(before)
         if self._last_update is not None:

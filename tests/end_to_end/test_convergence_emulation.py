@@ -36,6 +36,7 @@ import tasks
 from arms import Arm, Method
 
 BOUND = 1e-9
+ROTATED_BOUND = 1e-7  # eigenvectors of nearly equal eigenvalues amplify rounding
 UPDATES = 12
 RATES = {"sgd": 0.05, "adamw": 0.01, "nadam": 0.01, "muon": 0.02}
 Batches = list[tuple[Tensor, Tensor]]
@@ -116,6 +117,8 @@ def _cases() -> list[Any]:
     """Returns the first arm with a method, or with an optimizer; those of the larger task are slow."""
     parameters, seen = [], set()
     for arm in arms.ARMS:
+        if arm.turns[0].method.rotates and arm.synchronous:
+            continue  # a control: the library refuses to compensate for no delay
         if new := {str(arm.turns), arm.optimizer} - seen:
             seen |= new
             (task,) = arm.tasks
@@ -129,8 +132,9 @@ def test_the_emulation_equals_the_running_pipeline(task: str, arm: Arm) -> None:
     losses, state = _emulated(task, arm, 3)
     expected, weights = _run(task, arm, 3)
     assert len(expected) == UPDATES
-    assert losses == pytest.approx(expected, rel=BOUND)
-    assert (state - weights).norm() <= BOUND * weights.norm()
+    bound = ROTATED_BOUND if arm.turns[0].method.rotates else BOUND
+    assert losses == pytest.approx(expected, rel=bound)
+    assert (state - weights).norm() <= bound * weights.norm()
 
 
 @pytest.mark.slow
