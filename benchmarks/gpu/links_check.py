@@ -23,24 +23,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import loops
 import torch
 import torch.distributed as dist
 from findings import Finding
-from loops import (
-    SEED,
-    SGD,
-    Scale,
-    Trained,
-    allocated_bytes,
-    batches_of,
-    dense,
-    deterministic,
-    differing_bits,
-    distance,
-    plan_of,
-    summed_loss,
-    wait_for,
-)
 from process_checks import start_ranks, wait_for_all
 from torch import Tensor, nn
 
@@ -161,7 +147,7 @@ class Fails(nn.Module):
         return x
 
 
-def links(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def links(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """Ranks over NCCL against one process, and the end of all ranks after a failure of one."""
     if device.type == "cuda":
         version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -179,7 +165,7 @@ def links(device: torch.device, scale: Scale) -> Iterator[Finding]:
         yield _fail(failure, device, scale)
 
 
-def _compare(case: Case, folder: Path, device: torch.device, scale: Scale) -> Iterator[Finding]:
+def _compare(case: Case, folder: Path, device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     files = [folder / f"{case.name}.{rank}.json" for rank in range(case.ranks)]
     missing = [rank for rank, file in enumerate(files) if not file.exists()]
     if missing:
@@ -194,16 +180,16 @@ def _compare(case: Case, folder: Path, device: torch.device, scale: Scale) -> It
     if case.name == "large" and device.type == "cuda":
         reserved = max(answer["reserved_bytes"] for answer in answers)
         yield Finding("large_reserved_bytes", reserved, "<=", 1 << 30, "64 microbatches of 32 MiB")
-    state = Trained(state=torch.load(folder / f"{case.name}.pt", weights_only=True))
-    with deterministic():
-        expected = Trained(state=_train(case, device, scale, {}, alone=True))
+    state = loops.Trained(state=torch.load(folder / f"{case.name}.pt", weights_only=True))
+    with loops.deterministic():
+        expected = loops.Trained(state=_train(case, device, scale, {}, alone=True))
     if case.mesh:  # sums of a product that is sharded are rounded otherwise
-        yield Finding(f"{case.name}_distance", distance(state, expected), "<=", 1e-5)
+        yield Finding(f"{case.name}_distance", loops.distance(state, expected), "<=", 1e-5)
     else:
-        yield Finding(f"{case.name}_differing_weights", differing_bits(state, expected), "==", 0)
+        yield Finding(f"{case.name}_differing_weights", loops.differing_bits(state, expected), "==", 0)
 
 
-def _fail(failure: str, device: torch.device, scale: Scale) -> Finding:
+def _fail(failure: str, device: torch.device, scale: loops.Scale) -> Finding:
     """Returns how long the ranks live after one has failed."""
     with tempfile.TemporaryDirectory() as folder:
         started = _start(Job(folder, str(device), asdict(scale), ["1f1b"], fails=failure), 2)
@@ -232,29 +218,29 @@ def _start(job: Job, ranks: int) -> list[subprocess.Popen[str]]:
 # -- what each process runs ---------------------------------------------------------------------------
 
 
-def _model(case: Case, scale: Scale, fails: bool = False) -> nn.Module:
-    torch.manual_seed(SEED)
+def _model(case: Case, scale: loops.Scale, fails: bool = False) -> nn.Module:
+    torch.manual_seed(loops.SEED)
     if case.name == "types":
         return nn.Sequential(Spectrum(scale.width), Sum(scale.width))
     layers = 2 if case.name == "large" else 8
-    model = dense(scale.width, layers, case.dropout)
+    model = loops.dense(scale.width, layers, case.dropout)
     if case.name == "meshes":
         model = nn.Sequential(*model[:5], Noise(), *model[5:])
     return nn.Sequential(*model[:-1], Fails(), model[-1]) if fails else model
 
 
-def _batches(case: Case, scale: Scale) -> list[tuple[Tensor, Tensor]]:
+def _batches(case: Case, scale: loops.Scale) -> list[tuple[Tensor, Tensor]]:
     if case.name != "large":
-        return batches_of(scale.width, scale.samples, 4)
+        return loops.batches_of(scale.width, scale.samples, 4)
     samples = 64 * (32 * 2**20 // 4 if scale.width > 8 else 64) // scale.width
     return [(torch.ones(samples, scale.width), torch.zeros(samples, dtype=torch.int64))]
 
 
-def _pipeline(case: Case, device: torch.device, scale: Scale, alone: bool, fails: bool = False) -> pd.Pipeline:
+def _pipeline(case: Case, device: torch.device, scale: loops.Scale, alone: bool, fails: bool = False) -> pd.Pipeline:
     model = _model(case, scale, fails)
     replicas = (case.replicas, *[1] * (case.stages - 1))
     x = _batches(case, scale)[0][0][:8]
-    plan = plan_of(model, x, case.stages, case.method, replicas=replicas if case.replicas > 1 else ())
+    plan = loops.plan_of(model, x, case.stages, case.method, replicas=replicas if case.replicas > 1 else ())
     options: dict[str, Any] = {}
     if case.mesh and not alone:
         linear = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
@@ -262,17 +248,13 @@ def _pipeline(case: Case, device: torch.device, scale: Scale, alone: bool, fails
         names |= {weight.replace("weight", "bias"): "d_ff" for weight in linear[::2]}
         plan, options["layout"] = plan.with_mesh(case.mesh), pd.Layout("d_ff:model", names=names)
     parts = 64 if case.name == "large" else None if case.method == "pipedream" else MICROBATCHES
-    return pd.Pipeline(
-        model, plan, schedule=case.method, microbatches=parts, loss=summed_loss, seed=SEED, device=str(device),
-        optimizer=_make_optimizer, sample=x, check=case.name != "large", **options,
-    )  # fmt: skip
+    options |= {"schedule": case.method, "microbatches": parts, "sample": x, "check": case.name != "large"}
+    return loops.make_pipeline(model, plan, device, **options)
 
 
-def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, **SGD)
-
-
-def _train(case: Case, device: torch.device, scale: Scale, answer: dict[str, Any], *, alone: bool) -> dict[str, Tensor]:
+def _train(
+    case: Case, device: torch.device, scale: loops.Scale, answer: dict[str, Any], *, alone: bool
+) -> dict[str, Tensor]:
     """Trains in two streams, so that there are two drains; returns the weights."""
     batches = _batches(case, scale)
     counts = (1, 1) if case.name == "large" else (scale.minibatches // 2, scale.minibatches // 2)
@@ -282,21 +264,21 @@ def _train(case: Case, device: torch.device, scale: Scale, answer: dict[str, Any
         for minibatches in counts:
             for _ in pipeline.train([batches[k % len(batches)] for k in range(minibatches)]):
                 if case.waits:
-                    wait_for(device)
-            wait_for(device)
+                    loops.wait_for(device)
+            loops.wait_for(device)
             if not alone:
                 dist.barrier()
-            answer["at_drains"].append(allocated_bytes(device))
+            answer["at_drains"].append(loops.allocated_bytes(device))
         answer["train_s"] = time.perf_counter() - since
         if device.type == "cuda":
             answer["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-        return {name: tensor.detach().cpu().clone() for name, tensor in pipeline.state_dict().items()}
+        return loops.copy_state(pipeline)
 
 
 def run_rank(job: Job) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent when the time is over
-    device, scale = torch.device(job.device), Scale(**job.scale)
+    device, scale = torch.device(job.device), loops.Scale(**job.scale)
     with ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -306,7 +288,7 @@ def run_rank(job: Job) -> None:
         else:
             dist.init_process_group("gloo")
         rank, folder = dist.get_rank(), Path(job.folder)
-        stack.enter_context(deterministic())
+        stack.enter_context(loops.deterministic())
         cases = [case for case in CASES if case.name in job.cases]
         if job.fails:
             _train_until_failure(job, cases[0], device, scale, rank)
@@ -320,7 +302,7 @@ def run_rank(job: Job) -> None:
         dist.destroy_process_group()
 
 
-def _train_until_failure(job: Job, case: Case, device: torch.device, scale: Scale, rank: int) -> None:
+def _train_until_failure(job: Job, case: Case, device: torch.device, scale: loops.Scale, rank: int) -> None:
     batches = _batches(case, scale)
     with _pipeline(case, device, scale, alone=False, fails=job.fails == "exception") as pipeline:
         for done in pipeline.train(batches[k % len(batches)] for k in range(1_000_000)):

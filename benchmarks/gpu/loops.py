@@ -138,6 +138,11 @@ def make_pipeline(model: nn.Module, plan: Plan, device: torch.device, **options:
     return pd.Pipeline(copy.deepcopy(model), plan, device=str(device), **options)
 
 
+def copy_state(source: pd.Pipeline | nn.Module) -> dict[str, Tensor]:
+    """Returns the weights, on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in source.state_dict().items()}
+
+
 def time_stream(pipeline: pd.Pipeline, batches: Iterable[Any], device: torch.device) -> float:
     """Returns the seconds of training from a drain to the next."""
     wait_for(device)
@@ -186,7 +191,7 @@ def train(
             for worker in pipeline._session.local.workers
             for state in worker.stage_states.values()
         )
-        trained.state = {name: tensor.detach().cpu().clone() for name, tensor in pipeline.state_dict().items()}
+        trained.state = copy_state(pipeline)
     return trained
 
 
@@ -217,7 +222,7 @@ def plain_loop(
     began = time.perf_counter()
     for k, (x, y) in enumerate(batches):
         parts = list(zip(torch.tensor_split(x, microbatches), torch.tensor_split(y, microbatches), strict=True))
-        gradients: list[list[Tensor] | None] = [None] * holders
+        gradients: list[list[Tensor]] = [[] for _ in range(holders)]
         losses, weight = [], 0.0
         for part, (xs, ys) in enumerate(parts):
             number[0] = k * microbatches + part
@@ -225,17 +230,14 @@ def plain_loop(
                 loss, amount = summed_loss(model(xs.to(device)), ys)
             # A loss scale is of the mean over the minibatch.
             gradient = torch.autograd.grad(loss if scaler is None else scaler.scale(loss / len(y)), parameters)
-            sums_of_holder = gradients[part % holders]
-            gradients[part % holders] = (
-                list(gradient)
-                if sums_of_holder is None
-                else [a + b for a, b in zip(sums_of_holder, gradient, strict=True)]
-            )
+            before_it = gradients[part % holders]
+            sums = [a + b for a, b in zip(before_it, gradient, strict=True)] if before_it else list(gradient)
+            gradients[part % holders] = sums
             losses.append(loss.detach())
             weight += amount
-        sums = [sums for sums in gradients if sums is not None]
+        sums_by_holder = [sums for sums in gradients if sums]
         for index, parameter in enumerate(parameters):
-            parameter.grad = sum((sums[index] for sums in sums[1:]), start=sums[0][index])
+            parameter.grad = sum((sums[index] for sums in sums_by_holder[1:]), start=sums_by_holder[0][index])
             if scaler is None:
                 parameter.grad /= weight
         if scaler is None:
@@ -249,7 +251,7 @@ def plain_loop(
         trained.losses.append(sum(float(loss) for loss in losses) / weight)
     wait_for(device)
     trained.seconds = time.perf_counter() - began
-    trained.state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    trained.state = copy_state(model)
     for hook in hooks:
         hook.remove()
     return trained

@@ -16,30 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import loops
 import torch
 import torch.distributed as dist
 from findings import Finding, need_card
-from loops import (
-    SEED,
-    SGD,
-    Scale,
-    Trained,
-    allocated_bytes,
-    batches_of,
-    dense,
-    deterministic,
-    differing_bits,
-    plan_of,
-    summed_loss,
-    train,
-    wait_for,
-)
 
-import pipedream as pd
 from pipedream.runtime.comm import shared_memory
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -50,7 +34,7 @@ PATIENCE_S = 110.0
 
 @dataclass(frozen=True)
 class Job:
-    """What the processes train.
+    """What the processes loops.train.
 
     Attributes:
         folder: for what they write.
@@ -124,7 +108,7 @@ def run_job(job: Job) -> list[dict[str, list[float]]]:
     return [json.loads((Path(job.folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(job.stages)]
 
 
-def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def processes(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """Two and four processes against one, their memory, waits, and the death of one."""
     for stages, shares_memory in ((2, True), (2, False), (4, True)):
         with tempfile.TemporaryDirectory() as folder:
@@ -135,16 +119,16 @@ def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
             )  # fmt: skip
             answers = run_job(job)
             state = torch.load(Path(folder) / "state.pt", weights_only=True)
-            model = dense(scale.width, dropout=0.1)
-            few = batches_of(scale.width, scale.samples, 4)
-            plan = plan_of(model, few[0][0], stages)
+            model = loops.dense(scale.width, dropout=0.1)
+            few = loops.batches_of(scale.width, scale.samples, 4)
+            plan = loops.plan_of(model, few[0][0], stages)
             # The same two streams, of which each begins with the first batch.
             counts = (minibatches // 4, minibatches - minibatches // 4)
             batches = [few[k % len(few)] for count in counts for k in range(count)]
-            with deterministic():
-                alone = train(model, plan, batches, device, schedule="1f1b", microbatches=job.microbatches)
+            with loops.deterministic():
+                alone = loops.train(model, plan, batches, device, schedule="1f1b", microbatches=job.microbatches)
             name = f"{stages}_processes" if shares_memory else f"{stages}_processes_over_gloo"
-            yield Finding(f"{name}_differing_weights", differing_bits(Trained(state=state), alone), "==", 0)
+            yield Finding(f"{name}_differing_weights", loops.differing_bits(loops.Trained(state=state), alone), "==", 0)
             growth = max(abs(answer["at_drains"][1] - answer["at_drains"][0]) for answer in answers)
             yield Finding(f"{name}_growth_bytes", growth, "==", 0, f"{minibatches} minibatches")
             if job.waits:
@@ -154,7 +138,7 @@ def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield from _check_death(device, scale)
 
 
-def _check_death(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def _check_death(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder, str(device), 2, scale.width, scale.samples, 1_000_000)
@@ -172,7 +156,7 @@ def _check_death(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield Finding("missing_bytes_after_death", missing, "<=", 64 << 20)
 
 
-def host_of_processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def host_of_processes(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """Seconds of a microbatch at a stage of two processes, with layers of no work."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder, str(device), 2, 8, 32, max(8, 2 * scale.repeats), microbatches=8)
@@ -190,43 +174,34 @@ def train_as_rank(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo")  # a card cannot be shared over NCCL
     rank, device = dist.get_rank(), torch.device(job["device"])
     folder = Path(job["folder"])
-    model = dense(job["width"], dropout=job["dropout"])
-    few = batches_of(job["width"], job["samples"], 4)
-    plan = plan_of(model, few[0][0], job["stages"], job["method"])
+    model = loops.dense(job["width"], dropout=job["dropout"])
+    few = loops.batches_of(job["width"], job["samples"], 4)
+    plan = loops.plan_of(model, few[0][0], job["stages"], job["method"])
     if not job["shares_memory"]:
         shared_memory.is_supported = lambda: False
     answer: dict[str, Any] = {"at_drains": [], "waits_s": []}
     draws = random.Random(rank)
     with (
-        deterministic(),
-        pd.Pipeline(
-            model,
-            plan,
-            schedule=job["method"],
-            microbatches=job["microbatches"],
-            loss=summed_loss,
-            optimizer=partial(torch.optim.SGD, **SGD),
-            seed=SEED,
-            device=job["device"],
-        ) as pipeline,
+        loops.deterministic(),
+        loops.make_pipeline(model, plan, device, schedule=job["method"], microbatches=job["microbatches"]) as pipeline,
     ):
         for minibatches in (job["minibatches"] // 4, job["minibatches"] - job["minibatches"] // 4):
-            wait_for(device)
+            loops.wait_for(device)
             began = time.perf_counter()
             for done in pipeline.train([few[k % len(few)] for k in range(minibatches)]):
                 if done.number == 1:
                     (folder / f"{rank}.started").touch()
                 if len(answer["waits_s"]) < job["waits"] and draws.random() < 0.5:
                     since = time.perf_counter()
-                    wait_for(device)  # while receives may be posted
+                    loops.wait_for(device)  # while receives may be posted
                     answer["waits_s"].append(time.perf_counter() - since)
-            wait_for(device)
+            loops.wait_for(device)
             answer["seconds"] = (time.perf_counter() - began) / minibatches
             dist.barrier()
-            answer["at_drains"].append(allocated_bytes(device))
-        state = pipeline.state_dict()
+            answer["at_drains"].append(loops.allocated_bytes(device))
+        state = loops.copy_state(pipeline)
     if rank == 0:
-        torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, folder / "state.pt")
+        torch.save(state, folder / "state.pt")
     (folder / f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -9,23 +9,9 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+import loops
 import torch
 from findings import Finding, need_card
-from loops import (
-    SGD,
-    Scale,
-    allocated_bytes,
-    batches_of,
-    dense,
-    make_pipeline,
-    plain_loop,
-    plan_of,
-    seconds_of,
-    time_stream,
-    time_streams,
-    train,
-    wait_for,
-)
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,17 +29,17 @@ from pipedream.runtime.results import recorder
 STAGES, MICROBATCHES = 4, 8
 
 
-def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def facts(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """What the card does without this library; the bounds are shares of what the library's table says of the card."""
     table_entry = _look_up_device(device)
     is_card = device.type == "cuda"
     a, b = (torch.randn(scale.side, scale.side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product_s = seconds_of(lambda: a @ b, device, scale.repeats)
+    product_s = loops.seconds_of(lambda: a @ b, device, scale.repeats)
     flops_per_s = None if table_entry is None else table_entry.flops_per_s["bfloat16"] * table_entry.flop_share
     yield _bound_by_table("bf16_product_flops_per_s", 2 * scale.side**3 / product_s, flops_per_s)
     source = torch.ones(scale.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = seconds_of(lambda: target.copy_(source), device, scale.repeats)
+    copy_s = loops.seconds_of(lambda: target.copy_(source), device, scale.repeats)
     bytes_per_s = None if table_entry is None else table_entry.bytes_per_s
     yield _bound_by_table("copy_bytes_per_s", 2 * source.nbytes / copy_s, bytes_per_s, "read and written")
     few = torch.zeros(1, device=device)
@@ -62,7 +48,7 @@ def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
         few.add_(1.0)
     launch_s = (time.perf_counter() - began) / (20 * scale.repeats)
     yield Finding("launch_s", launch_s, note="of the host")
-    wait_for(device)
+    loops.wait_for(device)
     mark = recorder.GpuTimer(device).mark if is_card else time.perf_counter
     mark()
     began = time.perf_counter()
@@ -78,7 +64,7 @@ def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
             yield Finding(f"measured_share_of_peak_{name}", rate, ">=", least - 0.05, f"in the table {least:g}")
     need_card(device)
     pinned = torch.empty(scale.copied_bytes, dtype=torch.uint8, pin_memory=True)
-    copy_s = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device, max(1, scale.repeats // 4))
+    copy_s = loops.seconds_of(lambda: target.copy_(pinned, non_blocking=True), device, max(1, scale.repeats // 4))
     pcie_bytes_per_s = None if table_entry is None else GPU_LINKS[table_entry.name].pcie_bytes_per_s
     yield _bound_by_table("pinned_to_card_bytes_per_s", pinned.nbytes / copy_s, pcie_bytes_per_s, share=0.7)
 
@@ -96,16 +82,16 @@ def _bound_by_table(name: str, rate: float, expected: float | None, note: str = 
     return Finding(name, rate, note=note) if expected is None else Finding(name, rate, ">=", share * expected, note)
 
 
-def host(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def host(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """The host's seconds beyond those of the plain loop, as its share, with layers of no work."""
     minibatches = max(4, scale.repeats)
-    model = dense(8)
-    batches = batches_of(8, 4 * MICROBATCHES, minibatches)
-    plan = plan_of(model, batches[0][0], STAGES)
+    model = loops.dense(8)
+    batches = loops.batches_of(8, 4 * MICROBATCHES, minibatches)
+    plan = loops.plan_of(model, batches[0][0], STAGES)
     for method in ("1f1b", "pipedream"):
         parts = MICROBATCHES if method == "1f1b" else 1
-        plain_s = min(plain_loop(model, batches, device, microbatches=parts).seconds for _ in range(3))
-        piped_s = min(time_streams(model, plan, batches, device, schedule=method, microbatches=parts))
+        plain_s = min(loops.plain_loop(model, batches, device, microbatches=parts).seconds for _ in range(3))
+        piped_s = min(loops.time_streams(model, plan, batches, device, schedule=method, microbatches=parts))
         host_s = (piped_s - plain_s) / (minibatches * parts * STAGES)
         note = f"{host_s * 1e6:.0f} us of each microbatch and stage"
         yield Finding(f"{method}_host_by_plain", (piped_s - plain_s) / plain_s, "<=", 2.0, note)
@@ -122,12 +108,12 @@ def _mean_square(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, float]
     return output.float().square().mean(1).sum(), len(output)
 
 
-def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def throughput(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """Samples per second of four workers on one device, which computes all the time, by those of the plain loop."""
     width = 8 * scale.width
     torch.manual_seed(0)
     model = Blocks(width)
-    plan = plan_of(model, torch.randn(1, width), STAGES)
+    plan = loops.plan_of(model, torch.randn(1, width), STAGES)
     model.to(device)
     optimizer = partial(torch.optim.SGD, lr=1e-3)
     for wanted_s, bound in zip(scale.microbatch_s, (0.97, 0.99), strict=False):
@@ -135,7 +121,7 @@ def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
 
         def microbatch_s(rows: int, stage: nn.Module = stage) -> float:
             x = torch.randn(rows, width, device=device, requires_grad=True)
-            return seconds_of(lambda: stage(x).sum().backward(), device, 3)
+            return loops.seconds_of(lambda: stage(x).sum().backward(), device, 3)
 
         rows = 256 if device.type == "cuda" else 4
         while microbatch_s(rows) < wanted_s:
@@ -145,21 +131,21 @@ def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
         x = torch.randn(rows * MICROBATCHES, width, device=device)
         batches = [x] * minibatches
         plain, piped = [], []
-        with make_pipeline(
+        with loops.make_pipeline(
             model, plan, device, schedule="1f1b", microbatches=MICROBATCHES,
             loss=_mean_square, optimizer=optimizer, check=False,
         ) as pipeline:  # fmt: skip
-            time_stream(pipeline, batches[:2], device)  # libraries are loaded
+            loops.time_stream(pipeline, batches[:2], device)  # libraries are loaded
             for _ in range(3):
                 plain.append(_time_plain(model, batches, device))
-                piped.append(time_stream(pipeline, batches, device))
+                piped.append(loops.time_stream(pipeline, batches, device))
         name = f"rate_by_plain_at_{wanted_s * 1e3:g}_ms"
         yield Finding(name, median(plain) / median(piped), ">=", bound, f"{rows} samples a microbatch")
 
 
 def _time_plain(model: nn.Module, batches: list[torch.Tensor], device: torch.device) -> float:
     stepper = torch.optim.SGD(model.parameters(), lr=1e-3)
-    wait_for(device)
+    loops.wait_for(device)
     began = time.perf_counter()
     for x in batches:
         for part in x.chunk(MICROBATCHES):
@@ -168,24 +154,24 @@ def _time_plain(model: nn.Module, batches: list[torch.Tensor], device: torch.dev
         torch._foreach_div_([p.grad for p in model.parameters()], float(len(x)))
         stepper.step()
         stepper.zero_grad()
-    wait_for(device)
+    loops.wait_for(device)
     return time.perf_counter() - began
 
 
-def memory(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def memory(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """What a long run leaves, and what the plan said."""
-    model = dense(scale.width, dropout=0.1)
+    model = loops.dense(scale.width, dropout=0.1)
     count = scale.many_minibatches
-    few = batches_of(scale.width, scale.samples, 4)
-    plan = plan_of(model, few[0][0], STAGES)
+    few = loops.batches_of(scale.width, scale.samples, 4)
+    plan = loops.plan_of(model, few[0][0], STAGES)
     for method, parts in (("1f1b", MICROBATCHES), ("pipedream", 1)):
         live_bytes: list[int] = []
-        with make_pipeline(
-            dense(scale.width, dropout=0.1), plan, device, schedule=method, microbatches=parts, check=False
+        with loops.make_pipeline(
+            loops.dense(scale.width, dropout=0.1), plan, device, schedule=method, microbatches=parts, check=False
         ) as pipeline:
             for minibatches in (count // 4, count - count // 4):
-                time_stream(pipeline, [few[k % len(few)] for k in range(minibatches)], device)
-                live_bytes.append(allocated_bytes(device))
+                loops.time_stream(pipeline, [few[k % len(few)] for k in range(minibatches)], device)
+                live_bytes.append(loops.allocated_bytes(device))
         yield Finding(f"{method}_growth_bytes", live_bytes[1] - live_bytes[0], "==", 0, f"{count} minibatches")
     if device.type == "cuda":
         most_bytes = torch.cuda.max_memory_allocated(device)
@@ -194,34 +180,34 @@ def memory(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield from _plan_peak(device, scale)
 
 
-def _plan_peak(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def _plan_peak(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """The peak of one stage with all of the model, as one process cannot tell several stages apart."""
     samples = 8 * scale.samples
-    model = dense(scale.width)
-    batches = batches_of(scale.width, samples, 4)
+    model = loops.dense(scale.width)
+    batches = loops.batches_of(scale.width, samples, 4)
     targets = batches[0][1].to(device)
     profile = pd.profile(
         model,
         batches[0][0],
         loss=lambda output: F.cross_entropy(output, targets),
-        optimizer=partial(torch.optim.SGD, **SGD),
+        optimizer=partial(torch.optim.SGD, **loops.SGD),
         device=str(device),
         warmup=1,
         runs=2,
     )
     plan = manual_plan(profile, Cluster.flat(1), ())
     with Allocations(device) as watch:
-        train(model, plan, batches, device, schedule="pipedream", loss=F.cross_entropy, check=False)
+        loops.train(model, plan, batches, device, schedule="pipedream", loss=F.cross_entropy, check=False)
     live = max(section.peak_bytes for section in watch.sections)
     note = f"planned {plan.stages[0].peak_bytes}, measured {live}"
     yield Finding("peak_by_plan", abs(live / plan.stages[0].peak_bytes - 1), "<=", 0.10, note)
 
 
-def clock(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def clock(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """Measured spans against torch's profiler, and profiles against the time of the whole model."""
     for name, model, x in (
-        ("large", dense(8 * scale.width), torch.randn(64 * scale.samples, 8 * scale.width)),
-        ("200_small", dense(scale.width, layers=100), torch.randn(scale.samples, scale.width)),
+        ("large", loops.dense(8 * scale.width), torch.randn(64 * scale.samples, 8 * scale.width)),
+        ("200_small", loops.dense(scale.width, layers=100), torch.randn(scale.samples, scale.width)),
     ):
         model, x = model.to(device), x.to(device)
         profile = pd.profile(model, x, device=str(device), warmup=2, runs=max(3, scale.repeats // 10))
@@ -231,7 +217,7 @@ def clock(device: torch.device, scale: Scale) -> Iterator[Finding]:
             output = model(x)
             torch.autograd.grad(output, list(model.parameters()), torch.ones_like(output))
 
-        whole_s = min(seconds_of(whole, device, max(2, scale.repeats // 10)) for _ in range(3))
+        whole_s = min(loops.seconds_of(whole, device, max(2, scale.repeats // 10)) for _ in range(3))
         kernels_s = stage.forward_s + stage.backward_s
         share = abs(max(kernels_s, stage.launch_s) / whole_s - 1)
         note = f"kernels {kernels_s:.6f} s, launches {stage.launch_s:.6f} s, measured {whole_s:.6f} s"
@@ -241,13 +227,13 @@ def clock(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield _record_spans(device, scale)
 
 
-def _record_spans(device: torch.device, scale: Scale) -> Finding:
+def _record_spans(device: torch.device, scale: loops.Scale) -> Finding:
     """The spans of a stream, which begins and ends with an idle card, against the kernels that ran meanwhile."""
     x = torch.randn(64 * scale.samples, 8 * scale.width, device=device)
     model = Blocks(8 * scale.width)
-    with make_pipeline(
+    with loops.make_pipeline(
         model,
-        plan_of(model, x[:1].cpu(), STAGES),
+        loops.plan_of(model, x[:1].cpu(), STAGES),
         device,
         schedule="1f1b",
         microbatches=MICROBATCHES,
@@ -255,9 +241,9 @@ def _record_spans(device: torch.device, scale: Scale) -> Finding:
         optimizer=partial(torch.optim.SGD, lr=1e-3),
         check=False,
     ) as pipeline:
-        time_stream(pipeline, [x] * 2, device)  # libraries are loaded
+        loops.time_stream(pipeline, [x] * 2, device)  # libraries are loaded
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watch:
-            time_stream(pipeline, [x] * 10, device)
+            loops.time_stream(pipeline, [x] * 10, device)
         spans = [span for span in pipeline.timeline().spans if span.kind in WORK]
     # Of each rank the later ones: the first two minibatches came before the profiler.
     spans_s = sum(span.end_s - span.start_s for span in spans if span.index >= _find_first(span.kind))
@@ -271,7 +257,7 @@ def _find_first(kind: str) -> int:
     return 3 if kind == "U" else 2 * MICROBATCHES  # updates count from 1
 
 
-def _measure_drift(scale: Scale) -> Finding:
+def _measure_drift(scale: loops.Scale) -> Finding:
     """Marks whose origin moves on as often as within a day, against the two events at the ends."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with mock.patch.object(recorder, "_ORIGIN_S", 1e-4):
