@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+Result = TypeVar("Result")
 
 TIGHT_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """So that what a process has freed is not counted as its own."""
@@ -63,6 +65,13 @@ class Environment:
         )
 
 
+def stop_if(reason: str | None, folder: str) -> None:
+    """Ends the program with status 0 and a line if there is a reason that a benchmark cannot run on this machine."""
+    if reason is not None:
+        print(f"benchmarks/{folder} cannot run here: {reason}")
+        sys.exit(0)
+
+
 def describe_machine() -> str:
     """Returns cores, processor, system and versions."""
     return (
@@ -88,6 +97,14 @@ def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
     for number in range(rounds):
         first = number % len(ordered)
         yield from ordered[first:] + ordered[:first]
+
+
+def collect_rounds(measure: Callable[[str], Result], names: Iterable[str], rounds: int) -> dict[str, list[Result]]:
+    """Measures each name in each round, in turns; returns name -> results, round by round."""
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    for name in take_turns(results, rounds):
+        results[name].append(measure(name))
+    return results
 
 
 def compare_rounds(values: Sequence[float], others: Sequence[float]) -> list[float]:

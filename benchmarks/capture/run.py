@@ -22,16 +22,7 @@ import pipedream
 from pipedream.core.units import format_bytes, format_seconds
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import (
-    Environment,
-    compare_rounds,
-    format_head,
-    format_range,
-    format_row,
-    make_parser,
-    read_memory,
-    take_turns,
-)
+import scaffold
 
 Batch = dict[str, torch.Tensor]
 Step = Callable[[list[Batch]], None]
@@ -99,15 +90,16 @@ def in_pipeline(
 
 def seconds(steps: dict[str, Step], loader: list[Batch], rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of a minibatch in each round; the ways take turns, and each round starts with another one."""
-    seconds_by_way: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step(loader[:2])
-    for name in take_turns(steps, rounds):
+
+    def time_minibatch(name: str) -> float:
         gc.collect()
         began = time.perf_counter()
         steps[name](loader)
-        seconds_by_way[name].append((time.perf_counter() - began) / len(loader))
-    return seconds_by_way
+        return (time.perf_counter() - began) / len(loader)
+
+    for step in steps.values():
+        step(loader[:2])
+    return scaffold.collect_rounds(time_minibatch, steps, rounds)
 
 
 def overhead(quick: bool) -> None:
@@ -128,47 +120,34 @@ def overhead(quick: bool) -> None:
             steps[name] = in_pipeline(stack, gpt2(blocks, 64), loader[0], cuts, microbatches)
         seconds_by_way = seconds(steps, loader, rounds)
     print(f"### Overhead: GPT-2, {blocks} blocks of width 64, microbatches of 1 x 16 words\n")
-    print(format_head(" | a minibatch | ms beyond the plain loop, per microbatch and stage", "lr"))
+    print(scaffold.format_head(" | a minibatch | ms beyond the plain loop, per microbatch and stage", "lr"))
     for name, times in seconds_by_way.items():
         stages = 2 if name == alone else len(cut.get(name, ())) + 1
-        more = [(a - b) / microbatches / stages for a, b in zip(times, seconds_by_way["plain"], strict=True)]
-        shown = "" if name == "plain" else format_range([1e3 * value for value in more], "{:.2f}".format)
-        print(format_row((name, format_seconds(median(times)), shown)))
+        more = [1e3 * (a - b) / microbatches / stages for a, b in zip(times, seconds_by_way["plain"], strict=True)]
+        shown = "" if name == "plain" else scaffold.format_range(more, "{:.2f}".format)
+        print(scaffold.format_row((name, format_seconds(median(times)), shown)))
 
 
-def one_stage(quick: bool) -> None:
-    """Prints the time of a pipeline of one stage, of that of the plain loop."""
-    blocks, width, rounds, count = (2, 64, 2, 2) if quick else (6, 192, 21, 10)
+def beside_plain(quick: bool, *, compiled: bool) -> None:
+    """Prints the time of a pipeline of one stage, or with modules compiled, of that of the plain loop."""
+    blocks, width, rounds, count = (2, 64, 2, 2) if quick else (6, 192, 11 if compiled else 21, 10)
     loader = batches(count, 4, 64)
-    with ExitStack() as stack:
-        steps = {
-            "plain": plain(gpt2(blocks, width), 1),
-            "pipeline of one stage": in_pipeline(stack, gpt2(blocks, width), loader[0], (), 1),
-        }
-        _print_ratios(f"One stage: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
-
-
-def compiled(quick: bool) -> None:
-    """Prints the time with modules compiled."""
-    blocks, width, rounds, count = (2, 64, 2, 2) if quick else (6, 192, 11, 10)
-    loader = batches(count, 4, 64)
+    make = partial(gpt2, blocks, width)
     cuts = (f"transformer.h.{blocks // 2}",)
     with ExitStack() as stack:
-        steps = {
-            "plain": plain(gpt2(blocks, width), 1),
-            "plain, torch.compile": plain(torch.compile(gpt2(blocks, width)), 1),  # type: ignore[arg-type]
-            "2 stages": in_pipeline(stack, gpt2(blocks, width), loader[0], cuts, 1),
-            "2 stages, compile=True": in_pipeline(stack, gpt2(blocks, width), loader[0], cuts, 1, compile=True),
-        }
-        _print_ratios(f"Compiled: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
-
-
-def _print_ratios(title: str, seconds_by_way: dict[str, list[float]], base: str) -> None:
-    print(f"### {title}\n")
-    print(format_head(f" | a minibatch (least to most) | of {base}", "lr"))
+        steps = {"plain": plain(make(), 1)}
+        if compiled:
+            steps["plain, torch.compile"] = plain(torch.compile(make()), 1)  # type: ignore[arg-type]
+            steps["2 stages"] = in_pipeline(stack, make(), loader[0], cuts, 1)
+            steps["2 stages, compile=True"] = in_pipeline(stack, make(), loader[0], cuts, 1, compile=True)
+        else:
+            steps["pipeline of one stage"] = in_pipeline(stack, make(), loader[0], (), 1)
+        seconds_by_way = seconds(steps, loader, rounds)
+    print(f"### {'Compiled' if compiled else 'One stage'}: GPT-2, {blocks} blocks of width {width}\n")
+    print(scaffold.format_head(" | a minibatch (least to most) | of plain", "lr"))
     for name, times in seconds_by_way.items():
-        share = median(compare_rounds(times, seconds_by_way[base]))
-        print(format_row((name, format_range(times, format_seconds), f"{share:.1%}")))
+        share = median(scaffold.compare_rounds(times, seconds_by_way["plain"]))
+        print(scaffold.format_row((name, scaffold.format_range(times, format_seconds), f"{share:.1%}")))
 
 
 def capture_alone(quick: bool) -> None:
@@ -177,11 +156,11 @@ def capture_alone(quick: bool) -> None:
     model = gpt2(blocks, width, words, 1024)
     size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     batch = batches(1, 1, 64, words)[0]
-    before = read_memory("VmRSS")
+    before = scaffold.read_memory("VmRSS")
     began = time.perf_counter()
     captured = pipedream.capture(model, batch)
     taken = time.perf_counter() - began
-    most = read_memory("VmHWM")
+    most = scaffold.read_memory("VmHWM")
     print(
         f"| {format_bytes(size)} | {len(captured.graph.layers)} | {taken:.1f} s | {format_bytes(most - before)} | "
         f"{(most - before + size) / size:.2f} |"
@@ -192,17 +171,22 @@ def capture_in_processes(quick: bool) -> None:
     """Prints the time and memory of captures, each in a process of its own."""
     print("### Capture and check: GPT-2 medium, 1 x 64 words\n")
     titles = "weights | layers | seconds | memory beyond the model's | model and that, of the model"
-    print(format_head(titles, "r"), flush=True)
+    print(scaffold.format_head(titles, "r"), flush=True)
     for _ in range(1 if quick else 3):
         command = [sys.executable, __file__, "--capture-alone", *(["--quick"] if quick else [])]
         subprocess.run(command, check=True)
 
 
-PARTS = {"overhead": overhead, "one-stage": one_stage, "capture": capture_in_processes, "compile": compiled}
+PARTS = {
+    "overhead": overhead,
+    "one-stage": partial(beside_plain, compiled=False),
+    "capture": capture_in_processes,
+    "compile": partial(beside_plain, compiled=True),
+}
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "small: that it runs, not how long it takes")
+    parser = scaffold.make_parser(__doc__, "small: that it runs, not how long it takes")
     parser.add_argument("parts", nargs="*", help="overhead, one-stage, capture, compile; all by default")
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor, where others work on it too")
     parser.add_argument("--capture-alone", action="store_true", help=argparse.SUPPRESS)
@@ -214,7 +198,7 @@ def main() -> None:
     if options.capture_alone:
         capture_alone(options.quick)
         return
-    environment = Environment()
+    environment = scaffold.Environment()
     for name in options.parts or PARTS:
         print()
         PARTS[name](options.quick)

@@ -9,29 +9,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import (
-    TIGHT_MALLOC,
-    Environment,
-    compare_rounds,
-    format_head,
-    format_mib,
-    format_quartiles,
-    make_parser,
-    print_sections,
-    run_processes,
-)
+import scaffold
 
 WORKER = Path(__file__).with_name("worker.py")
 SHAPE = {"width": 512, "blocks": 2, "batch": 8, "length": 256}
 SMALL = {"width": 128, "blocks": 2, "batch": 4, "length": 16}
 EXPERTS = {"groups": 4, "tokens": 1024, "d_model": 512, "d_ff": 2048, "experts": 8}
 """Tokens are those of a group."""
-
-Rounds = list[list[float]]
-"""Rounds -> wall seconds, CPU seconds."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +38,22 @@ class Row:
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     options = _parse_options()
-    if len(os.sched_getaffinity(0)) < 2:
-        print("benchmarks/meshes cannot run here: it needs two cores")
-        return 0
+    scaffold.stop_if(None if len(os.sched_getaffinity(0)) > 1 else "it needs two cores", "meshes")
     questions: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
         "model": _ask_model,
         "data": _ask_data,
         "stash": _ask_stash,
         "experts": _ask_experts,
     }
-    environment = Environment()
-    print(format_head("figure | paper | predicted | measured"))
-    print_sections(questions, options)
+    environment = scaffold.Environment()
+    print(scaffold.format_head("figure | paper | predicted | measured"))
+    scaffold.print_sections(questions, options)
     print("\n" + environment.describe(f"{options.rounds} rounds of {options.minibatches} minibatches"))
     return 0
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "one round of a small model")
+    parser = scaffold.make_parser(__doc__, "one round of a small model")
     parser.add_argument("--only", choices=("model", "data", "stash", "experts"))
     parser.add_argument("--rounds", type=int, default=5, help="segments of each variant, in turns")
     parser.add_argument("--minibatches", type=int, default=2, help="of a segment")
@@ -80,40 +64,34 @@ def _parse_options() -> argparse.Namespace:
 
 
 def _ask_model(options: argparse.Namespace) -> Iterator[Row]:
-    answer = _time_trainers("model", options)
-    yield from _compare("tensor parallelism, of `parallelize_module`", answer["rounds"], "torch", 1.05)
-    counts = answer["collectives"]
     predicted = f"{4 * SHAPE['blocks']} all-reduces"
-    words = "; ".join(f"{name}: {_format_counts(counts[name])}" for name in ("ours", "torch"))
-    yield Row("collectives of a minibatch", "4 all-reduces a block (Megatron-LM, 3)", predicted, words)
+    yield from _compare("model", "tensor parallelism, of `parallelize_module`", 1.05,
+                        "4 all-reduces a block (Megatron-LM, 3)", predicted, options)  # fmt: skip
     yield from _compare_peaks("model", None, options)
 
 
 def _ask_data(options: argparse.Namespace) -> Iterator[Row]:
-    answer = _time_trainers("data", options)
-    yield from _compare("`shard_weights`, of `fully_shard`", answer["rounds"], "torch", 1.10)
-    counts = answer["collectives"]
     units = SHAPE["blocks"] + 1  # the root has the rest
     predicted = f"{2 * units} all-gathers, {units} reduce-scatters, if one is made for each block"
-    words = "; ".join(f"{name}: {_format_counts(counts[name])}" for name in ("ours", "torch"))
-    yield Row("collectives of a minibatch", "2 gathers, 1 scatter a weight (ZeRO, 7.2.2)", predicted, words)
+    yield from _compare("data", "`shard_weights`, of `fully_shard`", 1.10,
+                        "2 gathers, 1 scatter a weight (ZeRO, 7.2.2)", predicted, options)  # fmt: skip
     yield from _compare_peaks("data", 1.05, options)
 
 
-def _time_trainers(question: str, options: argparse.Namespace) -> dict[str, Any]:
+def _compare(
+    question: str, what: str, bound: float, paper: str, predicted: str, options: argparse.Namespace
+) -> Iterator[Row]:
+    """Yields our seconds over torch's, and the collectives of both."""
     request = {"do": "times", "question": question, "rounds": options.rounds, "minibatches": options.minibatches}
-    answer: dict[str, Any] = run_processes(WORKER, request | {"shape": SMALL if options.quick else SHAPE}, 2)
-    return answer
-
-
-def _compare(what: str, rounds: Mapping[str, Rounds], other: str, bound: float) -> Iterator[Row]:
-    """Yields our seconds over the other's."""
+    answer = scaffold.run_processes(WORKER, request | {"shape": SMALL if options.quick else SHAPE}, 2)
     for at, kind in enumerate(("CPU seconds", "wall seconds")):
-        ours, others = ([seconds[at] for seconds in rounds[name]] for name in ("ours", other))
-        shares, middle = compare_rounds(ours, others), statistics.median(ours)
-        text = f"{format_quartiles(shares)}; ours {middle * 1e3:.0f} ms"
+        ours, others = ([seconds[at] for seconds in answer["rounds"][name]] for name in ("ours", "torch"))
+        shares, middle = scaffold.compare_rounds(ours, others), statistics.median(ours)
+        text = f"{scaffold.format_quartiles(shares)}; ours {middle * 1e3:.0f} ms"
         met = statistics.median(shares) <= bound if at == 0 else None
         yield Row(f"{kind} of {what}", "", f"at most {bound:.2f}" if at == 0 else "", text, met)
+    words = "; ".join(f"{name}: {_format_counts(answer['collectives'][name])}" for name in ("ours", "torch"))
+    yield Row("collectives of a minibatch", paper, predicted, words)
 
 
 def _format_counts(counts: Mapping[str, int]) -> str:
@@ -125,24 +103,19 @@ def _compare_peaks(question: str, bound: float | None, options: argparse.Namespa
     peaks: dict[str, list[float]] = {"ours": [], "torch": []}
     for _ in range(1 if options.quick else 2):
         for name, trainer_peaks in peaks.items():
-            trainer_peaks.append(run_processes(WORKER, request | {"trainer": name}, 2, TIGHT_MALLOC))
+            trainer_peaks.append(scaffold.run_processes(WORKER, request | {"trainer": name}, 2, scaffold.TIGHT_MALLOC))
     ours, torchs = (statistics.median(peaks[name]) for name in ("ours", "torch"))
     spread = max(max(trainer_peaks) / min(trainer_peaks) for trainer_peaks in peaks.values()) - 1
-    text = f"{ours / torchs:.2f}; ours {format_mib(ours)}, torch's {format_mib(torchs)}, spread {spread:.1%}"
+    sizes = f"ours {scaffold.format_mib(ours)}, torch's {scaffold.format_mib(torchs)}"
+    text = f"{ours / torchs:.2f}; {sizes}, spread {spread:.1%}"
     met = None if bound is None else ours <= bound * torchs
     yield Row("peak of resident bytes, of torch's", "", "" if bound is None else f"at most {bound:.2f}", text, met)
 
 
 def _ask_stash(options: argparse.Namespace) -> Iterator[Row]:
     def stashed(mesh: str, ranks: int, rules: str = "", shard_weights: str = "") -> int:
-        request = {
-            "do": "stash",
-            "mesh": mesh,
-            "rules": rules,
-            "shard_weights": shard_weights,
-            "shape": SMALL | {"blocks": 2},
-        }
-        return int(run_processes(WORKER, request, ranks))
+        request = {"do": "stash", "mesh": mesh, "rules": rules, "shard_weights": shard_weights, "shape": SMALL}
+        return int(scaffold.run_processes(WORKER, request, ranks))
 
     single_bytes = stashed("-/-", 2)
     for mesh, size, rules, shard_weights in (
@@ -164,16 +137,17 @@ def _ask_stash(options: argparse.Namespace) -> Iterator[Row]:
 
 def _ask_experts(options: argparse.Namespace) -> Iterator[Row]:
     request = {"do": "experts", "rounds": options.rounds, "minibatches": 1} | EXPERTS
-    rounds = run_processes(WORKER, request, 1)["rounds"]
+    rounds = scaffold.run_processes(WORKER, request, 1)["rounds"]
     flops = 1 + EXPERTS["tokens"] / EXPERTS["d_ff"]
     for at, kind in enumerate(("CPU second", "second")):
         dense, ours = ([seconds[at] for seconds in rounds[form]] for form in ("dense", "sorted"))
-        speedups, tokens = compare_rounds(dense, ours), EXPERTS["groups"] * EXPERTS["tokens"] / statistics.median(ours)
+        speedups = scaffold.compare_rounds(dense, ours)
+        tokens = EXPERTS["groups"] * EXPERTS["tokens"] / statistics.median(ours)
         yield Row(
             f"tokens per {kind} of sorted experts, of the dense form's",
             "dense: GShard's einsums (2.2)",
             f"at least 1.8 ({flops:.2f} by the products if all places are filled)" if at == 0 else "",
-            f"{format_quartiles(speedups)}; {tokens:,.0f} tokens",
+            f"{scaffold.format_quartiles(speedups)}; {tokens:,.0f} tokens",
             statistics.median(speedups) >= 1.8 if at == 0 else None,
         )
 

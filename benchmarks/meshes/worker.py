@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipedream
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import answer_request, gather, read_memory, restart_peak
+from scaffold import answer_request, collect_rounds, gather, read_memory, restart_peak
 
 # -- the same transformer trained by a Pipeline on a mesh and by torch's own parallel modules ------
 
@@ -213,19 +213,25 @@ def _time_trainers(request: dict[str, Any]) -> dict[str, Any]:
         losses[name], collectives[name] = fmean(gather(loss)), seen.counts
     if abs(losses["torch"] - losses["ours"]) > 1e-3 * losses["torch"]:
         raise SystemExit(f"the two train differently: losses {losses}")
-    rounds: dict[str, list[Any]] = {name: [] for name in trainers}
-    for number in range(request["rounds"]):
-        for name in sorted(trainers, reverse=bool(number % 2)):
-            dist.barrier()
-            start = time.perf_counter(), time.process_time()
-            trainers[name].train(batches)
-            used = time.perf_counter() - start[0], time.process_time() - start[1]
-            ranks = gather(used)
-            wall, cpu = max(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-            rounds[name].append([wall / len(batches), cpu / len(batches)])
+    runs = {name: partial(trainer.train, batches) for name, trainer in sorted(trainers.items())}
+    rounds = _time_rounds(runs, request)
     for trainer in trainers.values():
         trainer.close()
     return {"rounds": rounds, "collectives": collectives}
+
+
+def _time_rounds(runs: dict[str, Callable[[], object]], request: dict[str, Any]) -> dict[str, list[Any]]:
+    """Name -> rounds of [wall seconds of the slowest rank, CPU seconds of all ranks], per minibatch."""
+
+    def time_ranks(name: str) -> list[float]:
+        dist.barrier()
+        start = time.perf_counter(), time.process_time()
+        runs[name]()
+        ranks = gather((time.perf_counter() - start[0], time.process_time() - start[1]))
+        wall_s, cpu_s = max(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
+        return [wall_s / request["minibatches"], cpu_s / request["minibatches"]]
+
+    return collect_rounds(time_ranks, runs, request["rounds"])
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -295,20 +301,13 @@ def _time_experts(request: dict[str, Any]) -> dict[str, Any]:
         layers[form] = pipedream.experts.MixtureOfExperts(
             request["d_model"], request["d_ff"], request["experts"], groups=request["groups"], form=form
         )
-    x = torch.randn(
-        request["groups"], request["tokens"], request["d_model"], requires_grad=True
-    )  # as inside of a model
+    size = (request[name] for name in ("groups", "tokens", "d_model"))
+    x = torch.randn(*size, requires_grad=True)  # as inside of a model
     outputs = {form: _forward_backward(layer, x) for form, layer in layers.items()}
     torch.testing.assert_close(outputs["sorted"], outputs["dense"], rtol=1e-3, atol=1e-4)
-    rounds: dict[str, list[Any]] = {form: [] for form in layers}
-    for number in range(request["rounds"]):
-        for form in sorted(layers, reverse=bool(number % 2)):
-            start = time.perf_counter(), time.process_time()
-            for _ in range(request["minibatches"]):
-                _forward_backward(layers[form], x)
-            used = time.perf_counter() - start[0], time.process_time() - start[1]
-            rounds[form].append([seconds / request["minibatches"] for seconds in used])
-    return {"rounds": rounds}
+    return {
+        "rounds": _time_rounds({form: partial(_forward_backward, layer, x) for form, layer in layers.items()}, request)
+    }
 
 
 def _forward_backward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -16,18 +16,7 @@ from stages import Shape
 from variants import Segment
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import (
-    TIGHT_MALLOC,
-    Environment,
-    compare_rounds,
-    format_head,
-    format_mib,
-    format_quartiles,
-    format_row,
-    make_parser,
-    print_sections,
-    run_processes,
-)
+import scaffold
 
 TORCH, OURS = "torch, Schedule1F1B", "pipedream, 1f1b"
 DEEP, FULL = "pipedream, 1f1b, depth full", "pipedream, depth full"
@@ -47,18 +36,16 @@ Rounds = list[list[Segment]]
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     options = _parse_options()
-    if len(os.sched_getaffinity(0)) < 2:
-        print("benchmarks/overhead cannot run here: it needs two cores")
-        return 0
+    scaffold.stop_if(None if len(os.sched_getaffinity(0)) > 1 else "it needs two cores", "overhead")
     sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process, "memory": _ask_memory}
-    environment = Environment()
-    print_sections(sections, options)
+    environment = scaffold.Environment()
+    scaffold.print_sections(sections, options)
     print("Medians (quartiles) of the rounds.\n\n" + environment.describe(f"{options.rounds} rounds"))
     return 0
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
+    parser = scaffold.make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
     parser.add_argument("--only", choices=("waiting", "compute", "process", "memory"))
     parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, in turns")
     parser.add_argument("--segment", type=int, default=64, help="microbatches that a segment of waiting stages times")
@@ -79,7 +66,7 @@ def _parse_options() -> argparse.Namespace:
 def _measure(shape: Shape, variants: Sequence[str], options: argparse.Namespace, **more: Any) -> dict[str, Rounds]:
     request = {name: getattr(options, name) for name in ("rounds", "segment", "profile")}
     request |= {"shape": asdict(shape), "variants": list(variants), "pinned": False} | more
-    rounds_by_variant = run_processes(FOLDER / "variants.py", request, shape.stages)
+    rounds_by_variant = scaffold.run_processes(FOLDER / "variants.py", request, shape.stages)
     return {
         name: [[Segment(*rank) for rank in ranks] for ranks in rounds] for name, rounds in rounds_by_variant.items()
     }
@@ -88,7 +75,7 @@ def _measure(shape: Shape, variants: Sequence[str], options: argparse.Namespace,
 def _ask_waiting(options: argparse.Namespace) -> Iterator[str]:
     forward_s, backward_s = (0.0005, 0.001) if options.quick else (0.004, 0.008)
     yield f"### Stages that only wait ({forward_s * 1e3:g} + {backward_s * 1e3:g} ms), m = 8\n"
-    yield format_head("p | message | figure | bound | stages alone | by hand | torch | ours", "rrlr")
+    yield scaffold.format_head("p | message | figure | bound | stages alone | by hand | torch | ours", "rrlr")
     for p, size in product(options.stages, options.messages):
         shape = Shape(p, forward_s=forward_s, backward_s=backward_s, message_bytes=size)
         rounds_by_variant = _measure(shape, ("stages alone", "by hand", TORCH, OURS, DEEP, FULL), options)
@@ -99,7 +86,7 @@ def _ask_waiting(options: argparse.Namespace) -> Iterator[str]:
         alone, half = rounds_by_variant["stages alone"], f"{statistics.median(added[TORCH]) / 2 * 1e3:.2f}"
         shares = ([_find_waits_s(ranks) / _find_period_s(ranks) for ranks in rounds]
                   for rounds in (alone, rounds_by_variant[FULL]))  # fmt: skip
-        most, share = map(format_quartiles, shares)
+        most, share = map(scaffold.format_quartiles, shares)
         free = _format_ms([_find_period_s(ranks) - _find_waits_s(ranks) for ranks in alone])
         cpu = {name: _format_ms(_list_cpu_s(rounds)) for name, rounds in rounds_by_variant.items()}
         beside = "by hand", TORCH, OURS
@@ -110,7 +97,7 @@ def _ask_waiting(options: argparse.Namespace) -> Iterator[str]:
             ("CPU of a rank per microbatch, ms", CPU_MS, *(cpu[name] for name in ("stages alone", *beside))),
             ("the same, PipeDream at depth full, ms", CPU_MS, "", "", "", cpu[FULL]),
         ):
-            yield format_row((p, f"{size / 1024:g} KiB", *cells))
+            yield scaffold.format_row((p, f"{size / 1024:g} KiB", *cells))
     yield ""
 
 
@@ -139,19 +126,21 @@ def _ask_compute(options: argparse.Namespace) -> Iterator[str]:
     periods_s = {name: [_find_period_s(ranks) for ranks in rounds] for name, rounds in rounds_by_variant.items()}
     alone_s = statistics.median(periods_s["stages alone"])
     yield f"### Stages that compute ({alone_s * 1e3:.2f} ms per microbatch), p = 2, m = 8\n"
-    yield format_head("variant | CPU of a rank, ms per step | ms per step | bound, of torch's | of torch's", "lr")
+    yield scaffold.format_head(
+        "variant | CPU of a rank, ms per step | ms per step | bound, of torch's | of torch's", "lr"
+    )
     for name, rounds in rounds_by_variant.items():
         cpu = _format_ms(_list_cpu_s(rounds, shape.microbatches))
         steps = _format_ms([period_s * shape.microbatches for period_s in periods_s[name]])
-        ratios = format_quartiles(compare_rounds(periods_s[name], periods_s[TORCH]), "{:.2f}".format)
-        yield format_row((name, cpu, steps, "0.85" if name in (OURS, DEEP) else "", ratios))
+        ratios = scaffold.format_quartiles(scaffold.compare_rounds(periods_s[name], periods_s[TORCH]), "{:.2f}".format)
+        yield scaffold.format_row((name, cpu, steps, "0.85" if name in (OURS, DEEP) else "", ratios))
     yield ""
 
 
 def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
     yield "### Memory, p = 2, stages that do nothing\n"
     titles = "variant | rank | rise at m = 8 | at m = 64 | left between minibatch 200 and 2,000: resident | objects"
-    yield format_head(titles, "lr")
+    yield scaffold.format_head(titles, "lr")
     some, few, many = (2, 4, 8) if options.quick else (20, 200, 2000)
     shapes = (
         (Shape(2, 8, 0.0, 0.0, 1 << 20), (some,)),
@@ -164,14 +153,18 @@ def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
     ]
     # Each in processes of its own, whose memory holds nothing of another run.
     batches = [runs] if options.quick else [[run] for run in runs]
-    rows = [row for batch in batches for row in run_processes(FOLDER / "variants.py", {"runs": batch}, 2, TIGHT_MALLOC)]
+    rows = [
+        row
+        for batch in batches
+        for row in scaffold.run_processes(FOLDER / "variants.py", {"runs": batch}, 2, scaffold.TIGHT_MALLOC)
+    ]
     for variant in variants:
         rows_of_variant, rows = rows[: len(shapes)], rows[len(shapes) :]
         for rank, (small, large, lasting) in enumerate(zip(*rows_of_variant, strict=True)):
-            rises = (format_mib(part[0]["rise_bytes"]) for part in (small, large))
+            rises = (scaffold.format_mib(part[0]["rise_bytes"]) for part in (small, large))
             left = {name: lasting[1][name] - lasting[0][name] for name in ("resident_bytes", "objects")}
-            resident = format_mib(left["resident_bytes"])
-            yield format_row((variant, rank, *rises, resident, f"{left['objects']:,}"))
+            resident = scaffold.format_mib(left["resident_bytes"])
+            yield scaffold.format_row((variant, rank, *rises, resident, f"{left['objects']:,}"))
     yield ""
 
 
@@ -181,7 +174,7 @@ def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
 def _ask_process(options: argparse.Namespace) -> Iterator[str]:
     yield "### One process\n"
     titles = "stages | method | plain loop, us | stages by hand, us | ours, us | bound | ours of plain | in CPU time"
-    yield format_head(titles, "llr")
+    yield scaffold.format_head(titles, "llr")
     cases = [("two tiny", 2.5, "tiny", 2, method, 10) for method in ("pipedream", "1f1b")]
     if not options.profile:
         cases.append(("one of 50 ms", 1.02, [8, 64, 2] if options.quick else LARGE, 1, "pipedream", 1))
@@ -189,16 +182,16 @@ def _ask_process(options: argparse.Namespace) -> Iterator[str]:
         # Short slices: most of them are disturbed by nothing.
         number = 2 if options.quick else 60 * options.rounds // (1 if count > 1 else 8)
         request = {"model": model, "stages": stages, "schedule": schedule, "slices": number, "slice": count}
-        slices = run_processes(FOLDER / "one_process.py", request | {"profile": options.profile})
+        slices = scaffold.run_processes(FOLDER / "one_process.py", request | {"profile": options.profile})
         plain, by_hand, ours = (list(zip(*stream, strict=True)) for stream in zip(*slices, strict=True))
-        times = (format_quartiles(walls, lambda s: f"{s * 1e6:.0f}") for walls, _ in (plain, by_hand, ours))
-        ratios = (format_quartiles(compare_rounds(ours[i], plain[i])) for i in range(2))
-        yield format_row((name, schedule, *times, bound, *ratios))
+        times = (scaffold.format_quartiles(walls, lambda s: f"{s * 1e6:.0f}") for walls, _ in (plain, by_hand, ours))
+        ratios = (scaffold.format_quartiles(scaffold.compare_rounds(ours[i], plain[i])) for i in range(2))
+        yield scaffold.format_row((name, schedule, *times, bound, *ratios))
     yield ""
 
 
 def _format_ms(seconds: Sequence[float]) -> str:
-    return format_quartiles(seconds, lambda s: f"{s * 1e3:.2f}")
+    return scaffold.format_quartiles(seconds, lambda s: f"{s * 1e3:.2f}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pipedream import Cluster, Plan, Profile, metrics
 from pipedream.slow_links import Network, slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, format_table, make_parser
+from scaffold import Environment, format_table, make_parser, stop_if
 from scatter import Pair, scatter_svg
 from worker_processes import REAL, Disturbance, Workers, worker_processes
 
@@ -115,9 +115,7 @@ def main() -> int:
         rows = [Row(**{**row, "segments_s": tuple(row["segments_s"])}) for row in json.loads(options.again.read_text())]
         _write_rows([_predict_again(row) for row in rows], options.out)
         return 0
-    if (reason := why_not()) is not None:
-        print(f"benchmarks/prediction cannot run here: {reason}")
-        return 0
+    stop_if(why_not(), "prediction")
     place, began = Environment(), time.monotonic()
     shapes = [plan for plan in PLANS if not options.plans or plan[0] in options.plans]
     patience = _Patience(options.rounds, options.free, options.patience)

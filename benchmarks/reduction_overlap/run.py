@@ -11,7 +11,8 @@ from pathlib import Path
 from pipedream.slow_links import slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, compare_rounds, format_head, format_range, format_row, make_parser, run_commands
+import scaffold
+from scaffold import compare_rounds, format_range
 
 RATES = {"no limit": None, "1 gbit/s": 125e6, "400 mbit/s": 50e6}
 """Name -> bytes per second."""
@@ -21,18 +22,16 @@ BASE = "pipedream, sums at the update"
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    parser = make_parser(__doc__, "a small network, one round")
+    parser = scaffold.make_parser(__doc__, "a small network, one round")
     parser.add_argument("--rounds", type=int, default=5, help="segments of each variant, by turns")
     parser.add_argument("--segment", type=int, default=12, help="minibatches a worker that a segment times")
     parser.add_argument("--rates", nargs="+", choices=list(RATES), help="of the link; all unless given")
     options = parser.parse_args()
-    if (reason := why_not()) is not None:
-        print(f"benchmarks/reduction_overlap cannot run here: {reason}")
-        return 0
+    scaffold.stop_if(why_not(), "reduction_overlap")
     request = {"rounds": options.rounds, "segment": options.segment, "batch": 12, "width": 1.0, "dense": 1024}
     if options.quick:
         request |= {"rounds": 1, "segment": 3, "batch": 2, "width": 0.25, "dense": 64}
-    environment = Environment()
+    environment = scaffold.Environment()
     tables = [_format_table(name, _measure(RATES[name], request)) for name in options.rates or RATES]
     print(environment.describe(f"{request['rounds']} rounds of {request['segment']} minibatches a worker") + "\n")
     print("\n\n".join(tables))
@@ -51,19 +50,16 @@ def _measure(bytes_per_s: float | None, request: dict[str, object]) -> dict[str,
             )
             for rank, (host, core) in enumerate(zip(network.hosts, cores, strict=True))
         ]
-        return dict(run_commands(commands))
+        return dict(scaffold.run_commands(commands))
 
 
 def _format_table(name: str, seconds_by_variant: dict[str, list[float]]) -> str:
-    rows = [
-        f"### {name}",
-        "",
-        format_head("variant | seconds a minibatch (least to most) | of sums at the update", "lr"),
-    ]
+    rows = []
     for variant, seconds in seconds_by_variant.items():
         share = statistics.median(compare_rounds(seconds, seconds_by_variant[BASE]))
-        rows.append(format_row((variant, format_range(seconds, "{:.3f}".format), f"{share:.0%}")))
-    return "\n".join(rows)
+        rows.append((variant, format_range(seconds, "{:.3f}".format), f"{share:.0%}"))
+    titles = "variant | seconds a minibatch (least to most) | of sums at the update"
+    return f"### {name}\n\n{scaffold.format_table(titles, 'lr', rows)}"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import pipedream as pd
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import answer_request, take_turns
+from scaffold import answer_request, collect_rounds, gather
 from vgg import CLASSES, make_vgg
 
 WARMUP = 3
@@ -55,16 +55,16 @@ def measure(request: dict[str, Any]) -> dict[str, list[float]]:
         "torch, DDP, 25 MiB (its default)": partial(theirs, mib=25),
         "torch, DDP, 4 MiB": partial(theirs, mib=4),
     }
-    seconds_by_variant: dict[str, list[float]] = {name: [] for name in variants}
-    for name in take_turns(variants, request["rounds"]):
+
+    def time_slowest(name: str) -> float:
         dist.barrier()
-        seconds = torch.tensor(variants[name](sizes, request["segment"]), dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        seconds_by_variant[name].append(float(seconds))
+        seconds = max(gather(variants[name](sizes, request["segment"])))
         gc.collect()
         if dist.get_rank() == 0:
-            print(f"  {name}: {float(seconds):.3f} s", file=sys.stderr, flush=True)
-    return seconds_by_variant
+            print(f"  {name}: {seconds:.3f} s", file=sys.stderr, flush=True)
+        return seconds
+
+    return collect_rounds(time_slowest, variants, request["rounds"])
 
 
 def batch(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from pipedream.core.units import parse_rate
 from pipedream.slow_links import why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, make_parser
+from scaffold import Environment, make_parser, stop_if
 
 PARTS = {"curve": curve, "accuracy": accuracy, "limited": limited, "workers": workers}
 """Each has `measure` and `tables`, and may have `pictures`."""
@@ -31,9 +31,7 @@ def main() -> int:
     parts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     names = [name for name in PARTS if not options.only or name in options.only]
     if not options.again:
-        if (reason := why_not()) is not None:
-            print(f"benchmarks/speedup cannot run here: {reason}")
-            return 0
+        stop_if(why_not(), "speedup")
         for name in names:
             save = partial(_save, file, parts, name, Environment().describe(f"size {options.size}"))
             log = partial(print, file=sys.stderr, flush=True)
