@@ -14,7 +14,7 @@ import compensated
 import pytest
 import torch
 import zoo
-from cases import OPTIMIZERS, Case, check, check_processes, run
+from cases import OPTIMIZERS, Case, check, run
 from marks import spread
 from reference import Rule
 
@@ -236,32 +236,14 @@ IN_PROCESSES = {
         Case("mlp", "pipedream", 2, optimizer="adamw", compensation=["basis_rotation:2", "error_feedback", "t1:7"]),
         *(Case("mlp", name, 2) for name in PRESETS),
         Case("mlp", "one_step_ef", 2, microbatches=3, optimizer="adamw"),
+        Case("mlp", "pipedream", 1, replicas=(2,), compensation="nesterov"),
+        Case("matrices", "pipedream", 2, optimizer="muon", compensation="error_feedback"),
+    ],
+    3: [
+        Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=compensation)
+        for compensation in ("gap_aware", "error_feedback", ["spike", "t1:7"])
     ],
 }
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", IN_PROCESSES)
-def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
-    check_processes(workers, IN_PROCESSES[workers])
-
-
-@pytest.mark.processes
-@pytest.mark.long
-def test_more_processes_and_replicas_give_to_the_bit_what_one_gives() -> None:
-    check_processes(
-        2,
-        [
-            Case("mlp", "pipedream", 1, replicas=(2,), compensation="nesterov"),
-            Case("cnn", "pipedream", 2, compensation="gap_aware"),
-            Case("matrices", "pipedream", 2, optimizer="muon", compensation="error_feedback"),
-        ],
-    )
-    compensations: tuple[Any, ...] = ("gap_aware", "error_feedback", ["spike", "t1:7"])
-    check_processes(
-        3, [Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=compensation) for compensation in compensations]
-    )
 
 
 def test_weights_behind_the_prediction() -> None:

@@ -436,34 +436,6 @@ def test_a_state_dict_reaches_every_holder(run: Tied) -> None:
     assert_near(trained[1], expected.state, 1e-10)
 
 
-def train_from_meta(cuts: tuple[int, ...]) -> dict[str, Tensor]:
-    """Trains a tied model that was built without numbers, and returns its state."""
-    with torch.device("meta"):
-        table = Table(9, 8)
-        model = nn.Sequential(table, nn.Linear(8, 8), nn.Tanh(), Last(table))
-    graph = capture(
-        nn.Sequential(table := Table(9, 8), nn.Linear(8, 8), nn.Tanh(), Last(table)), (torch.zeros(2, 6).long(),)
-    ).graph
-    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
-    counts = (1,) * (len(cuts) + 1)
-    plan = manual_plan(profile.without_tied_groups(), Cluster.flat(len(counts)), cuts, counts)
-    with pd.Pipeline(
-        model, plan, schedule="1f1b", microbatches=2, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"]
-    ) as pipeline:
-        for _ in pipeline.train(Fresh(sentences())):
-            pass
-        return pipeline.state_dict()
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_tied_model_on_the_meta_device_stays_tied() -> None:
-    alone = train_from_meta(())
-    assert torch.equal(alone["0.words.weight"], alone["3.head.weight"])
-    assert_near(train_from_meta((2,)), alone, 1e-5)
-    assert_near(processes.kept(2).results(train_from_meta, (2,))[0], alone, 1e-5)
-
-
 def test_tied_weights_that_cannot_be_kept_equal_are_refused() -> None:
     def refuse(
         match: str, kind: type[Exception] = ScheduleError, model: Any = None, plan: Any = None, **options: Any
@@ -656,15 +628,6 @@ def train_frozen(is_tied: bool) -> tuple[list[float], dict[str, Tensor]]:
 def test_a_frozen_weight_that_stages_share_is_no_coupling() -> None:
     losses, state = train_frozen(True)
     expected, values = train_frozen(False)
-    assert losses == expected
-    assert all(torch.equal(state[name], value) for name, value in values.items())
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_processes_share_a_frozen_weight() -> None:
-    losses, state = processes.kept(2).results(train_frozen, True)[0]
-    expected, values = train_frozen(True)
     assert losses == expected
     assert all(torch.equal(state[name], value) for name, value in values.items())
 

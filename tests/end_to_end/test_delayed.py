@@ -13,7 +13,7 @@ import delayed
 import pytest
 import torch
 import zoo
-from cases import Case, check, check_processes, run
+from cases import Case, check, run
 from marks import spread
 from torch import nn
 
@@ -206,12 +206,6 @@ IN_PROCESSES = {
         _case("mlp", "timeprest_interpolated", 3, options=_options(backward_rule="recompute")),
     ],
 }
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)])
-def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
-    check_processes(workers, IN_PROCESSES[workers])
 
 
 # -- tags ------------------------------------------------------------------------------------------

@@ -177,21 +177,6 @@ def test_models_of_tofu_train_by_the_command(example: Path, workers: str, mesh: 
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("mesh", ["model:2", "data:2"])
-@pytest.mark.parametrize("example", PARTITIONED, ids=lambda path: path.stem)
-def test_models_of_tofu_train_alike_on_a_mesh(example: Path, mesh: str, tmp_path: Path) -> None:
-    command = ("train", str(example), "--workers", "2", "--config", "1", "--mesh", mesh)
-    shorter = ("--minibatches", "3", "--evaluate-every", "0", "--out", str(tmp_path / "mesh"))
-    ended = commands.run("-m", "pipedream", *command, *shorter, folder=FOLDER.parent, timeout_s=300.0)
-    assert (ended.status, commands.without_progress(ended.err)) == (0, "")
-    pipedream.run(
-        lambda seed: load_recipe(str(example), seed=seed), out=tmp_path / "plain", workers=1, minibatches=3, quiet=True
-    )
-    torch.testing.assert_close(losses_of(tmp_path / "mesh"), losses_of(tmp_path / "plain"), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.long
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("example", "sizes"),
     [

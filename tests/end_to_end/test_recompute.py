@@ -8,12 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import cases
-import processes
 import pytest
 import torch
 import zoo
-from cases import Case, check_same, per_worker, run
+from cases import Case, check_same, run
 from marks import thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -51,25 +49,6 @@ TWICE = [case for case in CASES if case.animal == "lstm" and case.schedule in ("
 )
 def test_recomputation_changes_no_bit(case: Case) -> None:
     check_same(run(replace(case, recompute=True)), run(case), 0)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_nor_in_several_processes() -> None:
-    chosen = [
-        per_worker(replace(case, recompute=True))
-        for case in (
-            Case("cnn", "pipedream", 3),
-            Case("transformer", "1f1b", 3, microbatches=3),
-            Case("lstm", "pipedream_2bw", 3, microbatches=3),
-            Case("mlp", "pipedream", 2, replicas=(2, 1)),
-        )
-    ]
-    of_ranks = processes.kept(3).results(cases.run_all, chosen)
-    for number, case in enumerate(chosen):
-        alone = run(replace(case, recompute=False))
-        for rank, outcomes in enumerate(of_ranks):
-            check_same(outcomes[number], alone, rank)
 
 
 class Wandering(nn.Module):

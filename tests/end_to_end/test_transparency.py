@@ -239,11 +239,17 @@ def test_two_processes_give_to_the_bit_what_one_gives() -> None:
     check_processes(2, [*(_case("mlp", name, 2) for name in names), _case("mlp", "zbv", 4)])
 
 
+def list_in_processes(workers: int) -> list[Case]:
+    """Returns the runs on so many processes: those of methods with delays and compensations of their own, too."""
+    others = [import_module(f"tests.end_to_end.{name}") for name in ("test_delayed", "test_compensation")]
+    return [*IN_PROCESSES[workers], *(case for module in others for case in module.IN_PROCESSES.get(workers, []))]
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", IN_PROCESSES)
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
-    check_processes(workers, IN_PROCESSES[workers])
+    check_processes(workers, list_in_processes(workers))
 
 
 ALSO_LINKED = ("naive", "gpipe", "zb_h1", "pipedream_2bw", "interleaved_1f1b", "breadth_first", "dualpipev")
@@ -272,13 +278,9 @@ def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(name: str)
     "workers", [pytest.param(number, marks=[pytest.mark.long] * (number != 3)) for number in IN_PROCESSES]
 )
 def test_every_method_runs_over_links_as_between_gpus(workers: int) -> None:
-    others = [import_module(f"tests.end_to_end.{name}") for name in ("test_delayed", "test_compensation")]
-    chosen = [case for module in others for case in module.IN_PROCESSES.get(workers, [])]
-    check_processes(workers, [*IN_PROCESSES[workers], *chosen], strict.run_all)
+    check_processes(workers, list_in_processes(workers), strict.run_all)
 
 
 def test_every_method_runs_in_several_processes() -> None:
     """In the default or the slow run, so that a new method is not forgotten."""
-    delayed, compensated = (import_module(f"tests.end_to_end.{name}") for name in ("test_delayed", "test_compensation"))
-    lists = [*IN_PROCESSES.values(), delayed.IN_PROCESSES[2], compensated.IN_PROCESSES[2]]
-    assert {case.schedule for chosen in lists for case in chosen} == set(METHODS)
+    assert {case.schedule for workers in IN_PROCESSES for case in list_in_processes(workers)} == set(METHODS)

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream import Layout, Mesh, Operators, lay_out
@@ -93,17 +93,6 @@ def test_the_least_peak_equals_exhaustive_search(ops: Operators, mesh: Mesh, fix
 def test_the_fewest_seconds_equal_exhaustive_search(
     ops: Operators, mesh: Mesh, operations_per_s: float, rates: list[float], share: float
 ) -> None:
-    _check_time(ops, mesh, operations_per_s, rates, share)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@settings(max_examples=300)
-@given(steps, meshes, fixed_names, st.sampled_from([0.1, 1.0, 20.0]), rates, st.floats(0, 1))
-def test_more_steps_equal_exhaustive_search(
-    ops: Operators, mesh: Mesh, fixed: str, operations_per_s: float, rates: list[float], share: float
-) -> None:
-    _check_memory(ops, mesh, fixed)
     _check_time(ops, mesh, operations_per_s, rates, share)
 
 

@@ -22,7 +22,6 @@ import processes
 import pytest
 import torch
 import zoo
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint
@@ -203,19 +202,6 @@ def test_torchs_own_metadata_is_not_unpickled(tmp_path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     assert load(tmp_path) == (1, 0)
     assert not (tmp_path / "ran").exists()
-
-
-def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
-    path = save(tmp_path, (2, 1), epochs=1)[0]
-    dcp_to_torch_save(path, tmp_path / "found.pt")
-    tensors = torch.load(tmp_path / "found.pt", weights_only=True)
-    animal = zoo.make("mlp")
-    with pipeline(animal, (2, 1)) as loaded:
-        loaded.load(path)
-        expected = loaded.state_dict()
-    assert {name for name in tensors if name.startswith("model/")} == {f"model/{name}" for name in expected}
-    for name, tensor in expected.items():
-        assert torch.equal(tensors[f"model/{name}"], tensor)
 
 
 def test_tensors_are_not_unpickled(tmp_path: Path) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -22,7 +19,6 @@ from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.mesh import Box, box_of
 from pipedream.core.plan.plan import Plan
 from pipedream.runtime.checkpoint import folders, pieces
-from tests.runtime.checkpoint import saving
 from tests.runtime.checkpoint.saving import load, save
 
 BYTES = 512
@@ -218,24 +214,3 @@ def test_torchs_own_tools_read_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_wrong_pieces_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ArtifactError, match=words):
         decode(Stored, {"dtype": "float32", "shape": [4], **wrong}, "a tensor")
-
-
-def save_and_load_apart(base: Path) -> dict[str, torch.Tensor]:
-    """Saves and loads where each rank is a machine of its own, with all pieces small."""
-    pieces._PIECE_BYTES = BYTES
-    home = base / str(dist.get_rank())
-    home.mkdir(exist_ok=True)
-    os.chdir(home)
-    saving.run("run", (1, 1), 1)
-    rank = str(1 - dist.get_rank())
-    dist.barrier()
-    os.chdir(base / rank)  # the machines come back in another order
-    return saving.run("run", (1, 1), 2, resume="run")
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_pieces_come_from_other_machines(tmp_path: Path) -> None:
-    whole = saving.run(tmp_path / "whole", (1, 1), 2)
-    results = processes.results(save_and_load_apart, 2, tmp_path)[0]
-    assert all(torch.equal(results[name], whole[name]) for name in whole)

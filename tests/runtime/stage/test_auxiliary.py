@@ -12,7 +12,7 @@ import delayed
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ASYNCHRONOUS, FLUSHING, Case, check, check_processes, run
+from cases import ASYNCHRONOUS, FLUSHING, Case, check, run
 from first_minibatches import SGD, assert_equal, batches, piped
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -251,9 +251,3 @@ def test_scales_on_other_threads() -> None:
 def test_every_method_trains_them_as_plain_pytorch(case: Case) -> None:
     """There the model carries them to the loss, as a column of its output."""
     check(case, run(case), 1e-9 if case.schedule in delayed.PAPERS else None)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_several_processes_give_to_the_bit_what_one_gives() -> None:
-    check_processes(2, [make_case("1f1b", stages=2), make_case("zb_h1", stages=2), make_case("pipedream", stages=2)])
