@@ -374,25 +374,9 @@ class _Torchs:
         return {}
 
 
-def _matrices() -> zoo.Animal:
-    """Returns a network without biases: Muon steps matrices alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        layers = [
-            nn.Linear(5, 6, bias=False),
-            nn.Tanh(),
-            nn.Linear(6, 6, bias=False),
-            nn.Tanh(),
-            nn.Linear(6, 3, bias=False),
-        ]
-        batches = [(torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))) for _ in range(5)]
-    model = nn.Sequential(*layers).double()
-    return zoo.Animal(model, batches, nn.CrossEntropyLoss(), zoo._classes, {3: (2, 4)})
-
-
 @pytest.mark.parametrize(("schedule", "kind"), [(pb_lwp, torch.optim.Muon), (spectrain_v2, torch.optim.RMSprop)])
 def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: Any) -> None:
-    animal, factory = _matrices(), partial(kind, lr=0.02)
+    animal, factory = zoo.make("matrices"), partial(kind, lr=0.02)
     plan = zoo.plan_of(animal, 3)
     with pd.Pipeline(
         animal.model,
@@ -407,7 +391,7 @@ def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: 
     paper = replace(delayed.PAPERS[schedule.__name__](3, 1), by="difference")
     names = [stage.names for stage in plan.stages]
     expected = delayed.train(
-        _matrices().model, names, animal.batches * 4, animal.total, paper, lambda: _Torchs(kind, 0.02), seed=3
+        zoo.make("matrices").model, names, animal.batches * 4, animal.total, paper, lambda: _Torchs(kind, 0.02), seed=3
     )
     assert losses == pytest.approx(expected.losses, rel=BOUND)
     assert len(losses) == 20
@@ -457,12 +441,8 @@ def test_a_drain_leaves_the_weights_in_the_model(name: str) -> None:
         for done in pipeline.train(animal.batches, epochs=3):
             if done.number == 7:
                 pipeline.drain()
-                stage_states = [
-                    stage_state
-                    for worker in pipeline._session.local.workers
-                    for stage_state in worker.stage_states.values()
-                ]
                 state = pipeline.state_dict()
-                for stage_state in stage_states:
-                    for key, leaf in stage_state.versions.peek().leaves.items():
-                        assert torch.equal(state[key], leaf)
+                for worker in pipeline._session.local.workers:
+                    for stage_state in worker.stage_states.values():
+                        for key, leaf in stage_state.versions.peek().leaves.items():
+                            assert torch.equal(state[key], leaf)
