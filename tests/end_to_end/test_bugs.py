@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from first_minibatches import plan_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipedream import Pipeline
-from pipedream.capture import capture
 from pipedream.core.errors import PipelineError
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import manual_plan
 from pipedream.runtime.stage.versions import Versions
 
 BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
@@ -32,9 +29,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 def two_stages() -> tuple[nn.Module, Plan]:
     """Returns a small model and a plan that cuts it in two."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    graph = capture(model, (BATCHES[0][0],)).graph
-    costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
-    return model, manual_plan(Profile("Sequential", graph, costs, 1), Cluster.flat(2), (2,))
+    return model, plan_of(model, BATCHES[0][0], (2,))
 
 
 def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
@@ -87,9 +82,7 @@ def test_every_replica_knows_whether_there_is_an_update(name: str) -> None:
     """A flush with one microbatch and two replicas: the replica without a part in a minibatch began the update
     after the last one, because only its own next forward would have told it that the data was at its end."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    graph = capture(model, (BATCHES[0][0],)).graph
-    costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
-    plan = manual_plan(Profile("Sequential", graph, costs, 1), Cluster.flat(2), (), (2,))
+    plan = plan_of(model, BATCHES[0][0], (), (2,))
     with Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         dones: list[Any] = list(pipeline.train(BATCHES, epochs=1))
     assert [done.number for done in dones] == list(range(7))
@@ -137,10 +130,7 @@ def test_a_checkpointed_layer_is_done_again_at_the_stashed_weights() -> None:
     for again in (False, True):
         torch.manual_seed(3)
         model = nn.Sequential(Checkpointed(again), nn.Tanh(), nn.Linear(4, 3)).double()
-        graph = capture(model, (batches[0][0],)).graph
-        plan = manual_plan(
-            Profile("Sequential", graph, (LayerProfile(1.0, 1.0, 100, 100),) * 3, 6), Cluster.flat(2), (2,)
-        )
+        plan = plan_of(model, batches[0][0], (2,))
         with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
             states.append([done.loss for done in pipeline.train(batches, epochs=3)])
     assert states[0] == states[1]

@@ -13,14 +13,28 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import commands
 import pytest
 import torch
-from commands import Ended
+from commands import Ended, Started
 from failing_recipe import SOON_S, plan_for, written
 
 pytestmark = pytest.mark.processes
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def start_training(folder: Path, launcher: tuple[str, ...] = (), **how: Any) -> Started:
+    """Starts a training of many minibatches, and returns when it is under way."""
+    arguments = written(folder, loader="slow=True, count=100_000")
+    started = commands.start(*launcher, *arguments, folder=folder, **how)
+    started.wait_for_file("going")
+    return started
+
+
+def pid(folder: Path, rank: int) -> int:
+    return int((folder / f"pid{rank}").read_text())
 
 
 def check(ended: Ended, status: int, *words: str) -> None:
@@ -58,6 +72,12 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
             ("rank 0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:"),
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            {"first": "Backward"}, ("rank 0, stage 0, 0B5", "ValueError: the way back is steep"), marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"loader": "raises=True"}, ("rank 0, stage 0, 0F", "OSError: the disk is gone"), marks=pytest.mark.long
+        ),
         pytest.param({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader"), marks=pytest.mark.long),
         pytest.param(
             {"second": "partial(Forward, leave)"}, ("rank 1 ended with exit status 3",), marks=pytest.mark.long
@@ -67,22 +87,6 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
 )
 def test_what_layers_and_loaders_raise(tmp_path: Path, parts: dict[str, str], words: tuple[str, ...]) -> None:
     check_words(commands.run(*written(tmp_path, **parts), folder=tmp_path), 1, "rank ", *words)
-
-
-@pytest.mark.long
-def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
-    ended = commands.run(*written(tmp_path, first="Backward"), folder=tmp_path)
-    check(ended, 1, "rank 0", "stage 0", "0B5", "ValueError: the way back is steep")
-
-
-@pytest.mark.parametrize(
-    ("loader", "words"),
-    [
-        pytest.param("raises=True", ("rank 0", "0F", "OSError: the disk is gone"), marks=pytest.mark.long),
-    ],
-)
-def test_data_fails(tmp_path: Path, loader: str, words: tuple[str, ...]) -> None:
-    check(commands.run(*written(tmp_path, loader=loader), folder=tmp_path), 1, *words)
 
 
 @pytest.mark.long
@@ -105,8 +109,7 @@ def test_a_recipe_that_does_not_import_is_one_message(tmp_path: Path) -> None:
     "group", [True, pytest.param(False, marks=pytest.mark.long)], ids=["terminal", "launcher alone"]
 )
 def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
-    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
-    started.wait_for_file("going")
+    started = start_training(tmp_path)
     addresses = [address for pid in started.processes() for address in listening(pid)]
     started.signal(signal.SIGINT, group=group)
     ended = started.end()
@@ -125,10 +128,9 @@ def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
 
 @pytest.mark.slow
 def test_worker_is_killed(tmp_path: Path) -> None:
-    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
-    started.wait_for_file("going")
+    started = start_training(tmp_path)
     time.sleep(1)  # the launcher looks where its workers are twice a second
-    started.kill(int((tmp_path / "pid0").read_text()))
+    started.kill(pid(tmp_path, 0))
     check(started.end(), 1, "rank 0 was ended by SIGKILL; it was last in", "stage 0, ")
 
 
@@ -147,26 +149,23 @@ def test_a_worker_is_killed_while_messages_never_end(tmp_path: Path) -> None:
         recipe.write(LINKS)
     started = commands.start(*arguments, folder=tmp_path, environment={"PYTHONPATH": os.pathsep.join(sys.path)})
     started.wait_for_file("going")
-    started.kill(int((tmp_path / "pid0").read_text()))
+    started.kill(pid(tmp_path, 0))
     check(started.end(), 1, "rank 0 was ended by SIGKILL")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0])
-def test_worker_is_stopped(tmp_path: Path, rank: int) -> None:
-    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
-    started.wait_for_file("going")
+def test_worker_is_stopped(tmp_path: Path) -> None:
+    started = start_training(tmp_path)
     time.sleep(1.5)  # longer than from beat to beat, so that the last one is of the training
-    started.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGSTOP)
+    started.kill(pid(tmp_path, 0), signal.SIGSTOP)
     # The other worker misses it, or the launcher sees a stopped process first.
-    check(started.end(), 1, f"rank {rank}", f"stage {rank}, ", "stopped")
+    check(started.end(), 1, "rank 0", "stage 0, ", "stopped")
 
 
 @pytest.mark.slow
 def test_launcher_is_stopped(tmp_path: Path) -> None:
-    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
-    started.wait_for_file("going")
-    workers = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
+    started = start_training(tmp_path)
+    workers = [pid(tmp_path, rank) for rank in (0, 1)]
     started.signal(signal.SIGSTOP, group=False)
     end = time.monotonic() + SOON_S
     while set(workers) & set(started.processes()):
@@ -187,12 +186,11 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     ],
 )
 def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, ranks: tuple[int, ...]) -> None:
-    loader = "slow=True, count=100_000" if moment == "middle" else ""
-    started = commands.start(*written(tmp_path, loader=loader), folder=tmp_path, environment={"SLOW": moment})
-    for name in ["going"] if moment == "middle" else [f"{moment}{rank}" for rank in (0, 1)]:
-        started.wait_for_file(name)
+    started = commands.start(*written(tmp_path), folder=tmp_path, environment={"SLOW": moment})
+    for rank in (0, 1):
+        started.wait_for_file(f"{moment}{rank}")
     for rank in ranks:
-        started.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGSTOP)
+        started.kill(pid(tmp_path, rank), signal.SIGSTOP)
     ended = started.end()
     assert "SIGSTOP" in ended.err or "stopped, swapping" in ended.err  # whichever of launcher and guard was first
     check(ended, 1, f"rank {ranks[-1]}")
@@ -225,9 +223,8 @@ def test_launcher_ends_where_there_is_no_pipeline(tmp_path: Path, number: signal
 
 @pytest.mark.long
 def test_worker_hears_an_interrupt_alone(tmp_path: Path) -> None:
-    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
-    started.wait_for_file("going")
-    started.kill(int((tmp_path / "pid1").read_text()), signal.SIGINT)
+    started = start_training(tmp_path)
+    started.kill(pid(tmp_path, 1), signal.SIGINT)
     ended = started.end()
     assert (ended.status, commands.without_progress(ended.err), ended.orphans) == (130, "", [])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
@@ -236,8 +233,7 @@ def test_worker_hears_an_interrupt_alone(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> None:
-    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
-    started.wait_for_file("going")
+    started = start_training(tmp_path)
     started.signal(signal.SIGSTOP, group=False)
     time.sleep(4.0)
     started.signal(signal.SIGCONT, group=False)
@@ -274,12 +270,11 @@ def test_worker_is_stuck(tmp_path: Path, parts: dict[str, str], words: tuple[str
 @pytest.mark.parametrize("moment", ["start", "middle"])
 def test_torchrun_does_not_wait_for_workers_that_are_all_stopped(tmp_path: Path, moment: str) -> None:
     arguments = written(tmp_path, loader="slow=True, count=100_000" if moment == "middle" else "")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    started = commands.start(*torchrun, *arguments, folder=tmp_path, environment={"SLOW": moment})
+    started = commands.start(*TORCHRUN, *arguments, folder=tmp_path, environment={"SLOW": moment})
     for name in ["going"] if moment == "middle" else ["start0", "start1"]:
         started.wait_for_file(name)
     for rank in (0, 1):
-        started.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGSTOP)
+        started.kill(pid(tmp_path, rank), signal.SIGSTOP)
     ended = started.end()
     assert (ended.status, ended.orphans) == (1, [])
     assert ended.seconds < SOON_S
@@ -294,7 +289,7 @@ def test_a_worker_of_torchrun_that_is_killed_leaves_the_name_of_the_last_checkpo
     started.wait_for_file("run/losses.json")
     while not list(tmp_path.glob("run/checkpoints/*/checkpoint.json")):
         time.sleep(0.02)
-    started.kill(int((tmp_path / "pid1").read_text()), signal.SIGKILL)
+    started.kill(pid(tmp_path, 1), signal.SIGKILL)
     ended = started.end()
     assert not ended.orphans
     (line,) = [line for line in ended.err.splitlines() if "its last checkpoint is" in line]
@@ -303,9 +298,7 @@ def test_a_worker_of_torchrun_that_is_killed_leaves_the_name_of_the_last_checkpo
 
 @pytest.mark.slow
 def test_torchrun_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    started = commands.start(*torchrun, *written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
-    started.wait_for_file("going")
+    started = start_training(tmp_path, TORCHRUN)
     started.signal(signal.SIGKILL, group=False)
     ended = started.end()
     assert not ended.orphans

@@ -24,7 +24,7 @@ from pipedream.core.errors import PlanError
 from pipedream.sharding import attention, replicate, shard, split
 from pipedream.sharding.functions import exchange
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
-from tests.sharding.test_mesh_training import Attention, Case, D, Mlp, _train
+from tests.sharding.test_mesh_training import Attention, Case, D, Mlp, check_as_single_ranks
 
 Placements = tuple[Placement, ...]
 WHOLE, SUM = Replicate(), Partial()
@@ -195,12 +195,7 @@ def _make_long_case() -> Any:
 def test_a_pipeline_cuts_the_length_where_the_model_says() -> None:
     """What the model gathers itself is no hidden gather."""
     case = Case(_make_long_case, "model:2", "length:model", "pipedream", None)
-    losses, weights, scores = _train(case, "")
-    (trained, state, seen), _ = processes.kept(case.ranks).results(_train, case, case.mesh)[::2]
-    assert trained == pytest.approx(losses, abs=1e-10)
-    assert seen == pytest.approx(scores, abs=1e-10)
-    for name, tensor in state.items():
-        assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
+    check_as_single_ranks(case)
 
 
 def test_in_a_single_process_they_return_the_tensor() -> None:
@@ -243,11 +238,6 @@ def _exchange_rows() -> int:
 
 
 @pytest.mark.processes
-def test_ranks_get_what_torchs_own_would_give_them() -> None:
-    assert processes.kept(2).results(_exchange_rows) == [20] * 2
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_four_ranks_too() -> None:
-    assert processes.kept(4).results(_exchange_rows) == [20] * 4
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_get_what_torchs_own_would_give_them(count: int) -> None:
+    assert processes.kept(count).results(_exchange_rows) == [20] * count

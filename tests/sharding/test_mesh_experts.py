@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,10 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import pipedream
-from pipedream.core.errors import PipelineError
 from pipedream.experts import MixtureOfExperts
 from pipedream.sharding.local_rules import LocalRules
-from tests.sharding.test_mesh_training import Case, D, Mlp, _train
+from tests.sharding.test_mesh_training import Case, D, Mlp, Trained, _train, check_refused, check_same
 
 
 class Block(nn.Module):
@@ -60,8 +58,6 @@ CASES = {
     "sharded-weights": replace(_make_case("data:2", "experts:data, batch:data", second="all"), shard_weights="data"),
 }
 
-Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, float]]
-
 
 def _train_all() -> list[Trained]:
     return [_train(case, case.mesh) for case in CASES.values()]
@@ -73,12 +69,8 @@ def _train_all() -> list[Trained]:
 def test_experts_on_meshes_train_as_in_one_process() -> None:
     """Also the last minibatch, whose microbatches are sharded or not; its processes train all cases in turn."""
     outcomes = processes.kept(4).results(_train_all, timeout_s=180.0)[0]
-    for (name, case), (losses, state, scores) in zip(CASES.items(), outcomes, strict=True):
-        expected, weights, seen = _train(case, "")
-        assert losses == pytest.approx(expected, abs=1e-10), name
-        assert scores == pytest.approx(seen, abs=1e-10), name
-        for weight, tensor in state.items():
-            assert torch.allclose(tensor, weights[weight], atol=1e-10, rtol=0), (name, weight)
+    for case, trained in zip(CASES.values(), outcomes, strict=True):
+        check_same(trained, _train(case, ""))
 
 
 def _compare_layers() -> list[str]:
@@ -139,9 +131,7 @@ def test_every_cut_of_a_layer_keeps_numbers_losses_and_gradients() -> None:
 @pytest.mark.slow
 def test_groups_that_the_mesh_does_not_divide_are_refused() -> None:
     case = replace(_make_case(*GSHARD, groups=1), stages=())
-    for end in processes.launch(_train, case.ranks, case, case.mesh):
-        assert isinstance(end.error, PipelineError)
-        assert re.search("there are 1 groups in 4 samples, which 2 ranks do not divide; use groups=N", str(end.error))
+    check_refused(case, "there are 1 groups in 4 samples, which 2 ranks do not divide; use groups=N")
 
 
 def test_names_of_modules_yield_to_those_of_the_user() -> None:

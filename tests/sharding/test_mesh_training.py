@@ -93,6 +93,30 @@ def _make_convolution() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return layers, lambda size: torch.randn(size, 4, 6, 6)
 
 
+class Recurrent(nn.Module):
+    """Reads the outputs of its layer, and the state at the end where the batch comes second."""
+
+    def __init__(self, kind: type[nn.RNNBase], **how: Any) -> None:
+        super().__init__()
+        self.layer = kind(D, D, num_layers=2, **how)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer.batch_first:
+            return x + self.layer(x)[0]
+        output, state = self.layer(x.transpose(0, 1))
+        last = state[0] if isinstance(state, tuple) else state
+        joined: torch.Tensor = x + output.transpose(0, 1) + last[-1].unsqueeze(1)
+        return joined
+
+
+def _make_recurrent(
+    kind: type[nn.RNNBase] = nn.LSTM, **how: Any
+) -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+    blocks = Recurrent(kind, batch_first=True, **how), Recurrent(kind, **how)
+    layers = nn.Sequential(nn.Embedding(12, D), *blocks, nn.Flatten(), nn.Linear(4 * D, 4))
+    return layers, lambda size: torch.randint(12, (size, 4))
+
+
 def _make_halves() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     """The boundary lies between two layers that both cut its second dimension."""
     return nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), lambda size: torch.randn(size, D)
@@ -127,6 +151,10 @@ MODELS = {
     "convolution": _make_convolution,
     "noise": _make_noise,
     "halves": _make_halves,
+    "lstm": _make_recurrent,
+    "gru": partial(_make_recurrent, nn.GRU),
+    "rnn": partial(_make_recurrent, nn.RNN, nonlinearity="relu"),
+    "gru with dropout": partial(_make_recurrent, nn.GRU, dropout=0.5),
 }
 NAMES = {
     "*.up.weight": "d_ff d_model",
@@ -294,6 +322,12 @@ CASES = (
     Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, sizes=(5, 8, 7)),
 )
 
+RECURRENT = (
+    Case("lstm", "data:2", "batch:data", "pipedream", None),
+    Case("gru", "data:2", "batch:data"),
+    Case("rnn", "data:2", "batch:data"),
+    Case("lstm", "data:2", "batch:data", "pipedream", None, shard_weights="data"),
+)
 # On meshes that a partition was found for; the others are left out of continuous integration.
 FOUND = (
     Case("mlp", "cut1:2", "", "pipedream", None, stages=(), options=CLIPPED),
@@ -314,22 +348,36 @@ TWO_RANKS = (
     "case",
     [
         *TWO_RANKS,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *FOUND)),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *RECURRENT, *FOUND)),
     ],
     ids=str,
 )
 def test_meshes_train_as_single_ranks_do(case: Case) -> None:
-    _check_as_single_ranks(case, _train)
+    check_as_single_ranks(case)
 
 
-def _check_as_single_ranks(case: Case, train: Callable[[Case, str], Trained]) -> None:
-    losses, weights, scores = _train(case, "")
-    for rank, (trained, state, seen) in enumerate(processes.kept(case.ranks).results(train, case, case.mesh)):
-        assert trained == pytest.approx(losses, abs=1e-10), rank
-        assert seen == pytest.approx(scores, abs=1e-10), rank
-        assert state.keys() == (weights.keys() if rank == 0 else set())
-        for name, tensor in state.items():
-            assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
+def check_as_single_ranks(case: Case, train: Callable[[Case, str], Trained] = _train) -> None:
+    """Checks that ranks which are a mesh train as workers of one rank do."""
+    expected = _train(case, "")
+    for rank, trained in enumerate(processes.kept(case.ranks).results(train, case, case.mesh)):
+        check_same(trained, expected)
+        assert trained[1].keys() == (expected[1].keys() if rank == 0 else set())
+
+
+def check_same(trained: Trained, expected: Trained) -> None:
+    """Checks losses, the state that a rank has, and an evaluation."""
+    (losses, state, scores), (expected_losses, weights, expected_scores) = trained, expected
+    assert losses == pytest.approx(expected_losses, abs=1e-10)
+    assert scores == pytest.approx(expected_scores, abs=1e-10)
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-10, rtol=0, msg=name)
+
+
+def check_refused(case: Case, words: str) -> None:
+    """Checks that each rank raises an error with these words."""
+    for end in processes.launch(_train, case.ranks, case, case.mesh):
+        assert isinstance(end.error, PipelineError)
+        assert re.search(words, str(end.error))
 
 
 def _train_over_links(case: Case, mesh: str) -> Trained:
@@ -352,7 +400,7 @@ OVER_LINKS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OVER_LINKS, ids=str)
 def test_each_kind_of_mesh_trains_over_links_as_between_gpus(case: Case) -> None:
-    _check_as_single_ranks(case, _train_over_links)
+    check_as_single_ranks(case, _train_over_links)
 
 
 def _train_twice(case: Case) -> list[tuple[list[float], int]]:
@@ -383,6 +431,7 @@ def test_a_second_pipeline_may_have_the_same_mesh() -> None:
         ),
         (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be sharded twice over 'model'"),
         (Case("noise", "data:2", "batch:data", stages=()), "rand_like draws random numbers for a tensor of"),
+        (Case("gru with dropout", "data:2", "batch:data", stages=()), "the dropout of gru draws random numbers for a"),
         (
             Case("mlp", "model:2", "d_ff:model", stages=(), options={"loss": _pad_output}),
             "stage 0 has another gradient of .* in the pipeline, .* in the model",
@@ -392,12 +441,10 @@ def test_a_second_pipeline_may_have_the_same_mesh() -> None:
             r"the output of '1' has 3 names \(batch length d_ff\), but its shape is \(4, 12\)",
         ),
     ],
-    ids=("gather", "legality", "random", "first-minibatch", "names"),
+    ids=("gather", "legality", "random", "recurrent", "first-minibatch", "names"),
 )
 def test_what_a_mesh_refuses(case: Case, words: str) -> None:
-    for end in processes.launch(_train, case.ranks, case, case.mesh):
-        assert isinstance(end.error, PipelineError)
-        assert re.search(words, str(end.error))
+    check_refused(case, words)
 
 
 class Residual(nn.Module):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
-import processes
 import pytest
 import torch
 from torch import nn
@@ -14,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pipedream.core.errors import PipelineError
-from tests.sharding.test_mesh_training import CLIPPED, Case, D, Mlp, _train
+from tests.sharding.test_mesh_training import CLIPPED, Case, D, Mlp, check_as_single_ranks, check_refused
 
 
 def _apply_styles(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -61,12 +58,7 @@ CASES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layers_cut_by_torchs_styles_train_as_single_ranks_do(case: Case) -> None:
-    losses, weights, scores = _train(case, "")
-    for trained, state, seen in processes.kept(case.ranks).results(_train, case, case.mesh):
-        assert trained == pytest.approx(losses, abs=1e-10)
-        assert seen == pytest.approx(scores, abs=1e-10)
-        for name, tensor in state.items():
-            torch.testing.assert_close(tensor, weights[name], atol=1e-10, rtol=0, msg=name)
+    check_as_single_ranks(case)
 
 
 @pytest.mark.processes
@@ -82,7 +74,4 @@ def test_layers_cut_by_torchs_styles_train_as_single_ranks_do(case: Case) -> Non
     ],
 )
 def test_what_it_may_not_do(function: Callable[..., None], words: str) -> None:
-    case = _make_case(function, "model:2", "", stages=())
-    for end in processes.launch(_train, case.ranks, case, case.mesh):
-        assert isinstance(end.error, PipelineError)
-        assert re.search(words, str(end.error))
+    check_refused(_make_case(function, "model:2", "", stages=()), words)

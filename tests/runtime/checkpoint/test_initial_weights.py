@@ -16,6 +16,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from cases import assert_near
+from models import HF
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -213,42 +214,13 @@ def test_a_models_own_rule_comes_first() -> None:
 
 
 def hugging_face(name: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    small: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "vocab_size": 96,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    grouped = small | {"num_key_value_heads": 2}
-    image = {"image_size": 16, "patch_size": 4} | {n: small[n] for n in list(small)[:4]}
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16} | small),
-        "LlamaForCausalLM": ("LlamaConfig", grouped),
-        "BertForMaskedLM": ("BertConfig", small),
-        "ViTForImageClassification": ("ViTConfig", image),
-        "MixtralForCausalLM": ("MixtralConfig", grouped | {"num_local_experts": 4}),
-        "MambaForCausalLM": ("MambaConfig", {n: small[n] for n in ("hidden_size", "num_hidden_layers", "vocab_size")}),
-    }
-    config, options = kinds[name]
-    return getattr(transformers, name)(getattr(transformers, config)(**options))  # type: ignore[no-any-return]
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    return HF[f"hf_{name}"].make()
 
 
 MODELS = [
-    "GPT2LMHeadModel",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in (
-            "LlamaForCausalLM",
-            "BertForMaskedLM",
-            "ViTForImageClassification",
-            "MixtralForCausalLM",
-            "MambaForCausalLM",
-        )
-    ),
+    "gpt2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert", "vit", "mixtral", "mamba")),
 ]
 
 

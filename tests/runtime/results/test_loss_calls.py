@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from first_minibatches import plan_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as by_its_own_name
 from torch.nn.utils.rnn import pack_sequence
@@ -19,11 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 import pipedream
 from pipedream.capture import capture
 from pipedream.core.errors import PipelineError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
-from pipedream.planner import manual_plan
 from pipedream.runtime.data.splitter import known_samples, split_batch
 from pipedream.runtime.results.loss_calls import LossCalls
 from pipedream.runtime.results.loss_probe import probe_weight
@@ -376,51 +371,6 @@ class _Head(nn.Module):
         return {"loss": F.cross_entropy(scores.flatten(0, 1), value[1].flatten()), "scores": scores}
 
 
-def _plan(model: nn.Sequential, batch: dict[str, Tensor], replicas: tuple[int, int], recompute: bool) -> Plan:
-    profile = Profile("Sequential", capture(model, (batch,)).graph, (LayerProfile(1.0, 2.0, 8, 8),) * 2, N)
-    plan = manual_plan(profile, Cluster.flat(sum(replicas)), (1,), replicas)
-    return replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
-
-
-@pytest.mark.parametrize(
-    ("microbatches", "replicas", "recompute"),
-    [(1, (1, 1), False), (3, (1, 1), False), (3, (1, 1), True), (4, (1, 2), False)],
-)
-def test_a_pipeline_trains_a_padded_model_as_one_process(
-    microbatches: int, replicas: tuple[int, int], recompute: bool
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(_Stem(), _Head()).double()
-    labels = torch.randint(C, (4, N, L))
-    labels[torch.rand(4, N, L) < 0.4] = -100
-    labels[1, :3] = -100  # a microbatch without any target
-    batches = [{"ids": torch.randint(11, (N, L)), "labels": part} for part in labels]
-    alone, losses = copy.deepcopy(model), []
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = alone(batch)["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    with pipedream.Pipeline(
-        model,
-        _plan(model, batches[0], replicas, recompute),
-        schedule="1f1b",
-        microbatches=microbatches,
-        optimizer=partial(torch.optim.SGD, lr=0.5),
-        loss=None,
-    ) as pipeline:
-        assert [done.loss for done in pipeline.train(batches)] == pytest.approx(losses, rel=1e-12)
-        for name, value in pipeline.state_dict().items():
-            torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-12, atol=1e-14)
-        counts = [int((part != -100).sum()) for part in labels]
-        with torch.no_grad():
-            means = [float(alone(batch)["loss"]) for batch in batches]
-        expected = sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
-        assert pipeline.evaluate(batches)["loss"] == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int) -> None:
     model = nn.Sequential(_Stem(), _Head())
@@ -428,7 +378,7 @@ def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int) -> None:
     captured = capture(model, (batch,))
     other = replace(captured.graph, loss_weight="other")
     assert LayerGraph.from_json(other.to_json()) == other
-    plan = _plan(model, batch, (1, 1), recompute=False)
+    plan = plan_of(model, (batch,), (1,))
 
     def make() -> Any:
         return pipedream.Pipeline(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from cases import assert_near
+from first_minibatches import assert_equal, piped, plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,10 +18,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import pipedream as pd
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.stage import Stage
 from pipedream.runtime.stage.split_backward import split_backward
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
@@ -405,19 +400,7 @@ def test_tied_embeddings_and_a_stage_without_weights(schedule: str) -> None:
         shared = nn.Linear(7, 7)
         return nn.Sequential(Tied(), nn.Tanh(), nn.Sequential(shared, nn.ReLU(), shared)).double()
 
-    model, reference = make_model(), make_model()
-    rows = tuple(Stage(*ends, names=tuple(map(str, range(*ends)))) for ends in ((0, 1), (1, 2), (2, 3)))
-    plan = Plan(rows, (3, 2, 1), Cluster.flat(3))
-    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     batches = [(torch.randint(7, (6, 3)), torch.randn(6, 3, 7, dtype=torch.float64)) for _ in range(5)]
-    with pd.Pipeline(model, plan, schedule=schedule, loss=F.mse_loss, optimizer=sgd, microbatches=3) as pipeline:
-        losses = [done.loss for done in pipeline.train(batches)]
-        state = pipeline.state_dict()
-    stepper = sgd(reference.parameters())
-    for (x, y), loss in zip(batches, losses, strict=True):
-        stepper.zero_grad()
-        expected = F.mse_loss(reference(x), y)
-        expected.backward()
-        stepper.step()
-        assert loss == pytest.approx(expected.item(), rel=1e-12)
-    assert_near(state, reference.state_dict(), 1e-12)
+    loss = lambda output, batch: F.mse_loss(output, batch[1])  # noqa: E731
+    trained = piped(make_model(), loss, batches, cuts=(1, 2), schedule=schedule, microbatches=3)
+    assert_equal(trained, plain(make_model(), loss, batches))
