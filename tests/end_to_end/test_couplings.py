@@ -63,16 +63,6 @@ def test_clipping_by_an_earlier_global_norm_equals_a_serial_loop(run: Run) -> No
     check(run, go(run))
 
 
-def test_the_norms_of_a_wrong_update_would_be_found() -> None:
-    run = replace(DELAYED[0], clip=0.05, clip_by="delayed_global", epochs=4, evaluate_at=())
-    outcome = go(run)
-    for wrong in (replace(run, clip_by="local"), replace(run, clip=0.06)):
-        with pytest.raises(AssertionError):
-            check(wrong, outcome)
-    with pytest.raises(AssertionError):
-        check(replace(run, depth=(4, 2, 1)), outcome)  # another depth at the input stage: the norm of another update
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_clip_to_the_bit_as_one_does() -> None:
@@ -859,20 +849,6 @@ def test_methods_of_several_stages_a_worker_take_turns() -> None:
     state, skipped, _ = train_marked("interleaved_1f1b", batches, phases=phases, clip_grad_norm=0.05)
     assert skipped == (3, 3, 3, 3)
     assert_near(state, train_marked("1f1b", batches, microbatches=4, clip_grad_norm=0.05)[0], 1e-10)
-
-
-@pytest.mark.slow
-def test_all_stages_on_one_worker_are_clipped_by_their_common_norm() -> None:
-    batches = marked(())
-    plan = replace(trap_plan("interleaved_1f1b"), worker_order=(0, 0, 0, 0))
-    with pd.Pipeline(
-        model := trapped(), plan, schedule="interleaved_1f1b", microbatches=2, loss=F.cross_entropy,
-        optimizer=OPTIMIZERS["sgd"], clip_grad_norm=0.05,
-    ) as pipeline:  # fmt: skip
-        assert len(list(pipeline.train(Fresh(batches)))) == len(batches)
-        state = pipeline.state_dict()
-    assert list(state) == list(model.state_dict())
-    assert_near(state, train_marked("1f1b", batches, microbatches=2, clip_grad_norm=0.05)[0], 1e-10)
 
 
 @pytest.mark.processes

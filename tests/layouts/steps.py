@@ -13,7 +13,7 @@ from pipedream.core.errors import PlanError
 
 def random_step(rng: random.Random) -> Operators:
     """Returns operators some of which rename a tensor's dimensions, use expressions, or need a dimension whole."""
-    sizes = {name: rng.choice((4, 6, 8, 12)) for name in "abcde"}
+    sizes = {name: rng.choice((3, 4, 6, 8, 12)) for name in "abcde"}
     tensors: dict[str, tuple[int, ...]] = {}
     text: list[str] = []
     for at in range(rng.randint(1, 3)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import product
 from math import prod
 from typing import Any
@@ -16,6 +15,7 @@ from pipedream.core.errors import PlanError
 from pipedream.layouts.search.cost import Halves, count_moved, halve_access, halve_box, halve_index, halve_tensor
 from pipedream.layouts.search.partition import METHODS, complete_partition
 from pipedream.layouts.search.search import Choice, Search, State, list_choices
+from tests.layouts.steps import steps
 
 
 def square_layers(layers: int, batch: int, width: int) -> Operators:
@@ -32,14 +32,14 @@ def square_layers(layers: int, batch: int, width: int) -> Operators:
     return Operators(sizes, "\n".join(text), tuple((f"w{at}", f"g{at}") for at in range(1, layers + 1)))
 
 
-def recurrent(layers: int, steps: int, batch: int, width: int) -> Operators:
+def recurrent(layers: int, times: int, batch: int, width: int) -> Operators:
     """Returns the forward and backward of simple recurrent layers, whose gradients add up over the steps."""
     sizes: dict[str, tuple[int, ...]] = {}
     text, alike = [], []
     for layer in range(layers):
         for weight in ("w", "u"):
             sizes[f"{weight}{layer}"] = (width, width)
-        for step in range(steps):
+        for step in range(times):
             name = f"{layer}_{step}"
             sizes |= dict.fromkeys((f"a{name}", f"c{name}", f"h{name}", f"s{name}"), (batch, width))
             below = f"x{step}" if not layer else f"h{layer - 1}_{step}"
@@ -52,8 +52,8 @@ def recurrent(layers: int, steps: int, batch: int, width: int) -> Operators:
             ]
             text += [f"s{name}[b, o] = a{name}[b, o] + c{name}[b, o]", f"h{name}[b, o] = tanh(s{name}[b, o])"]
     for layer in reversed(range(layers)):
-        for step in reversed(range(steps)):
-            name, has_above, has_next = f"{layer}_{step}", layer + 1 < layers, step + 1 < steps
+        for step in reversed(range(times)):
+            name, has_above, has_next = f"{layer}_{step}", layer + 1 < layers, step + 1 < times
             above = f"p{layer + 1}_{step}" if has_above else f"e{step}"
             sizes.setdefault(above, (batch, width))
             parts = [f"{above}[b, o]"] + [f"q{layer}_{step + 1}[b, o]"] * has_next
@@ -147,43 +147,6 @@ def test_a_halo_is_fetched() -> None:
     assert Search(ops).count_elements(State.uncut(ops), only) == 2 * 8  # a column from each side
 
 
-@st.composite
-def graphs(draw: st.DrawFn) -> Operators:
-    """Random operators on at most eight tensors, some of which have halos and functions of whole dimensions."""
-    rng = random.Random(draw(st.integers(0, 2**32)))
-    sizes: dict[str, tuple[int, ...]] = {}
-    letters = {letter: rng.choice((2, 4, 6, 8, 3)) for letter in "abcd"}
-    names = [f"t{at}" for at in range(rng.randint(3, 8))]
-    text: list[str] = []
-    for at, name in enumerate(names):
-        result_indices = rng.sample(sorted(letters), rng.randint(0 if at else 1, 3))
-        sizes[name] = tuple(letters[letter] for letter in result_indices)
-        read = rng.sample(names[:at], min(at, rng.randint(0, 2)))
-        if not read:
-            continue
-        pool = {size: letter for letter, size in letters.items()}
-        accesses, used = [], set(result_indices)
-        for other in read:
-            indices = []
-            for size in sizes[other]:
-                match = [
-                    letter
-                    for letter in letters
-                    if letters[letter] == size and (letter in result_indices or rng.random() < 0.7)
-                ]
-                letter = rng.choice(match) if match else pool[size]
-                kind = rng.random()
-                indices.append(
-                    ":" if kind < 0.1 else f"{letter} + 1" if kind < 0.2 and letter in result_indices else letter
-                )
-                used |= set() if indices[-1] == ":" else {letter}
-            accesses.append(f"{other}[{', '.join(indices)}]")
-        sign = "+=" if used - set(result_indices) else "="
-        text.append(f"{name}[{', '.join(result_indices)}] {sign} {' * '.join(accesses)}")
-    alike = [(name, other) for name, other in product(names, names) if name < other and sizes[name] == sizes[other]]
-    return Operators(sizes, "\n".join(text), tuple(alike[:1]) if draw(st.booleans()) else ())
-
-
 def exhaustive(ops: Operators, state: State) -> float:
     """Returns the least cost of one cut, from all schemes of the tensors; each operator takes its cheapest index."""
 
@@ -219,14 +182,14 @@ def _check_exact(ops: Operators) -> None:
 
 
 @settings(max_examples=10)
-@given(graphs().filter(lambda ops: len(ops.tensors) <= 5))
+@given(steps.filter(lambda ops: len(ops.tensors) <= 5))
 def test_each_cut_equals_exhaustive_search(ops: Operators) -> None:
     _check_exact(ops)
 
 
 @pytest.mark.slow
 @pytest.mark.long
-@given(graphs())
+@given(steps)
 def test_each_cut_of_larger_graphs_equals_exhaustive_search(ops: Operators) -> None:
     _check_exact(ops)
 
@@ -243,7 +206,7 @@ def test_samples_in_a_merged_dimension_are_not_cut() -> None:
 
 
 @settings(max_examples=10)
-@given(graphs(), st.data())
+@given(steps, st.data())
 def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.DataObject) -> None:
     original = partition(ops, 4)
     schemes = {name: tuple(cut.schemes[name] for cut in original.cuts) for name in ops.tensors}
@@ -259,7 +222,7 @@ def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.
 
 
 @settings(max_examples=8)
-@given(graphs())
+@given(steps)
 def test_no_method_is_better(ops: Operators) -> None:
     """Than the recursion in a single cut, than all cuts at once in several."""
     best, joint = partition(ops, 2), partition(ops, 4, "joint")
@@ -291,7 +254,7 @@ def _are_few_cuts(ops: Operators) -> bool:
 
 @pytest.mark.slow
 @settings(max_examples=8)
-@given(graphs().filter(_are_few_cuts))
+@given(steps.filter(_are_few_cuts))
 def test_all_cuts_at_once_equal_exhaustive_search(ops: Operators) -> None:
     assert partition(ops, 4, "joint").elements == _yield_cut_pairs(ops)
 

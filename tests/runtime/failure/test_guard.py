@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -92,6 +93,14 @@ def crew(store: Store) -> Iterator[list[Heartbeat]]:
         heartbeat.end()
 
 
+def bare_guard(**parts: Any) -> Guard:
+    """Returns a guard without threads, which has these parts."""
+    rank_guard = Guard.__new__(Guard)
+    for name, part in parts.items():
+        setattr(rank_guard, f"_{name}", part)
+    return rank_guard
+
+
 def soon(holds: Callable[[], bool]) -> bool:
     """Tells whether something comes true within some seconds."""
     end = time.monotonic() + 10.0
@@ -166,8 +175,7 @@ def test_who_reports_another_rank_also_prints_it(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     full = WorkerError(0, "saving the checkpoint of minibatch 20", "No space left on device")
     for rank in (1, 0):
-        rank_guard = Guard.__new__(Guard)
-        rank_guard._rank, rank_guard._heartbeat = rank, crew[rank]
+        rank_guard = bare_guard(rank=rank, heartbeat=crew[rank])
         first = rank_guard.first_cause(full, "stage 0, 1F19")
         assert isinstance(rank_guard.first_cause(first, "stage 0, 1F19"), PeerError) == (rank == 0)
         assert str(first) == str(full)
@@ -178,8 +186,7 @@ def test_who_reports_another_rank_also_prints_it(
 def test_the_verdict_of_a_guard_is_printed_already(crew: list[Heartbeat]) -> None:
     """The connection that breaks when it kills a rank says less."""
     crew[1].report_failure(Verdict(0, "stage 0", "has not been heard of"), wait_s=5.0)
-    rank_guard = Guard.__new__(Guard)
-    rank_guard._rank, rank_guard._heartbeat = 1, crew[1]
+    rank_guard = bare_guard(rank=1, heartbeat=crew[1])
     error = rank_guard.first_cause(ConnectionResetError(104, "Connection reset by peer"), "stage 1, 1F3")
     assert isinstance(error, PeerError)
     assert "has not been heard of" in str(error)
@@ -191,8 +198,7 @@ def test_words_when_the_store_is_gone(store_owner: str) -> None:
     detector = FailureDetector(1, Activity(), stuck_after_s=1.0, store_owner=store_owner)
     detector.receive(0.0, {0: RankStatus(1, "stage 0", RankProcess.this())})
     verdict = next(filter(None, map(detector.check, range(20))))
-    rank_guard = Guard.__new__(Guard)
-    rank_guard._detector = detector
+    rank_guard = bare_guard(detector=detector)
     assert verdict.cause.endswith("; this rank cannot reach the others and ends")
     blamed = rank_guard._blame_rank_0(verdict, RankProcess.this())
     assert blamed.rank == 0
@@ -227,8 +233,7 @@ def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
 
 
 def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_guard = Guard.__new__(Guard)
-    rank_guard._rank = 0
+    rank_guard = bare_guard(rank=0)
     monkeypatch.setattr(Guard, "failure", lambda self, wait_s: None)
     monkeypatch.setattr(Guard, "report", lambda self, error: None)
     raised = "def broken(): raise ConnectionResetError(104, 'Connection reset by peer')"
@@ -249,8 +254,7 @@ def test_rank_0_serves_the_store_until_the_others_have_heard(
 ) -> None:
     monkeypatch.setattr(guard, "_HEARD_S", 60.0)
     assert soon(lambda: len(crew[0].statuses) == 2)
-    first = Guard.__new__(Guard)
-    first._heartbeat = crew[0]
+    first = bare_guard(heartbeat=crew[0])
     waits = threading.Thread(target=first._wait_for_others)
     waits.start()
     crew[1].end()

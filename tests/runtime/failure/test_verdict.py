@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,13 +51,17 @@ class Bench:
                 return self.now_s - start_s, verdict
         return None
 
+    def blame(self, seconds: float, **how: Any) -> tuple[float, Verdict]:
+        """Lets time pass until there is a verdict."""
+        judgement = self.run(seconds, **how)
+        assert judgement is not None
+        return judgement
+
 
 def test_a_rank_that_beats_no_more_is_named_with_its_last_place() -> None:
     bench = Bench()
     assert bench.run(60.0) is None
-    judgement = bench.run(60.0, beating=(1,))
-    assert judgement is not None
-    after_s, verdict = judgement
+    after_s, verdict = bench.blame(60.0, beating=(1,))
     assert SILENT_S < after_s < SILENT_S + 1.5
     assert (verdict.rank, verdict.where) == (2, f"stage 2, 2F{bench.counts[2]}")
     assert verdict.unresponsive
@@ -73,9 +78,7 @@ def test_a_rank_that_left_in_order_is_not_missed() -> None:
 def test_a_store_that_does_not_answer_is_noticed_without_it() -> None:
     bench = Bench()
     bench.run(3.0)
-    judgement = bench.run(60.0, answers=False)
-    assert judgement is not None
-    after_s, verdict = judgement
+    after_s, verdict = bench.blame(60.0, answers=False)
     assert SILENT_S - 0.6 < after_s < SILENT_S + 0.6
     assert (verdict.rank, verdict.store_lost) == (0, True)
     assert "the launcher serves" in verdict.cause
@@ -144,12 +147,10 @@ def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, li
     taken.done, taken.longest_s = done, longest_s
     bench.activity.describe_op = lambda: "stage 0, 0F9"
     bench.activity.begin("a forward")
-    judgement = bench.run(100.0)
     if limit_s is None:
-        assert judgement is None
+        assert bench.run(100.0) is None
         return
-    assert judgement is not None
-    after_s, verdict = judgement
+    after_s, verdict = bench.blame(100.0)
     assert limit_s < after_s < limit_s + 3 * LOOK_S
     assert (verdict.rank, verdict.where, verdict.unresponsive) == (0, "stage 0, 0F9", False)
     assert f"the longest one before took {longest_s:.2g} s" in verdict.cause
@@ -167,12 +168,10 @@ def test_a_gpu_that_hangs(stuck_after_s: float, limit_s: float | None) -> None:
     assert bench.run(300.0) is None, "it has nothing to do"
     last = object()
     bench.activity.gpu_mark = lambda: last
-    judgement = bench.run(300.0)
     if limit_s is None:
-        assert judgement is None
+        assert bench.run(300.0) is None
         return
-    assert judgement is not None
-    after_s, verdict = judgement
+    after_s, verdict = bench.blame(300.0)
     assert limit_s < after_s < limit_s + 1.5
     assert verdict.rank == 0
     assert "the GPU has made no progress for" in verdict.cause
@@ -185,9 +184,8 @@ def test_a_task_that_waits_for_a_full_queue_of_the_gpu() -> None:
     durations.done = 3
     bench.activity.gpu_mark = lambda: mark
     bench.activity.begin("forward")
-    judgement = bench.run(30.0)
-    assert judgement is not None
-    assert "no progress in forward for 10.1 s, nor on the GPU for 10.1 s" in judgement[1].cause
+    _, verdict = bench.blame(30.0)
+    assert "no progress in forward for 10.1 s, nor on the GPU for 10.1 s" in verdict.cause
 
 
 def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
