@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Named = list[tuple[str, nn.Parameter]]
-
-
-def sgd(named: Named, lr: float) -> torch.optim.Optimizer:
-    """Momentum SGD."""
-    return torch.optim.SGD(named, lr=lr, momentum=0.9, weight_decay=5e-4, fused=True)
 
 
 def adamw(named: Named, lr: float) -> torch.optim.Optimizer:
@@ -29,19 +25,6 @@ def nadam(named: Named, lr: float) -> torch.optim.Optimizer:
     """NAdam with long momentum: Ajanthan et al., ICML 2025, section 5."""
     betas, decay = (0.99, 0.999), {"weight_decay": 0.01, "decoupled_weight_decay": True}
     return torch.optim.NAdam(_select_decaying(named), lr=lr, betas=betas, momentum_decay=0.004, foreach=True, **decay)
-
-
-def muon(named: Named, lr: float) -> torch.optim.Optimizer:
-    """Muon for the matrices inside, AdamW for the rest."""
-    return Muon(named, lr=lr)
-
-
-STEPPERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
-    "sgd": sgd,
-    "adamw": adamw,
-    "nadam": nadam,
-    "muon": muon,
-}
 
 
 class Muon(torch.optim.Optimizer):
@@ -117,6 +100,15 @@ def orthogonal(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
     return x.mT if tall else x
+
+
+STEPPERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4, fused=True),
+    "adamw": adamw,
+    "nadam": nadam,
+    "muon": Muon,
+}
+"""Name -> the optimizer of named parameters, with the learning rate `lr`."""
 
 
 def _is_inside(name: str, parameter: nn.Parameter) -> bool:

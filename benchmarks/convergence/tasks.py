@@ -33,9 +33,9 @@ class Task:
         loss: (output, targets) -> mean.
         metric: what is shown: 'accuracy' or 'loss'.
         batch: samples of a minibatch.
+        rates: optimizer -> the rate in the middle of those that are tried.
         updates: of a run.
         warmup: share of them over which rates rise.
-        rates: optimizer -> the rate in the middle of those that are tried.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Task:
     loss: Callable[[Tensor, Tensor], Tensor]
     metric: str
     batch: int
-    updates: int
-    warmup: float
     rates: dict[str, float]
+    updates: int = 300
+    warmup: float = 0.1
 
     def model(self, seed: int) -> list[nn.Module]:
         """Returns fresh layers; the same seed gives the same weights."""
@@ -166,31 +166,17 @@ def characters(context: int = 32) -> tuple[Pair, Pair]:
     return (train[:, :-1], train[:, 1:]), (test[:250, :-1], test[:250, 1:])
 
 
-def _measure_per_token(output: Tensor, targets: Tensor) -> Tensor:
+def measure_per_token(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
 TASKS = {
     "digits": Task(
-        "digits",
-        digits_units,
-        digits,
-        F.cross_entropy,
-        metric="accuracy",
-        batch=32,
-        updates=300,
-        warmup=0.1,
+        "digits", digits_units, digits, F.cross_entropy, metric="accuracy", batch=32,
         rates={"sgd": 0.0125, "adamw": 0.005},
     ),
     "char_gpt": Task(
-        "char_gpt",
-        char_gpt_units,
-        characters,
-        _measure_per_token,
-        metric="loss",
-        batch=16,
-        updates=300,
-        warmup=0.1,
+        "char_gpt", char_gpt_units, characters, measure_per_token, metric="loss", batch=16,
         rates={"sgd": 0.1, "adamw": 0.004, "nadam": 0.004, "muon": 0.008},
     ),
-}
+}  # fmt: skip

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from pipedream import Recipe
@@ -46,14 +45,14 @@ def characters(seed: int, settings: dict[str, Any]) -> Recipe:
     NAdam with long momentum bears late gradients, and is as good without them (Ajanthan et al., ICML 2025, section 5).
     """
     sys.path.append(str(ROOT / "benchmarks" / "convergence"))
-    from tasks import char_gpt_units
+    from tasks import char_gpt_units, measure_per_token
     from tasks import characters as windows
 
     torch.manual_seed(seed)
     train, test = windows()
     return Recipe(
         model=nn.Sequential(*char_gpt_units(width=128, heads=4, count=4)),
-        loss=_measure_per_token,
+        loss=measure_per_token,
         targets=lambda batch: batch[1],
         optimizer=partial(torch.optim.NAdam, lr=settings["rate"], betas=(0.99, 0.999)),
         test=DataLoader(TensorDataset(*test), batch_size=50),
@@ -76,7 +75,3 @@ def _read(data: Dataset[Any], batch: int, seed: int, settings: dict[str, Any]) -
 
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor)
     return {"train": train, "scheduler": schedule, "epochs": settings["epochs"]}
-
-
-def _measure_per_token(output: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), targets.flatten())

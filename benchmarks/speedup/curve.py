@@ -68,6 +68,11 @@ class _Variant:
         """Microbatches of the minibatch that it is planned for."""
         return self.samples if self.samples > 2 else 1
 
+    def plan(self, profiles: dict[int, Profile], cluster: Cluster) -> Plan:
+        """Returns the plan that is run, by the profile of its microbatches."""
+        how = self.how | ({"microbatches": self.planned} if self.planned > 1 else {})
+        return pd.plan(profiles[self.planned], cluster, schedule=self.schedule, **how)
+
 
 _STRAIGHT: dict[str, Any] = {"shape": "straight"}
 _COPIES: dict[str, Any] = {"shape": "data-parallel"}
@@ -161,17 +166,22 @@ def measure(
     rows: list[dict[str, Any]] = []
     for model in models or few.models:
         with slow_network((2,), (None,)) as network, worker_processes(network, 2, WORKER, model, str(M)) as workers:
-            ask = {"do": "profile", "patience_s": few.patience_s}
-            profiles = {
-                count: Profile.from_json(workers.ask(ask | {"microbatches": count})["profile"])
-                for count in sorted({1, M, *(BY_NAME[name].planned for name in names)})
-            }
+            profiles = profile_all(workers, names, few.patience_s)
             points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
             for rho in rhos or few.rhos:
                 points.append(_measure_point(network, workers, model, profiles, rho, names, few, log))
                 keep([*rows, *_predict_points(points, profiles)])
             rows += _predict_points(points, profiles)
     return rows
+
+
+def profile_all(workers: Workers, names: Sequence[str], patience_s: float) -> dict[int, Profile]:
+    """Returns the profiles that variants and the planner's choices are planned by: microbatches -> profile."""
+    request = {"do": "profile", "patience_s": patience_s}
+    return {
+        count: Profile.from_json(workers.ask(request | {"microbatches": count})["profile"])
+        for count in sorted({1, M, *(BY_NAME[name].planned for name in names)})
+    }
 
 
 def _measure_point(
@@ -198,8 +208,7 @@ def _measure_point(
     plans: dict[str, Plan] = {}
     for variant in VARIANTS:
         if variant.name in names:
-            how = variant.how | ({"microbatches": variant.planned} if variant.planned > 1 else {})
-            plans[variant.name] = pd.plan(profiles[variant.planned], cluster, schedule=variant.schedule, **how)
+            plans[variant.name] = variant.plan(profiles, cluster)
     verdicts = {}
     for name, count in CHOICES.items():
         allowed = {"allow_asynchronous": True, "allow_approximate": name.endswith("approximate")}
@@ -289,16 +298,15 @@ def make_request(variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
         return {"do": "solo", "steps": 4}
     text = plan.to_json()
     if variant is None:  # the planner's choice
-        if plan.workers == 1 or len(plan.stages) == 1:
-            return {"do": "pipeline", "plan": text, "steps": 4}
-        return {"do": "pipeline", "plan": text, "steps": 16 if plan.microbatches == 1 else 2}
-    if variant.runs == "ddp":
-        return {"do": "ddp", "microbatches": max(1, variant.samples // 2), "steps": variant.steps} | variant.torch
-    if variant.runs == "fsdp":
-        return {"do": "fsdp", "steps": variant.steps}
-    if variant.runs == "torch":
-        return {"do": "torch", "schedule": variant.schedule, "plan": text, "steps": variant.steps}
-    return {"do": "pipeline", "plan": text, "steps": variant.steps}
+        steps = 4 if len(plan.stages) == 1 else 16 if plan.microbatches == 1 else 2
+        return {"do": "pipeline", "plan": text, "steps": steps}
+    details: dict[str, dict[str, Any]] = {
+        "ddp": {"microbatches": max(1, variant.samples // 2)} | variant.torch,
+        "fsdp": {},
+        "torch": {"schedule": variant.schedule, "plan": text},
+        "pipeline": {"plan": text},
+    }
+    return {"do": variant.runs, "steps": variant.steps} | details[variant.runs]
 
 
 def _runs_alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
@@ -366,11 +374,8 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
                 title = name.removeprefix("torch ")
                 if title.endswith("accumulating") and row:
                     title += f" {row['microbatches_per_update'] // 2}"  # as in `pipedream compare`
-                variants.append(
-                    Variant(
-                        title, 2, samples_per_s=row.get("samples_per_s"), predicted_per_s=row.get("predicted_per_s")
-                    )
-                )
+                rates = {key: row.get(key) for key in ("samples_per_s", "predicted_per_s")}
+                variants.append(Variant(title, 2, **rates))
             links.append(OverLink((point["solo"]["bytes_per_s"],), tuple(variants)))
         svg_by_name[f"{model}.svg"] = variants_svg(RecipeComparison(MODELS[model].title, 2, None, tuple(links)))
     return svg_by_name
@@ -413,7 +418,6 @@ def _find_message_bytes(points: _Points) -> int:
 
 def _format_rates(points: _Points) -> str:
     """Samples per second of all variants, and how many of the predicted ones these are."""
-    links = [f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}" for rho, point in points]
     rows = []
     for name in BY_NAME:
         if any(name in point for _, point in points):
@@ -421,7 +425,7 @@ def _format_rates(points: _Points) -> str:
             count = f"{samples} microbatch{'es' * (samples > 1)}"
             rows.append([name, count, *(_rate(point.get(name)) for _, point in points)])
     rows.append(["one worker", "1 microbatch", *(f"{point['solo']['samples_per_s']:.4g}" for _, point in points)])
-    table = format_table("|".join(["variant", "an update takes", *links]), "lr", rows)
+    table = format_table("|".join(["variant", "an update takes", *_list_links(points)]), "lr", rows)
     return f"Samples per second of both workers (of the predicted ones; range over the rounds):\n\n{table}"
 
 
@@ -447,7 +451,8 @@ _OVER = (
 
 def _format_speedups(points: _Points) -> str:
     pairs = {f"{ours} / {theirs}": (ours, theirs) for ours, theirs in _OVER}
-    return f"Times as many samples per second, measured (predicted):\n\n{_format_ratios('', pairs, points)}"
+    table = _format_ratios("", pairs, points, ("samples_per_s", "predicted_per_s"))
+    return f"Times as many samples per second, measured (predicted):\n\n{table}"
 
 
 def _is_pipeline(variant: _Variant) -> bool:
@@ -456,47 +461,45 @@ def _is_pipeline(variant: _Variant) -> bool:
 
 def _format_best_rival(points: _Points) -> str:
     """This library's pipelines over the best of what keeps a whole model on each worker, or on one."""
-    rivals, ours = ["solo"], []
-    for name, variant in BY_NAME.items():
-        (ours if _is_pipeline(variant) else rivals).append(name)
-    best: list[dict[str, Any]] = []
-    for _, point in points:
-        ran = [point[name] for name in rivals if "samples_per_s" in point.get(name, {})]
-        best.append(max(ran, key=lambda row: row["samples_per_s"]))
     if all(len(point) < 2 for _, point in points):
         return ""
-    rows = [["best rival", *("one worker" if row["variant"] == "solo" else row["variant"] for row in best)]]
+    ours = [name for name, variant in BY_NAME.items() if _is_pipeline(variant)]
+    rivals = ["solo", *(name for name in BY_NAME if name not in ours)]
+    best = [
+        max((name for name in rivals if _divide(point, name)), key=lambda name: point[name]["samples_per_s"])
+        for _, point in points
+    ]
+    rows = [["best rival", *("one worker" if name == "solo" else name for name in best)]]
     for name in ours:
-        cells = [
-            _format_floor(point[name]["samples_per_s"] / rival["samples_per_s"])
-            if "samples_per_s" in point.get(name, {})
-            else "-"
-            for (_, point), rival in zip(points, best, strict=True)
-        ]
-        if set(cells) != {"-"}:
-            rows.append([name, *cells])
-    titles = "|".join(["", *(f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}" for rho, point in points)])
+        ratios = [_divide(point, name, rival) for (_, point), rival in zip(points, best, strict=True)]
+        if any(ratios):
+            rows.append([name, *(_format_floor(ratio) if ratio else "-" for ratio in ratios)])
     head = "Times as many samples per second as the best rival, measured"
-    return f"{head}:\n\n{format_table(titles, 'lr', rows)}"
+    return f"{head}:\n\n{format_table('|'.join(['', *_list_links(points)]), 'lr', rows)}"
 
 
 def _format_ratios(
-    title: str, pairs: dict[str, tuple[str, str]], points: _Points, write: Callable[[str], str] = str
+    title: str, pairs: dict[str, tuple[str, str]], points: _Points, keys: Sequence[str] = ("samples_per_s",)
 ) -> str:
     """Returns the ratios of pairs of variants at each rho; those that were never measured are left out."""
     rows = []
-    for name, (ours, theirs) in pairs.items():
-        cells = [write(_format_ratio(point.get(ours, {}), point.get(theirs, {}))) for _, point in points]
-        if set(cells) != {"-"}:
-            rows.append([name, *cells])
+    for name, pair in pairs.items():
+        ratios = [[_divide(point, *pair, key) for key in keys] for _, point in points]
+        if any(row[0] for row in ratios):
+            written = (" (".join(map(_format_floor, row)) + ")" * (len(keys) - 1) for row in ratios)
+            rows.append([name, *(cell if row[0] else "-" for cell, row in zip(written, ratios, strict=True))])
     return format_table("|".join([title, *(f"rho {rho:g}" for rho, _ in points)]), "lr", rows)
 
 
-def _format_ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    if "samples_per_s" not in ours or "samples_per_s" not in theirs:
-        return "-"
-    ratios = (ours[key] / theirs[key] for key in ("samples_per_s", "predicted_per_s"))
-    return "{} ({})".format(*(_format_floor(ratio) for ratio in ratios))
+def _divide(point: dict[str, dict[str, Any]], ours: str, theirs: str = "solo", key: str = "samples_per_s") -> float:
+    """Returns a figure of a variant over another's; 0 if one of both was not measured."""
+    if any("samples_per_s" not in point.get(name, {}) for name in (ours, theirs)):
+        return 0.0
+    return float(point[ours][key] / point[theirs][key])
+
+
+def _list_links(points: _Points) -> list[str]:
+    return [f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}" for rho, point in points]
 
 
 def _format_floor(ratio: float) -> str:
@@ -507,7 +510,7 @@ def _format_floor(ratio: float) -> str:
 def _format_beside(points: _Points) -> str:
     """This library beside torch.distributed.pipelining, method by method."""
     pairs = {ours: (ours, theirs) for theirs, ours in BESIDE.items()}
-    table = _format_ratios("method", pairs, points, lambda ratio: ratio.partition(" ")[0])
+    table = _format_ratios("method", pairs, points)
     return f"This library's samples per second over those of torch.distributed.pipelining, same stages:\n\n{table}"
 
 
@@ -571,19 +574,19 @@ def _summarise(rows: list[dict[str, Any]]) -> str:
             )
     for theirs, ours in BESIDE.items():
         ratios = [
-            point[ours]["samples_per_s"] / point[theirs]["samples_per_s"]
+            ratio
             for model in dict.fromkeys(row["model"] for row in rows)
             for _, point in _group_points(rows, model)
-            if "samples_per_s" in point.get(ours, {}) and "samples_per_s" in point.get(theirs, {})
+            if (ratio := _divide(point, ours, theirs))
         ]
         if ratios:
             middle, low, high = (_format_floor(pick(ratios)) for pick in (statistics.median, min, max))
             lines.append(f"- {ours} / {theirs}: median {middle}, {low} to {high}")
     for title, model, target in PAPER:
         points = [
-            (rho, point["PipeDream, full"]["samples_per_s"] / point["torch DDP"]["samples_per_s"])
+            (rho, ratio)
             for rho, point in _group_points(rows, model)
-            if "samples_per_s" in point.get("PipeDream, full", {}) and "samples_per_s" in point.get("torch DDP", {})
+            if (ratio := _divide(point, "PipeDream, full", "torch DDP"))
         ]
         if len(points) > 1:
             lines.append(
@@ -601,8 +604,6 @@ def _describe_reached(points: Sequence[tuple[float, float]], target: float) -> s
         if less < target <= more:
             share = math.log(target / less) / math.log(more / less)
             return f"at rho {low * (high / low) ** share:.2g}"
-    return (
-        f"not up to rho {points[-1][0]:g}, where it is {_format_floor(points[-1][1])}"
-        if points[-1][1] < target
-        else (f"already at rho {points[0][0]:g}")
-    )
+    if points[-1][1] < target:
+        return f"not up to rho {points[-1][0]:g}, where it is {_format_floor(points[-1][1])}"
+    return f"already at rho {points[0][0]:g}"

@@ -13,11 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from curve import BY_NAME, LATENCY_S, WORKER, M, find_speeds, make_request, predict
+from curve import BY_NAME, LATENCY_S, WORKER, M, find_speeds, make_request, predict, profile_all
 from models import LARGE
 
-import pipedream as pd
-from pipedream import Cluster, Profile
+from pipedream import Cluster
 from pipedream.core.units import format_bytes
 from pipedream.core.variants import format_link
 from pipedream.slow_links import slow_network
@@ -39,12 +38,7 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with slow_network((2,), (None,)) as network:
         with worker_processes(network, 2, WORKER, "large", str(M)) as workers:
-            profiles = {
-                count: Profile.from_json(
-                    workers.ask({"do": "profile", "patience_s": 0.0, "microbatches": count})["profile"]
-                )
-                for count in sorted({1, *(BY_NAME[name].planned for name in VARIANTS)})
-            }
+            profiles = profile_all(workers, VARIANTS, 0.0)
             alone = workers.ask({"do": "solo", "steps": 4, "patience_s": 5.0})["samples_per_s"]
         speeds = find_speeds(profiles, alone)
         for bytes_per_s in LINKS[size]:
@@ -54,8 +48,7 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
                 row: dict[str, Any] = {"variant": name, "bytes_per_s": bytes_per_s, "limit_bytes": LIMIT_BYTES}
                 plan, variant = None, BY_NAME.get(name)
                 if variant is not None:
-                    how = variant.how | ({"microbatches": variant.planned} if variant.planned > 1 else {})
-                    plan = pd.plan(profiles[variant.planned], cluster, schedule=variant.schedule, **how)
+                    plan = variant.plan(profiles, cluster)
                     row["peak_bytes"] = max(stage.peak_bytes for stage in plan.stages)
                     row["predicted_per_s"] = predict(name, plan, profiles, speeds)
                 # After a failure the workers may not part in peace.
