@@ -38,6 +38,13 @@ def make_parser(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
     return parser
 
 
+def parse_quick(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """Parses options; with --quick some have these values."""
+    options = parser.parse_args()
+    vars(options).update(quick if options.quick else {})
+    return options
+
+
 def print_sections(
     sections: Mapping[str, Callable[[argparse.Namespace], Iterable[object]]], options: argparse.Namespace
 ) -> None:

@@ -46,6 +46,17 @@ class Workers:
         rows = [Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split() for worker in self.workers]
         return sum(int(row[11]) + int(row[12]) for row in rows) / os.sysconf("SC_CLK_TCK")
 
+    def run_segments(self, request: dict[str, Any], limit: Callable[[], None]) -> tuple[list[float], Disturbance]:
+        """Runs a plan on workers of benchmarks/prediction, which get ready without a limit of the links.
+
+        Returns the seconds of a minibatch in each segment, and what disturbed them.
+        """
+        assert self.ask({"do": "run"} | request) == "ready"
+        limit()
+        disturbance = Disturbance(self)
+        self.tell("go")
+        return self.hear(), disturbance
+
     def tell(self, words: Any) -> None:
         """Sends a line to all."""
         for worker in self.workers:

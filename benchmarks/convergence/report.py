@@ -169,7 +169,7 @@ def _format_score(score: float, task: str) -> str:
 
 
 def _format_table(curves: Curves, task: str) -> list[str]:
-    name = {"accuracy": "accuracy", "loss": "loss, nats a character"}[TASKS[task].metric]
+    name = "accuracy" if TASKS[task].metric == "accuracy" else "loss, nats a character"
     rows = []
     for arm in arms_of(task).values():
         cells = []
@@ -201,13 +201,18 @@ def _draw_pictures(curves: Curves, task: str, folder: Path) -> list[str]:
     for by, label in (("updates", "updates"), ("time", "simulated time, in forwards of a minibatch at a stage")):
         rows = []
         for title, names in FAMILIES[task].items():
-            lines = [[line for name in names for line in _make_lines(curves, task, name, p, by)] for p in STAGES]
-            row = [Panel(f"{title}, {p} stages", lines_of_p) for p, lines_of_p in zip(STAGES, lines, strict=True)]
+            row = [
+                Panel(
+                    f"{title}, {p} stages", [line for name in names for line in _make_lines(curves, task, name, p, by)]
+                )
+                for p in STAGES
+            ]
             if any(panel.lines for panel in row):
                 rows.append(row)
         if not rows:
             continue
-        (low, high), metric = RANGE[task], TASKS[task].metric
+        low, high = RANGE[task]
+        metric = "accuracy" if TASKS[task].metric == "accuracy" else "loss"
         picture = panels_svg(rows, title=f"{task}: {metric}", x_label=label, y_label=metric, low=low, high=high)
         file = f"{task}_{by}.svg"
         (folder / file).write_text(picture)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pipedream as pd
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "convergence")]
 from scaffold import Environment, format_table, make_parser
 from steppers import STEPPERS
-from tasks import TASKS, Task
+from tasks import TASKS
 
 OPTIMIZERS = {"digits": "sgd", "char_gpt": "adamw"}
 RATES = {("digits", "1f1b"): 0.05, ("digits", "pipedream_2bw"): 0.003125}
@@ -33,7 +34,14 @@ MICROBATCHES = 4
 
 def main() -> int:
     """Trains what is missing, and prints the tables; returns the exit status."""
-    options = _parse_options()
+    parser = make_parser(__doc__)
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, help="of a run; by default the task's own")
+    parser.add_argument("--again", action="store_true", help="only print what rows.json has")
+    parser.add_argument("--out", type=Path, default=Path("build/less_communication"), help="folder of rows.json")
+    options = parser.parse_args()
     file = options.out / "rows.json"
     rows: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
     for run in () if options.again else _list_runs(options):
@@ -46,28 +54,10 @@ def main() -> int:
     return 0
 
 
-def _parse_options() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, help="of a run; by default the task's own")
-    parser.add_argument("--again", action="store_true", help="only print what rows.json has")
-    parser.add_argument("--out", type=Path, default=Path("build/less_communication"), help="folder of rows.json")
-    return parser.parse_args()
-
-
 def _list_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for task in options.tasks:
-        for stages in options.stages:
-            for method in METHODS:
-                for seed in range(options.seeds):
-                    for messages in MESSAGES:
-                        updates = options.updates or TASKS[task].updates
-                        yield {
-                            "task": task, "stages": stages, "method": method, "seed": seed, "messages": messages,
-                            "updates": updates,
-                        }  # fmt: skip
+    for run in product(options.tasks, options.stages, METHODS, range(options.seeds), MESSAGES):
+        names = ("task", "stages", "method", "seed", "messages")
+        yield dict(zip(names, run, strict=True)) | {"updates": options.updates or TASKS[run[0]].updates}
 
 
 def _train(task: str, stages: int, method: str, seed: int, messages: str, updates: int) -> dict[str, Any]:
@@ -75,7 +65,8 @@ def _train(task: str, stages: int, method: str, seed: int, messages: str, update
     chosen, rate, begin = TASKS[task], RATES[task, method], time.process_time()
     model = torch.nn.Sequential(*chosen.model(seed))
     batches = chosen.batches(seed)[:updates]
-    plan = _make_plan(model, chosen, stages, batches[0][0])
+    cuts = tuple(str(count * len(model) // stages) for count in range(1, stages))  # as many of the equal layers each
+    plan = pd.plan(pd.profile(model, batches[0][0], device="meta"), pd.Cluster.flat(stages), cuts=cuts)
     optimizer = partial(STEPPERS[OPTIMIZERS[task]], lr=rate)
     with pd.Pipeline(
         model,
@@ -95,13 +86,6 @@ def _train(task: str, stages: int, method: str, seed: int, messages: str, update
         sent_bytes = sum(pipeline.sent_bytes().values())
         figures = pipeline.evaluate([chosen.data()[1]])
     return {**figures, "bytes_per_update": sent_bytes // len(batches), "seconds": time.process_time() - begin}
-
-
-def _make_plan(model: torch.nn.Sequential, task: Task, stages: int, inputs: torch.Tensor) -> pd.Plan:
-    """Returns a plan with as many of the equal layers in each stage."""
-    profile = pd.profile(model, inputs, device="meta")
-    modules = [str(count * len(model) // stages) for count in range(1, stages)]
-    return pd.plan(profile, pd.Cluster.flat(stages), cuts=tuple(modules))
 
 
 def _format_tables(rows: Sequence[dict[str, Any]]) -> str:

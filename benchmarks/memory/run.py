@@ -18,7 +18,7 @@ from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 from pipedream.workflows.methods import versions_of
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import TIGHT_MALLOC, Environment, format_head, make_parser, run_processes
+from scaffold import TIGHT_MALLOC, Environment, format_head, format_row, make_parser, run_processes
 from scatter import Pair, scatter_svg
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -64,11 +64,10 @@ class Row:
         return self.rise_bytes / self.resident_bytes - 1
 
     def __str__(self) -> str:
-        return (
-            f"| {self.variant} | {self.stage} | {self.predicted_bytes / 1e6:.0f} MB | {self.live_bytes / 1e6:.0f} MB | "
-            f"{self.live_off:+.1%} | {self.rise_bytes / 1e6:.0f} MB | {self.resident_bytes / 1e6:.0f} MB | "
-            f"{self.rise_off:+.1%} |"
-        )
+        sizes = (self.predicted_bytes, self.live_bytes, self.rise_bytes, self.resident_bytes)
+        predicted, live, rise, resident = (f"{size / 1e6:.0f} MB" for size in sizes)
+        offs = f"{self.live_off:+.1%}", f"{self.rise_off:+.1%}"
+        return format_row((self.variant, self.stage, predicted, live, offs[0], rise, resident, offs[1]))
 
 
 VARIANTS = (
@@ -147,25 +146,13 @@ def _plan(variant: Variant, profile: Profile, blocks: int) -> Plan:
 def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], folder: Path) -> Iterator[Row]:
     plan = _plan(variant, profile, request["blocks"])
     plan.save(folder / "plan.json")
-    job = request | {
-        "do": "train",
-        "plan": str(folder / "plan.json"),
-        "schedule": variant.schedule,
-        "microbatches": variant.microbatches,
-        "optimizer": variant.optimizer,
-    }
+    how = {name: getattr(variant, name) for name in ("schedule", "microbatches", "optimizer")}
+    job = request | how | {"do": "train", "plan": str(folder / "plan.json")}
     malloc = TIGHT_MALLOC if variant.malloc else {}
     for answer in run_processes(WORKER, job, plan.workers, malloc):
-        peak = plan.stages[answer["stage"]].peak_bytes
-        yield Row(
-            str(variant),
-            variant.malloc,
-            answer["stage"],
-            peak,
-            answer["live_bytes"],
-            peak - answer["start_bytes"],
-            answer["resident_rise_bytes"],
-        )
+        peak, stage = plan.stages[answer["stage"]].peak_bytes, answer["stage"]
+        sizes = peak, answer["live_bytes"], peak - answer["start_bytes"], answer["resident_rise_bytes"]
+        yield Row(str(variant), variant.malloc, stage, *sizes)
 
 
 if __name__ == "__main__":

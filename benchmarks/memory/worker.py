@@ -78,15 +78,9 @@ def train(request: dict[str, Any]) -> list[dict[str, int]]:
     plan = Plan.load(request["plan"])
     with Allocations(torch.device("cpu")) as watch:
         gc.enable()
-        with pd.Pipeline(
-            model_of(request["width"], request["blocks"]),
-            plan,
-            schedule=request["schedule"],
-            microbatches=request["microbatches"],
-            loss=F.cross_entropy,
-            optimizer=OPTIMIZERS[request["optimizer"]],
-            check=False,
-        ) as pipeline:
+        how = {name: request[name] for name in ("schedule", "microbatches")}
+        how |= {"loss": F.cross_entropy, "optimizer": OPTIMIZERS[request["optimizer"]], "check": False}
+        with pd.Pipeline(model_of(request["width"], request["blocks"]), plan, **how) as pipeline:
             before = restart_peak()
             watch.mark()
             for _ in pipeline.train(Loader(request["batch"], request["minibatches"])):

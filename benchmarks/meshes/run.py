@@ -6,7 +6,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,30 +37,18 @@ class Row:
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    options = _parse_options()
+    questions = {"model": _ask_model, "data": _ask_data, "stash": _ask_stash, "experts": _ask_experts}
+    parser = scaffold.make_parser(__doc__, "one round of a small model")
+    parser.add_argument("--only", choices=questions)
+    parser.add_argument("--rounds", type=int, default=5, help="segments of each variant, in turns")
+    parser.add_argument("--minibatches", type=int, default=2, help="of a segment")
+    options = scaffold.parse_quick(parser, rounds=1, minibatches=1)
     scaffold.stop_if(None if len(os.sched_getaffinity(0)) > 1 else "it needs two cores", "meshes")
-    questions: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
-        "model": _ask_model,
-        "data": _ask_data,
-        "stash": _ask_stash,
-        "experts": _ask_experts,
-    }
     environment = scaffold.Environment()
     print(scaffold.format_head("figure | paper | predicted | measured"))
     scaffold.print_sections(questions, options)
     print("\n" + environment.describe(f"{options.rounds} rounds of {options.minibatches} minibatches"))
     return 0
-
-
-def _parse_options() -> argparse.Namespace:
-    parser = scaffold.make_parser(__doc__, "one round of a small model")
-    parser.add_argument("--only", choices=("model", "data", "stash", "experts"))
-    parser.add_argument("--rounds", type=int, default=5, help="segments of each variant, in turns")
-    parser.add_argument("--minibatches", type=int, default=2, help="of a segment")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.minibatches = 1, 1
-    return options
 
 
 def _ask_model(options: argparse.Namespace) -> Iterator[Row]:

@@ -318,11 +318,7 @@ def _forward_backward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output.detach()
 
 
-def _answer(request: dict[str, Any]) -> Any:
-    answers = {"times": _time_trainers, "memory": _measure_memory, "stash": _measure_stash, "experts": _time_experts}
-    return answers[request["do"]](request)
-
-
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nobody writes its output in place
-    answer_request(_answer)
+    answers = {"times": _time_trainers, "memory": _measure_memory, "stash": _measure_stash, "experts": _time_experts}
+    answer_request(lambda request: answers[request["do"]](request))

@@ -35,29 +35,22 @@ Rounds = list[list[Segment]]
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    options = _parse_options()
-    scaffold.stop_if(None if len(os.sched_getaffinity(0)) > 1 else "it needs two cores", "overhead")
     sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process, "memory": _ask_memory}
-    environment = scaffold.Environment()
-    scaffold.print_sections(sections, options)
-    print("Medians (quartiles) of the rounds.\n\n" + environment.describe(f"{options.rounds} rounds"))
-    return 0
-
-
-def _parse_options() -> argparse.Namespace:
     parser = scaffold.make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
-    parser.add_argument("--only", choices=("waiting", "compute", "process", "memory"))
+    parser.add_argument("--only", choices=sections)
     parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, in turns")
     parser.add_argument("--segment", type=int, default=64, help="microbatches that a segment of waiting stages times")
     parser.add_argument("--stages", type=int, nargs="+", choices=(2, 4), default=(2, 4), help="of waiting stages")
     parser.add_argument("--messages", type=int, nargs="+", default=(4096, 1 << 20), metavar="BYTES")
     parser.add_argument("--profile", action="store_true", help="print profiles of each rank; times are then useless")
-    options = parser.parse_args()
-    if options.profile:
+    options = scaffold.parse_quick(parser, rounds=1, segment=8, stages=(2,), messages=(4096,))
+    if options.profile and not options.quick:
         options.rounds, options.segment = 1, 160
-    if options.quick:
-        options.rounds, options.segment, options.stages, options.messages = 1, 8, (2,), (4096,)
-    return options
+    scaffold.stop_if(None if len(os.sched_getaffinity(0)) > 1 else "it needs two cores", "overhead")
+    environment = scaffold.Environment()
+    scaffold.print_sections(sections, options)
+    print("Medians (quartiles) of the rounds.\n\n" + environment.describe(f"{options.rounds} rounds"))
+    return 0
 
 
 # -- several processes ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pipedream import partition
 from pipedream.slow_links import slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, format_head, make_parser, print_sections
+import scaffold
 from worker_processes import Disturbance, Workers, worker_processes
 
 SEARCH_S = {"WResNet-152, widened 10 times": 8.3, "RNN, 10 layers, 20 time steps, 4096 units": 66.6}
@@ -33,24 +33,18 @@ LINK_BYTES = (400_000, 2_400_000)
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    options = _parse_options()
-    torch.set_num_threads(1)
-    environment = Environment()
-    print_sections({"search": _ask_search, "seconds": _ask_seconds}, options)
-    print("\n" + environment.describe())
-    return 0
-
-
-def _parse_options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "few steps, few models")
-    parser.add_argument("--only", choices=("search", "seconds"))
+    sections = {"search": _ask_search, "seconds": _ask_seconds}
+    parser = scaffold.make_parser(__doc__, "few steps, few models")
+    parser.add_argument("--only", choices=sections)
     parser.add_argument("--rate", type=float, default=25e6, help="of a link, in bytes per second")
     parser.add_argument("--rounds", type=int, default=7, help="steps that are timed")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for other processes to end")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.patience = 2, 0.0
-    return options
+    options = scaffold.parse_quick(parser, rounds=2, patience=0.0)
+    torch.set_num_threads(1)
+    environment = scaffold.Environment()
+    scaffold.print_sections(sections, options)
+    print("\n" + environment.describe())
+    return 0
 
 
 def _choose_models(models: dict[str, Model], options: argparse.Namespace) -> Iterator[tuple[str, Model]]:
@@ -58,23 +52,21 @@ def _choose_models(models: dict[str, Model], options: argparse.Namespace) -> Ite
 
 
 def _ask_search(options: argparse.Namespace) -> Iterator[str]:
-    yield format_head("search on 8 ranks | operators | published | measured, recursive | data | tracing", "lr")
+    yield scaffold.format_head("search on 8 ranks | operators | published | measured, recursive | data | tracing", "lr")
     for name, model in _choose_models(PUBLISHED, options):
         began = time.perf_counter()
         operators = model.traced("meta", updates=True)[2].operators
         traced_s = time.perf_counter() - began
-        seconds_by_method: dict[str, list[float]] = {"recursive": [], "data": []}
-        for _ in range(1 if options.quick else 3):
-            for method, seconds in seconds_by_method.items():
-                began = time.perf_counter()
-                partition(operators, 8, method, batch="x0")
-                seconds.append(time.perf_counter() - began)
-        cells = [
-            f"{statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})"
-            for seconds in seconds_by_method.values()
-        ]
-        yield (
-            f"| {name} | {len(operators.steps):,} | {SEARCH_S[name]} s | {cells[0]} | {cells[1]} | {traced_s:.0f} s |"
+
+        def time_search(method: str, operators: Any = operators) -> float:
+            began = time.perf_counter()
+            partition(operators, 8, method, batch="x0")
+            return time.perf_counter() - began
+
+        seconds_by_method = scaffold.collect_rounds(time_search, ("recursive", "data"), 1 if options.quick else 3)
+        cells = (scaffold.format_range(seconds, "{:.1f} s".format) for seconds in seconds_by_method.values())
+        yield scaffold.format_row(
+            (name, f"{len(operators.steps):,}", f"{SEARCH_S[name]} s", *cells, f"{traced_s:.0f} s")
         )
     yield ""
 
@@ -84,11 +76,8 @@ def _ask_seconds(options: argparse.Namespace) -> Iterator[str]:
         yield f"The seconds of a step cannot be measured here: {reason}"
         return
     cores, errors = len(os.sched_getaffinity(0)), []
-    yield (
-        "| model | ranks | method | exchanges | bytes sent | alone | exchanging | predicted | measured | error "
-        "| of recursive | others |"
-    )
-    yield f"| --- | ---: | --- |{' ---: |' * 9}"
+    titles = "model | ranks | method | exchanges | bytes sent | alone | exchanging | predicted | measured | error"
+    yield scaffold.format_head(f"{titles} | of recursive | others", "lrlr")
     for count in (2, 4):
         with (
             slow_network((count,), (options.rate,)) as network,
@@ -110,14 +99,12 @@ def _ask_seconds(options: argparse.Namespace) -> Iterator[str]:
                     sent = f"{answer['sent_bytes']:,}"
                     if answer["sent_bytes"] != answer["predicted_bytes"]:
                         sent += f" (predicted {answer['predicted_bytes']:,})"
-                    low, high = min(answer["together_s"]), max(answer["together_s"])
-                    cells = (
-                        f"{answer['exchanges']} | {sent}",
-                        f"{alone_s * 1e3:.0f} ms | {answer['exchange_s'] * 1e3:.0f} ms",
-                        f"{predicted_s * 1e3:.0f} ms | {measured_s * 1e3:.0f} ms ({low * 1e3:.0f} to {high * 1e3:.0f})",
-                        f"{errors[-1]:+.1%} | {measured_s / least:.2f} | {others:.0%}",
-                    )
-                    yield f"| {name} | {count} | {method} | {' | '.join(cells)} |"
+                    expected = (f"{s * 1e3:.0f} ms" for s in (alone_s, answer["exchange_s"], predicted_s))
+                    low, high = (f"{pick(answer['together_s']) * 1e3:.0f}" for pick in (min, max))
+                    shares = f"{errors[-1]:+.1%}", f"{measured_s / least:.2f}", f"{others:.0%}"
+                    measured = f"{measured_s * 1e3:.0f} ms ({low} to {high})"
+                    cells = (name, count, method, answer["exchanges"], sent, *expected, measured, *shares)
+                    yield scaffold.format_row(cells)
     sizes = sorted(map(abs, errors))
     yield f"\nMedian error {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, of {len(sizes)} steps."
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipedream.slow_links import Network, slow_network, why_not
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import Environment, format_table, make_parser, stop_if
 from scatter import Pair, scatter_svg
-from worker_processes import REAL, Disturbance, Workers, worker_processes
+from worker_processes import REAL, Workers, worker_processes
 
 RATES = {"100 mbit/s": 12.5e6, "400 mbit/s": 50e6, "1 gbit/s": 125e6}
 """Name -> bytes per second."""
@@ -112,25 +113,27 @@ def main() -> int:
     """Runs the benchmark; returns the exit status."""
     options = _parse_options()
     if options.again:
-        rows = [Row(**{**row, "segments_s": tuple(row["segments_s"])}) for row in json.loads(options.again.read_text())]
-        _write_rows([_predict_again(row) for row in rows], options.out)
+        rows = []
+        for row in json.loads(options.again.read_text()):
+            plan = Plan.from_json(row["plan"])
+            again = {"stage_s": plan.slowest_stage_s, "predicted_s": _predict_s(plan)}
+            rows.append(Row(**row | again | {"segments_s": tuple(row["segments_s"])}))
+        _write_rows(rows, options.out)
         return 0
     stop_if(why_not(), "prediction")
     place, began = Environment(), time.monotonic()
     shapes = [plan for plan in PLANS if not options.plans or plan[0] in options.plans]
     patience = _Patience(options.rounds, options.free, options.patience)
     links = options.rates or list(RATES)
-    rows: list[Row] = []
+    rows = []
     counts = [_count_workers(config) for config, _ in shapes]
+    profiles: dict[str, Profile] = {}
     with slow_network((max(counts),), (None,)) as network:
-        with worker_processes(network, REAL, _WORKER) as workers:
-            profiles = {name: workers.profile(name) for name in options.models or MODELS}
-            patience.end_s = began + 60 * options.minutes * sum(count <= REAL for count in counts) / len(counts)
-            rows += _Bench(workers, network, patience, options.every).measure_all(shapes, profiles, links)
-        for count in sorted(set(counts) - {REAL}):
-            # Each number of workers has its share of the time, so that none is left out alone.
-            patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
+        for count in sorted({REAL, *counts}):
             with worker_processes(network, count, _WORKER) as workers:
+                profiles = profiles or {name: workers.profile(name) for name in options.models or MODELS}
+                # Each number of workers has its share of the time, so that none is left out alone.
+                patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
                 rows += _Bench(workers, network, patience, options.every).measure_all(shapes, profiles, links)
     print(place.describe(f"{options.rounds} segments a plan") + "\n" + _describe_profiles(profiles))
     _write_rows(rows, options.out)
@@ -143,11 +146,6 @@ def _write_rows(rows: list[Row], folder: Path | None) -> None:
         (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
         (folder / "prediction.svg").write_text(_plot(rows))
     print(_format_tables(rows))
-
-
-def _predict_again(row: Row) -> Row:
-    plan = Plan.from_json(row.plan)
-    return replace(row, stage_s=plan.slowest_stage_s, predicted_s=_predict_s(plan))
 
 
 def _parse_options() -> argparse.Namespace:
@@ -168,21 +166,6 @@ def _parse_options() -> argparse.Namespace:
         options.plans, options.rates = options.plans or ["1-1", "2-1", "2-2"], options.rates or ["400 mbit/s"]
         options.patience, options.every = 0, True
     return options
-
-
-@dataclass(frozen=True)
-class _Compute:
-    """How a plan computes.
-
-    Attributes:
-        model: by its layers, or emulated where there is none.
-        profile: at the pace of this one, as JSON, or as fast as it can.
-        dilation: so many times as slow.
-    """
-
-    model: str | None
-    profile: str | None = None
-    dilation: int = 1
 
 
 @dataclass(frozen=True)
@@ -243,44 +226,42 @@ class _Bench:
             seconds, others = [], 0.0
             for _ in range(self.patience.rounds):
                 profiles.append(self.workers.profile(model))
-                lasted, taken = self._run(plan, link, _Compute(model), _FREE_S)
+                lasted, taken = self._run(plan, link, _FREE_S, model)
                 seconds.append(statistics.median(lasted))
                 others = max(others, taken)
             # A machine is not always equally fast: predict from profiles taken before, between and after the runs.
             profiles.append(self.workers.profile(model))
-            works = [_sum_work_s(profile) for profile in profiles]
+            works = [p.forward_s + p.backward_s + p.loss_s + p.update_s for p in profiles]
             drift = (max(works) - min(works)) / statistics.median(works)
             cuts = tuple(stage.first for stage in plan.stages[1:])
             plan = pd.plan(_average(profiles), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
         else:
             plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
-            compute = _Compute(model if real else None, profile.to_json() if real else None, _DILATION)
-            seconds, others = self._run(plan, link, compute, _SEGMENT_S)
+            layers = (model, profile.to_json()) if real else ()
+            seconds, others = self._run(plan, link, _SEGMENT_S, *layers, dilation=_DILATION)
         return Row(
             model, link, config, depth, real, plan.slowest_stage_s, _predict_s(plan), tuple(seconds), others, drift,
             plan.to_json(), 1 if profiles else _DILATION,
         )  # fmt: skip
 
-    def _run(self, plan: Plan, link: str, compute: _Compute, segment_s: float) -> tuple[list[float], float]:
-        """Returns the seconds of a minibatch in each segment, undilated, and the share that others took meanwhile."""
-        turn, workers = plan.placement.cycle, self.workers
+    def _run(
+        self, plan: Plan, link: str, segment_s: float, model: str | None = None, profile: str | None = None,
+        dilation: int = 1,
+    ) -> tuple[list[float], float]:  # fmt: skip
+        """Returns the seconds of a minibatch in each segment, undilated, and the share that others took meanwhile.
+
+        Args:
+            model: whose layers compute; emulated where there is none.
+            profile: at the pace of this one, as JSON, or as fast as it can.
+        """
+        turn = plan.placement.cycle
         self.network.limit(None)
-        ready = workers.ask(
-            {
-                "do": "run",
-                "plan": plan.to_json(),
-                **asdict(compute),
-                "warm": turn * ceil(2 * max(map(int.__mul__, plan.in_flight, plan.replicas)) / turn),
-                "segment": turn * max(1, ceil(segment_s / (plan.slowest_stage_s * compute.dilation) / turn)),
-                "segments": self.patience.rounds,
-            }
-        )
-        assert ready == "ready"
-        self.network.limit(RATES[link] / compute.dilation)
-        disturbance = Disturbance(workers)
-        workers.tell("go")
-        seconds = workers.hear()
-        return [segment_s / compute.dilation for segment_s in seconds], disturbance.share()
+        how = {"plan": plan.to_json(), "model": model, "profile": profile, "dilation": dilation}
+        how["warm"] = turn * ceil(2 * max(map(int.__mul__, plan.in_flight, plan.replicas)) / turn)
+        how["segment"] = turn * max(1, ceil(segment_s / (plan.slowest_stage_s * dilation) / turn))
+        limit = partial(self.network.limit, RATES[link] / dilation)
+        seconds, disturbance = self.workers.run_segments(how | {"segments": self.patience.rounds}, limit)
+        return [taken_s / dilation for taken_s in seconds], disturbance.share()
 
 
 def _average(profiles: list[Profile]) -> Profile:
@@ -293,10 +274,6 @@ def _average(profiles: list[Profile]) -> Profile:
     )
     update_s, loss_s = (sum(getattr(profile, name) for profile in profiles) / count for name in ("update_s", "loss_s"))
     return replace(profiles[0], layers=layers, update_s=update_s, loss_s=loss_s)
-
-
-def _sum_work_s(profile: Profile) -> float:
-    return profile.forward_s + profile.backward_s + profile.loss_s + profile.update_s
 
 
 def _predict_s(plan: Plan) -> float:

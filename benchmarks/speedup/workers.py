@@ -33,7 +33,7 @@ from pipedream.workflows.methods import score
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import find_published, format_table
-from worker_processes import Disturbance, Workers, worker_processes
+from worker_processes import Workers, worker_processes
 
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run
 _LEAST_DILATION = 4.0  # for what two cores do besides, such as passing on the messages of all-reduces
@@ -173,13 +173,13 @@ def _emulate(plan: Plan, workers: Workers, network: Network, seconds: float) -> 
     for level in range(len(plan.cluster.levels)):
         network.limit(None, level=level)
     how = {"dilation": dilation, "byte_scale": byte_scale}
-    request = {"do": "run", "plan": plan.to_json(), "model": None, "warm": warm, "segment": segment}
-    assert workers.ask(request | how | {"segments": _SEGMENTS}) == "ready"
-    for number, level in enumerate(scale_plan(plan, dilation, byte_scale).cluster.levels):
-        network.limit(level.bandwidth_bytes_per_s, level=number)
-    disturbance = Disturbance(workers)
-    workers.tell("go")
-    segments = workers.hear()
+    request = {"plan": plan.to_json(), "model": None, "warm": warm, "segment": segment, "segments": _SEGMENTS}
+
+    def limit() -> None:
+        for number, level in enumerate(scale_plan(plan, dilation, byte_scale).cluster.levels):
+            network.limit(level.bandwidth_bytes_per_s, level=number)
+
+    segments, disturbance = workers.run_segments(request | how, limit)
     return how | {
         "config": plan.config,
         "workers": plan.workers,
