@@ -84,6 +84,20 @@ def test_models_and_optimizers() -> None:
     assert texts[0] != texts[1]
 
 
+def test_an_optimizer_of_the_users_is_the_same_after_its_first_instance() -> None:
+    """Rank 0 alone has measured an update before the ranks compare."""
+
+    class Halved(SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.data.mul_(0.5)
+
+    text = describe_value(partial(Halved, lr=0.1))
+    Halved([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert describe_value(partial(Halved, lr=0.1)) == text
+
+
 def test_data() -> None:
     def loader(samples: int, batch: int = 4, shuffle: bool = False) -> Any:
         return DataLoader(TensorDataset(torch.zeros(samples, 2)), batch, shuffle=shuffle)

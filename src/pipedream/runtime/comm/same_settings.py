@@ -176,7 +176,8 @@ def _describe_constant(value: Any) -> str:
 
 def _describe_source(kind: type) -> str:
     """Returns a digest of the code of a user's class."""
-    functions = [member for member in vars(kind).values() if inspect.isfunction(member)]
+    # The first instance of an optimizer wraps the `step` of its class.
+    functions = [inspect.unwrap(member) for member in vars(kind).values() if inspect.isfunction(member)]
     codes = sorted(
         _describe_code(function.__code__) for function in functions if is_users_file(function.__code__.co_filename)
     )
