@@ -50,17 +50,16 @@ DELAYED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(
-            replace(run, clip=0.05, clip_by="delayed_global"), marks=() if quick else pytest.mark.slow, id=str(run)
-        )
-        for run, quick in zip(DELAYED, (True, False, False, True, False, False, False), strict=True)
-    ],
-)
+def mark_slow(runs: list[Any], but: tuple[int, ...]) -> list[Any]:
+    """Marks all but those at these places."""
+    marks = [() if at in but else pytest.mark.slow for at in range(len(runs))]
+    return [pytest.param(run, marks=mark, id=str(run)) for run, mark in zip(runs, marks, strict=True)]
+
+
+@pytest.mark.parametrize("run", mark_slow(DELAYED, but=(0, 3)))
 def test_clipping_by_an_earlier_global_norm_equals_a_serial_loop(run: Run) -> None:
-    check(run, go(run))
+    clipped = replace(run, clip=0.05, clip_by="delayed_global")
+    check(clipped, go(clipped))
 
 
 @pytest.mark.processes
@@ -339,17 +338,7 @@ def check_tied(run: Tied, trained: tuple[list[float], dict[str, Tensor], dict[st
     assert equal
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run, marks=() if quick else pytest.mark.slow, id=str(run))
-        for run, quick in zip(
-            TIED,
-            (True, False, False, False, True, False, True, False, False, False, True, False, True, False, False, False),
-            strict=True,
-        )
-    ],
-)
+@pytest.mark.parametrize("run", mark_slow(TIED, but=(0, 4, 6, 10, 12)))
 def test_weights_tied_across_stages_train_as_in_one_process(run: Tied) -> None:
     check_tied(run, train_tied(run))
 

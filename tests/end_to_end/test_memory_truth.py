@@ -39,24 +39,6 @@ def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> N
         assert copies * row.memory.weight_bytes == pytest.approx(start_bytes, rel=0.03)
 
 
-@pytest.mark.slow
-def test_recomputation_and_other_methods_change_what_is_predicted() -> None:
-    plain, again = (living.plan_of(Living(replicas=(1, 1, 1), recompute=choice)) for choice in (False, True))
-    assert again.stages[0].peak_bytes < 0.8 * plain.stages[0].peak_bytes
-    assert again.stages[2].peak_bytes == pytest.approx(plain.stages[2].peak_bytes, rel=0.01), "one in flight"
-
-
-@pytest.mark.slow
-def test_what_compensations_keep_is_predicted() -> None:
-    plain, feedback = (
-        living.plan_of(Living(schedule=name, replicas=(1, 1), microbatches=3))
-        for name in ("pipedream_2bw", "one_step_ef")
-    )
-    for stage, other in zip(plain.stages, feedback.stages, strict=True):
-        assert other.memory.optimizer_bytes == stage.memory.optimizer_bytes + stage.parameter_bytes
-        assert other.peak_bytes >= stage.peak_bytes + stage.parameter_bytes
-
-
 def test_sections_see_temporaries_inside_kernels() -> None:
     weight, x = torch.randn(256, 256), torch.randn(64, 256)
     with Allocations(torch.device("cpu")) as watch:

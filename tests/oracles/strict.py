@@ -168,18 +168,18 @@ class _HardwareQueue:
             work.done.set()
 
 
-_queues: defaultdict[tuple[int, int], _HardwareQueue] = defaultdict(_HardwareQueue)
+_queues: defaultdict[int, _HardwareQueue] = defaultdict(_HardwareQueue)
 
 
 class _Communicator:
     """What communicators of messages and of sums share."""
 
-    def begin(self, timeout_s: float, queues: int) -> None:
+    def begin(self, timeout_s: float) -> None:
         self.outstanding: list[_Work] = []
         self.issued = 0
         self.aborted = False
         self.timeout_s = timeout_s
-        self._queue = _queues[queues, next(_queue_numbers) % queues]
+        self._queue = _queues[next(_queue_numbers) % _QUEUES]
         _communicators.append(self)
 
     def issue(self, what: str, tensors: Sequence[Tensor], run: Callable[[], None], result: Any = ()) -> _Work:
@@ -224,7 +224,6 @@ class StrictCommunicator(_Communicator):
         number: the same at both ranks, and of no other communicator.
         connects: at once, as with a `device_id`; otherwise at the first use.
         timeout_s: longer waits of a host are taken to have no end.
-        queues: of the GPU.
     """
 
     def __init__(
@@ -235,14 +234,13 @@ class StrictCommunicator(_Communicator):
         *,
         connects: bool = True,
         timeout_s: float = _HOST_TIMEOUT_S,
-        queues: int = _QUEUES,
     ) -> None:
         self._ranks = ranks
         self._device = device
         self._tag = _FIRST_TAG + 3 * number
         self._rank = dist.get_rank()
         self._connected = False
-        self.begin(timeout_s, queues)
+        self.begin(timeout_s)
         if connects:
             self._meet("the making of a communicator")
 
@@ -325,7 +323,7 @@ class StrictGroup(_Communicator, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, options.group_rank, options.group_size)
         self._gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
         self._name = options.group_id
-        self.begin(_HOST_TIMEOUT_S, _QUEUES)
+        self.begin(_HOST_TIMEOUT_S)
 
     @property
     def group_name(self) -> str:

@@ -1022,7 +1022,7 @@ def test_forwards(name: str) -> None:
 
 
 class Shared:
-    value: Any = None
+    value: Any = 1.0
 
 
 def shares() -> nn.Module:

@@ -26,7 +26,7 @@ from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.comparison import LayersCheck
 from pipedream.runtime.session.reference_run import ReferenceRun
 from pipedream.runtime.stage.stage_module import StageModule
-from tests.runtime.test_as_plain_pytorch import reading
+from tests.runtime.test_as_plain_pytorch import listed, reading, shares
 
 DATA = batches()
 
@@ -84,19 +84,6 @@ def test_a_loss_that_reads_the_model_is_refused() -> None:
         Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=loss, optimizer=SGD, check=True) as pipeline,
     ):
         list(pipeline.train(DATA))
-
-
-def _build_reader_of_list() -> nn.Module:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(4))
-            self.weights = [self.weight]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weights[0]
-
-    return nn.Sequential(Listed(), nn.Linear(4, 4)).double()
 
 
 class Stateful(nn.Module):
@@ -210,24 +197,6 @@ def test_random_numbers_that_the_profile_lacks_are_not_compared(monkeypatch: pyt
         assert ("profile it as it is trained" in "".join(warnings)) is (rate == 0.0)
 
 
-class Holder:
-    value: Any = 0.0
-
-
-def _build_handing_over() -> nn.Module:
-    class Gives(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            holder.value = x.detach().sum()
-            return super().forward(x)
-
-    class Takes(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + holder.value
-
-    holder = Holder()
-    return nn.Sequential(Gives(4, 4), Takes(4, 4)).double()
-
-
 _RUNS: tuple[tuple[str, str, int], ...] = (
     ("mixed", "1f1b", 2),
     ("mixed", "pipedream", 1),
@@ -244,11 +213,11 @@ def _train(kind: str, schedule: str, microbatches: int, check: bool, free_bytes:
     if free_bytes is not None:
         pipedream.pipeline.available_bytes = lambda *_: free_bytes  # type: ignore[attr-defined]
     builders = {
-        "list": _build_reader_of_list,
+        "list": listed,
         "mixed": Mixed,
         "chain": net,
         "another stage": partial(reading, False),
-        "object": _build_handing_over,
+        "object": shares,
     }
     model = builders[kind]().double()
     plan = plan_of(model, DATA[0][0], (3 if kind == "mixed" else 1,))
@@ -293,7 +262,7 @@ def test_processes_train_as_without_it() -> None:
 @pytest.mark.parametrize(
     ("kind", "free_bytes", "words"),
     [
-        ("list", 0, "rank 0, the comparison of .* stage 0 has another gradient of '0.weight'.*through a list"),
+        ("list", 0, "rank 1, the comparison of .* stage 1 has another gradient of '1.linear.weight'.*through a list"),
         ("another stage", None, "rank 1, stage 1, .*in the module '2'.*a weight or buffer of another stage"),
         ("object", None, "rank ., the comparison of the first minibatch .*through Python objects"),
     ],

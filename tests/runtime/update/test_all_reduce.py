@@ -19,8 +19,6 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
 from pipedream.runtime.stage.emulated import make_emulated_model
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
-from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, buckets_of
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.tied_weights import TiedGradientSum
@@ -128,67 +126,6 @@ def test_a_bucket_waits_for_its_turn(order: list[int]) -> None:
         assert group.started == [6, 5, 4, 3, 2, 1][:turn]
     with pytest.raises(PlanError, match="in two backwards"):
         reduction.put(order[0], torch.ones(order[0] + 1, dtype=torch.float64))
-
-
-class Slow(nn.Module):
-    """Three layers; the middle weight is read twice, the last one is not read at all on odd microbatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
-        self.unused = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(x @ self.a) @ self.b
-        return torch.tanh(x) @ self.b @ self.c
-
-
-def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
-    layer, group = Slow(), Noted()
-    handles = dict(layer.named_parameters())
-    stage = StageModule([("slow", layer)], handles, torch.device("cpu"), seed=0)
-    versions, gradients = Versions(handles, watched=True), Gradients([torch.float32] * 4)
-    reduction = GradientAllReduce(list(handles.values()), group, first_bytes=1, bucket_bytes=1)
-    seen: list[int] = []
-
-    def ready(index: int, gradient: torch.Tensor) -> None:
-        reduction.put(index, gradients.complete(index, gradient))
-        seen.append(reduction.started)
-
-    expected = [torch.zeros(4, 4) for _ in range(3)]
-    for k in range(3):
-        x = torch.randn(2, 4)
-        plain = [handle.detach().clone().requires_grad_() for handle in handles.values()]
-        out = torch.tanh(torch.tanh(x @ plain[0]) @ plain[1]) @ plain[1] @ plain[2]
-        for total, gradient in zip(expected, torch.autograd.grad(out.sum(), plain[:3]), strict=True):
-            total += gradient
-        weights = versions.read(0)
-        output = stage.forward(x, weights.leaves, k, first=True)
-        kept = SavedForward(weights, (), (output,), (), k)
-        computed, _ = stage.backward(kept, [torch.ones(2, 4)], gradients.accumulators, ready if k == 2 else None)
-        gradients.add(computed, 1.0)
-        assert not seen or k == 2
-        assert all(leaf.grad is None for leaf in weights.leaves.values())
-        versions.release(weights)
-    # The handle that nobody reads is the first bucket: all others wait for the end of the backward.
-    assert seen == [0, 0, 0]
-    assert gradients.accumulators == [None] * 4
-    reduction.close(*gradients.take(), 0.0)
-    sums, loss_weight, count, _ = result(reduction.take())
-    assert (loss_weight, count, sums[3]) == (3.0, 3, None)
-    for total, plain_sum in zip(sums[:3], expected, strict=True):
-        torch.testing.assert_close(total, plain_sum)
-    # Without it the sums start one after the other, from the output's end.
-    del handles["unused"], layer.unused
-    reduction, gradients = (
-        GradientAllReduce(list(handles.values()), group, first_bytes=1, bucket_bytes=1),
-        Gradients([torch.float32] * 3),
-    )
-    seen.clear()
-    stage = StageModule([("slow", layer)], handles, torch.device("cpu"), seed=0)
-    output = stage.forward(torch.randn(2, 4), versions.read(0).leaves, 3, first=True)
-    stage.backward(SavedForward(versions.peek(), (), (output,), (), 3), [torch.ones(2, 4)], [None] * 3, ready)
-    assert seen == [1, 2, 3]
 
 
 def test_low_precision_gradients_join_in_the_type_of_the_handle() -> None:

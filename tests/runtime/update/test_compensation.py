@@ -305,6 +305,7 @@ REFUSED = [
     (Generalised(0.5), partial(torch.optim.SGD, momentum=0.9, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
     (VelocityPrediction(), partial(torch.optim.SGD, momentum=0.9, maximize=True), r"SGD with maximize=True"),
     (BasisRotation(), torch.optim.Adafactor, "rotates the moments of Adam, .*, found Adafactor"),
+    (BasisRotation(), torch.optim.SGD, "rotates the moments of Adam, .*, found SGD, which keeps no"),
 ]
 
 
