@@ -1,10 +1,9 @@
-"""Compensations as nouns: texts, JSON, what goes together, and the limits of stability that they are about."""
+"""Compensations as nouns: texts, JSON, and what goes together."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
-from math import pi, sin
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from pipedream.core.schedule.compensation import (
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.rules import UpdateRule
-from pipedream.core.schedule.weights import DoubleBuffer, Stash, WeightRule
+from pipedream.core.schedule.weights import Stash, WeightRule
 from pipedream.metrics import in_flight, staleness
 from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate
@@ -169,15 +168,6 @@ def test_a_method_says_whether_it_compensates() -> None:
         assert method.compensates == bool(build(name, uniform(name, 2)).updates.compensation), name
 
 
-def test_a_program_keeps_them() -> None:
-    for name in COMPENSATED:
-        schedule = build(name, Plan.uniform(3))
-        program = lower(schedule)
-        again = Program.from_json(program.to_json())
-        assert again == program
-        assert again.updates.compensation == schedule.updates.compensation != ()
-
-
 def test_programs_from_before_have_none() -> None:
     data = json.loads(lower(build("pipedream", Plan.uniform(2))).to_json())
     del data["updates"]["compensation"]
@@ -252,62 +242,3 @@ def test_gap_aware_needs_one_version_that_was_read() -> None:
     # A prediction that is kept is gone when the update comes (a KeyError there).
     with pytest.raises(ScheduleError, match="forwards read predictions, which are gone"):
         build("spectrain_v2", Plan.uniform(3)).with_compensation("gap_aware")
-
-
-# -- stability ---------------------------------------------------------------------------------------
-
-
-FAR = 1e100
-
-
-def largest(late: np.ndarray, steps: int) -> np.ndarray:
-    return np.abs(late[-steps:]).max(axis=0)
-
-
-def grows(rates: np.ndarray, weights: WeightRule, kind: OfVelocity, momentum: float = 0.0) -> np.ndarray:
-    """Tells for each rate whether late SGD grows on a quadratic of curvature 1; what is read says the weight rule."""
-    delay = weights.staleness(0)
-    a, b = kind.coefficients(momentum, delay)
-    turn = 4 * delay + 2  # the critical oscillation's period
-    y = np.zeros((60 * turn + 1, len(rates)))
-    y[0] = 1.0
-    v = np.zeros(len(rates))
-    for k in range(60 * turn):
-        g = y[weights.forward_version(0, k)]
-        v = momentum * v + g
-        y[k + 1] = np.clip(y[k] - rates * (a * v + b * g), -FAR, FAR)
-    middle, end = largest(y[: 30 * turn], 2 * turn), largest(y, 2 * turn)
-    return np.asarray((end > middle) | (end == FAR))
-
-
-def limit(weights: WeightRule, kind: OfVelocity, momentum: float = 0.0) -> float:
-    """Returns the greatest stable rate, cut down from an interval by parts."""
-    low, high = 0.0, 2.5
-    while high - low > 2e-4 * high:
-        rates = np.linspace(low, high, 34)
-        first = int(np.argmax(grows(rates, weights, kind, momentum)))
-        low, high = rates[first - 1], rates[first]
-    return (low + high) / 2
-
-
-@pytest.mark.parametrize(
-    "delay", [d if d in (0, 1, 2, 4, 8, 16) else pytest.param(d, marks=pytest.mark.long) for d in range(33)]
-)
-def test_stability_limit_of_late_gradients(delay: int) -> None:
-    """(2 / c) sin(pi / (4 d + 2))."""
-    expected = 2 * sin(pi / (4 * delay + 2))
-    stash = Stash((delay,), (1,), (0,))
-    assert limit(stash, Generalised(0.0)) == pytest.approx(expected, rel=2e-3)
-    # What T1 begins with is stable where the rate alone would not be.
-    if delay > 1:
-        assert LearningRateRescheduling(100).factor(delay, 0) < expected < 1.0
-    if delay == 1:
-        assert limit(DoubleBuffer(1), Generalised(0.0)) == pytest.approx(expected, rel=2e-3)
-
-
-def test_compensation_allows_larger_rates() -> None:
-    """With momentum 0.9: what each is for. The limits are those of this recurrence, found as above."""
-    stash = Stash((1,), (1,), (0,))
-    plain = limit(stash, Generalised(0.0), 0.9)
-    assert limit(stash, SpikeCompensation(), 0.9) > 1.5 * plain
-    assert limit(stash, VelocityPrediction(), 0.9) > 1.5 * plain

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
@@ -100,28 +100,6 @@ def chain(count: int, *ties: tuple[int, ...]) -> LayerGraph:
 
 
 class TestGraph:
-    def test_a_chain_may_be_cut_anywhere(self) -> None:
-        assert chain(5).cuts() == (1, 2, 3, 4)
-        assert chain(1).cuts() == ()
-
-    @pytest.mark.parametrize(
-        ("ties", "cuts"),
-        [
-            (((0, 3),), (4, 5)),
-            (((2, 2),), (1, 2, 3, 4, 5)),
-            (((1, 2), (4, 5)), (1, 3, 4)),
-            (((0, 5),), ()),
-            (((3, 1),), (1, 4, 5)),
-        ],
-    )
-    def test_ties_are_not_cut_apart(self, ties: tuple[tuple[int, ...], ...], cuts: tuple[int, ...]) -> None:
-        assert chain(6, *ties).cuts() == cuts
-
-    def test_only_one_value_crosses(self) -> None:
-        """A skip connection 0 -> 2 forbids the cuts under it; one value read twice does not."""
-        skip = replace(chain(4), edges=((0, 1), (1, 2), (0, 2), (2, 3)))
-        assert skip.cuts() == (1, 3)
-
     @given(st.integers(2, 8), st.data())
     def test_cuts_against_the_definition(self, count: int, data: st.DataObject) -> None:
         pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
@@ -224,11 +202,6 @@ class TestPlan:
         with pytest.raises(PlanError, match="must not grow"):
             plan.with_depth((1, 2, 1))
 
-    def test_short_form_and_rates(self) -> None:
-        plan = Plan.uniform(3, replicas=(4, 2, 1))
-        assert (plan.config, plan.workers) == ("4-2-1", 7)
-        assert plan.rate_factors == (1.0, 0.5, 0.25)
-
     def test_lag_needs_depth(self) -> None:
         plan = replace(Plan.uniform(3, replicas=(1, 3, 1)), in_flight=(6, 2, 1), update_delay=(0, 1, 0))
         assert plan.with_depth("noam") == plan
@@ -268,15 +241,6 @@ class TestPlan:
         assert "all-reduce" not in straight
         assert "delay" not in straight
         assert "lr factor" not in straight
-
-    def test_layers(self) -> None:
-        Plan.uniform(3).check_layers(3)
-        with pytest.raises(PlanError, match="covers layers 0 to 2, the model has 5"):
-            Plan.uniform(3).check_layers(5)
-
-    def test_levels(self) -> None:
-        cluster = Cluster((Level(4, 1e10, 1e-6), Level(2, 1e9, 1e-4)))
-        assert (cluster.workers, cluster.bandwidth_bytes_per_s, cluster.latency_s) == (8, 1e9, 1e-4)
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------------

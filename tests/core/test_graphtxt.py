@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from published import published
 import pipedream as pd
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.graph_txt import GraphNode, GraphText, in_order
+from pipedream.core.model.graph_txt import GraphNode, GraphText
 from pipedream.core.model.profile import LayerProfile
 
 TEXT = """\
@@ -90,12 +89,6 @@ def test_a_profile_in_this_form_has_the_same_costs() -> None:
         assert (kept.forward_s, kept.backward_s) == pytest.approx((cost.forward_s, cost.backward_s), rel=1e-15)
 
 
-def test_stages_of_a_plan_are_written() -> None:
-    graph = GraphText.parse(TEXT).with_stages([["node3"], ["node4"]])
-    assert [node.stage for node in graph.nodes] == [0, None, 1]
-    assert re.findall("stage_id=(.*)", str(graph)) == ["0", "1"]
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -161,13 +154,6 @@ def test_the_noun_is_well_formed(nodes: tuple[str, ...], edges: tuple[tuple[int,
 def test_a_description_that_would_not_come_back(kind: str) -> None:
     with pytest.raises(ValueError, match="line break, surrounding blanks or a separator"):
         GraphNode("a", kind)
-
-
-@given(graphs())
-def test_order(graph: GraphText) -> None:
-    order = in_order(len(graph.nodes), graph.edges)
-    assert sorted(order) == list(range(len(graph.nodes)))
-    assert all(order.index(a) < order.index(b) for a, b in graph.edges)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream import planner, schedules
-from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.errors import ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
@@ -50,14 +50,6 @@ def check_claims(name: str, stages: int, m: int) -> None:
     assert [(stage.in_flight, stage.versions) for stage in occupancy(built)] == expected
 
 
-@pytest.mark.parametrize("m", [1, 3, 9])
-def test_microbatches_between_the_halves_of_a_backward(m: int) -> None:
-    """Stage s of ZB-H1 makes weight gradients s microbatches later, of ZB-H2 2s; one has just got its first half."""
-    for name, times in (("1f1b", None), ("zb_h1", 1), ("zb_h2", 2)):
-        deferred = [stage.deferred for stage in occupancy(schedules.build(name, Plan.uniform(4), m))]
-        assert deferred == [0 if times is None else min(times * s + 1, m) for s in range(4)]
-
-
 @given(st.data())
 def test_it_is_what_the_proof_finds(data: st.DataObject) -> None:
     counts = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
@@ -91,37 +83,6 @@ def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
         # A simulated run does not know of the gradients that wait in a bucket of a sum.
         bucket = min(FIRST_BUCKET_BYTES, stage.parameter_bytes) if stage.replicas > 1 else 0
         assert stage.peak_bytes == simulated + bucket
-
-
-def test_the_limit_decides_by_the_method() -> None:
-    """Ten parts: 1F1B holds 2 of them at the first of two stages, GPipe all ten, the naive order one."""
-    profile = Profile.of_chain((LAYER,) * 4, batch=10)
-    plans = {
-        name: pd.plan(profile, Cluster.flat(2), schedule=name, microbatches=10, shape="1-1")
-        for name in ("naive", "1f1b", "gpipe")
-    }
-    peaks = {name: plan.stages[0].peak_bytes for name, plan in plans.items()}
-    kept = {name: plan.stages[0].memory.activation_bytes for name, plan in plans.items()}
-    assert kept == {"naive": 2 * 4800 // 10, "1f1b": 2 * 2 * 4800 // 10, "gpipe": 10 * 2 * 4800 // 10}
-    limit = Cluster.flat(2, memory_bytes=peaks["gpipe"] - 1)
-    pd.plan(profile, limit, schedule="1f1b", microbatches=10, shape="1-1")
-    with pytest.raises(PlanError, match="none of the straight pipelines of 2 stages fits"):
-        pd.plan(profile, limit, schedule="gpipe", microbatches=10, shape="1-1")
-    # Two replicas share the ten.
-    both = pd.plan(profile, Cluster.flat(2), schedule="gpipe", microbatches=10, shape="2").stages[0].peak_bytes
-    # Weights, a bucket of gradients, and gradients: a tenth of them come when a tenth of the activations has gone.
-    assert both == 5 * 4 * 4800 // 10 + 2 * 4 * 70 + 4 * 70 * 9 // 10
-    pd.plan(profile, Cluster.flat(2, memory_bytes=both), schedule="gpipe", microbatches=10, shape="2")
-
-
-def test_vertical_sync_is_checked_with_the_whole_plan() -> None:
-    """All its stages hold as many versions as the input stage, which a stage alone does not know."""
-    profile = Profile.of_chain((LAYER,) * 4)
-    peaks = [
-        pd.plan(profile, Cluster.flat(4), schedule=name, shape="straight").stages[3].peak_bytes
-        for name in ("pipedream", "pipedream_vertical_sync")
-    ]
-    assert peaks[1] - peaks[0] == 3 * 70
 
 
 @pytest.mark.parametrize("replicas", list(product((1, 2, 3), repeat=3)), ids=str)

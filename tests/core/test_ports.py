@@ -1,4 +1,4 @@
-"""What ports carry: against counting minibatch by minibatch, and of a stage alone."""
+"""What ports carry: against counting minibatch by minibatch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from drawn import clusters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.plan.cost import Site, all_reduce_s, ports_s
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.cost import all_reduce_s, ports_s
 
 SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 
@@ -64,19 +64,6 @@ def test_equals_counting_minibatch_by_minibatch(
     predicted = ports_s(cluster, taken, sent[: len(taken)], summed[: len(taken)])
     expected = counted(cluster, taken, sent, summed)
     assert {place: s for place, s in predicted.items() if s} == pytest.approx({p: s for p, s in expected.items() if s})
-
-
-def test_a_stage_between_two_machines_by_hand() -> None:
-    """Workers 2 to 4 of machines 0 to 3 and 4 to 7, with neighbours in one machine each."""
-    cluster = Cluster((Level(4, 6.0), Level(2, 3.0, receive_bytes_per_s=1.0)))
-    site = Site.of(cluster, (2, 3, 4), before=1, after=5)
-    # Level 0: a third of both boundaries; level 1: machine 0 sends two thirds of the outputs on, machine 1 gets a third
-    # of the inputs; the ring of three carries 4/3 of the parameters once in three minibatches.
-    assert site.port_s(0, 18, 0) == pytest.approx(6.0)
-    assert site.port_s(0, 0, 18) == pytest.approx(12.0)
-    assert site.port_s(0, 18, 18) == pytest.approx(12.0)
-    assert site.port_s(9, 18, 18) == pytest.approx(12.0 + 4.0)
-    assert ports_s(cluster, [(0, 1), (2, 3, 4), (5, 6, 7)], [0, 18, 0], [0, 9, 0])[1, 0] == pytest.approx(4.0 + 12.0)
 
 
 def test_seconds_of_an_all_reduce() -> None:

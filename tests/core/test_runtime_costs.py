@@ -15,13 +15,10 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
-from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
 from pipedream.planner import manual_plan
-from pipedream.planner import search_plan as plan_of
-from pipedream.schedules import build
-from pipedream.simulator import costs, simulate
+from pipedream.simulator import costs
 
 COSTS = RuntimeCosts(op_s=0.5, message_s=0.25, message_s_per_byte=0.01, update_s=2.0, load_s=3.0)
 PLAN = Plan(
@@ -104,18 +101,6 @@ def test_the_bytes_of_a_sum_keep_its_workers_from_computing() -> None:
         assert timeline.makespan_s == pytest.approx(4 * (4.0 + 8.0 + 1.0 + sum_s))
 
 
-def test_an_unbroken_run_by_hand() -> None:
-    """One minibatch through two stages: read, forward, send, receive, both passes of the last stage, and back."""
-    plan = Plan(PLAN.stages[:2], (2, 1), Cluster.flat(2, 1e30), runtime=COSTS)
-    program = lower(build("1f1b", plan, 1))
-    spans = {(span.kind, span.stage): span for span in simulate(program, costs(plan), 1).spans if span.kind in "FBU"}
-    assert (spans["F", 0].start_s, spans["F", 0].end_s) == (3.0, 7.5)
-    received_s = 7.5 + 0.25 + 2 * 1.25  # the targets are sent first
-    assert spans["F", 1].start_s == pytest.approx(received_s)
-    assert spans["B", 0].start_s == pytest.approx(received_s + 4.5 + 8.5 + 2 * 1.25)
-    assert spans["U", 0].end_s == pytest.approx(spans["B", 0].start_s + 8.5 + 3.0)
-
-
 def test_a_stage_takes_the_longer_of_its_kernels_and_their_launches() -> None:
     """The sums of its layers, not the longer of each."""
     small = LayerProfile(1.0, 2.0, 1, 1, forward_launch_s=3.0, backward_launch_s=4.0)
@@ -133,17 +118,6 @@ def test_a_stage_takes_the_longer_of_its_kernels_and_their_launches() -> None:
     busy = replace(plan, runtime=RuntimeCosts(op_s=1.0, overlap_device=True))
     assert busy.slowest_stage_s == 16.0
     assert costs(busy).op_s(Kind.FORWARD, 0) == 7.0
-
-
-def test_the_planner_counts_launches() -> None:
-    """By their kernels alone the eight small layers are one stage."""
-    small, large = LayerProfile(0.1, 0.1, 1, 1), LayerProfile(3.0, 5.0, 1, 1)
-    launched = replace(small, forward_launch_s=1.0, backward_launch_s=1.0)
-    cuts = []
-    for layer in (small, launched):
-        plan = plan_of(Profile.of_chain((layer,) * 8 + (large,)), Cluster.flat(2, 1e12), shape="straight")
-        cuts.append((plan.stages[1].first, plan.slowest_stage_s))
-    assert cuts == [(8, 8.0), (4, pytest.approx(8.8))]
 
 
 def test_earlier_files_have_no_launches() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.weights import Stamped, WeightRule
 from pipedream.experimental.timeprest_interpolated import Between, Interpolated, timeprest_interpolated
@@ -109,50 +108,6 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_u
     assert verify(lower(tagged)).staleness == (delays_updates[0],) * p
 
 
-def version_difference(p: int, m: int) -> int:
-    """Minibatches from a backward to the newest one whose update all stages had made when it began, in the paper's
-    slots."""
-    rows = nf1b(p, m, 12)
-    ends = [[slot for slot, what in enumerate(row) if what == "B"] for row in (rows[0], rows[-1])]
-    differences = [i - sum(end < begin for end in ends[0]) for i, begin in enumerate(ends[1])]
-    return differences[8] + 1
-
-
-@pytest.mark.parametrize("p", range(2, 9))
-@pytest.mark.parametrize("m", range(2, 9))
-def test_the_version_difference_of_the_paper(p: int, m: int) -> None:
-    """Dutta et al., section 3.5: v = floor((W+N-2)/N), and v = 1 iff W <= N+1. The first does not hold everywhere."""
-    difference = version_difference(p, m)
-    assert difference == (p - 1) // (m + 1) + 1
-    assert (difference == 1) == (p <= m + 1)
-    assert (difference == (p + m - 2) // m) == ((p, m) not in {(6, 2), (8, 2), (8, 3)})
-    # At its own stage a backward reads what was made of the minibatch before.
-    rule = build("timeprest", Plan.uniform(p), m).weights
-    assert all(rule.backward_version(s, k) == k // m for s in range(p) for k in range(6 * m))
-
-
-def test_microbatches_of_a_minibatch_may_have_different_tags() -> None:
-    """Four workers, four microbatches (the paper's figure 2b): of the third minibatch A and B come before the first
-    backward of the input stage, C and D behind it."""
-    schedule = build("timeprest", Plan.uniform(4), 4)
-    kinds = [op for op in islice(schedule.order(0), 20) if op.kind is not Kind.UPDATE]
-    assert [op.kind.value for op in kinds[:10]] == ["F"] * 10
-    assert [str(op) for op in kinds[10:16]] == ["0B0", "0B1", "0B2", "0B3", "0F10", "0F11"]
-    for stage in range(4):
-        assert [schedule.weights.forward_version(stage, k) for k in range(8, 12)] == [0, 0, 1, 1]
-
-
-def test_the_example_of_the_paper() -> None:
-    """Three workers, two microbatches: F1A F1B F2A F2B F3A F3B B1 F4A F4B B2 at the first."""
-    for name in ("timeprest", "v_timeprest", "timeprest_interpolated"):
-        schedule = build(name, Plan.uniform(3), 2)
-        firsts = [
-            "".join(op.kind.value for op in islice((op for op in schedule.order(s) if op.kind is not Kind.UPDATE), 14))
-            for s in range(3)
-        ]
-        assert firsts == ["FFFFFFBBFFBBFF", "FFFFBBFFBBFFBB", "FFBBFFBBFFBBFF"]
-
-
 @given(st.integers(1, 6), st.integers(1, 8))
 def test_what_is_kept(p: int, m: int) -> None:
     """The input stage needs no old version for its tags, the last one the most; a stash is the other way round."""
@@ -166,12 +121,6 @@ def test_what_is_kept(p: int, m: int) -> None:
     assert kept == [between.versions(p - 1 - s) for s in range(p)]
     assert [between.buffers(s) for s in range(p)] == [int(s < p - 1) for s in range(p)]
     assert [tagged.buffers(s) for s in range(p)] == [0] * p
-
-
-@pytest.mark.parametrize("name", ["timeprest", "timeprest_interpolated"])
-def test_programs_are_read_as_they_were_written(name: str) -> None:
-    program = lower(build(name, Plan.uniform(3, replicas=(2, 1, 1)), 4))
-    assert Program.from_json(program.to_json()) == program
 
 
 def test_a_share_is_in_the_file() -> None:

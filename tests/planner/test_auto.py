@@ -19,7 +19,6 @@ from pipedream.cli.options import make_cluster
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
@@ -116,14 +115,6 @@ def test_no_way_is_faster(
         )
 
 
-def test_the_score_is_the_papers_bubble() -> None:
-    """GPipe, section 2.3: (p - 1) / (m + p - 1) of the time is idle."""
-    profile = Profile.of_chain((LayerProfile(1.0, 1.0, 0, 0),) * 4, batch=8)
-    plan = planning.plan(profile, Cluster.flat(4), schedule="gpipe", microbatches=8, shape="straight")
-    assert score(plan).bubble == pytest.approx(3 / 11)
-    assert score(plan).period_s == pytest.approx(2 * 11 / 8)
-
-
 def test_methods_that_flush_are_compared() -> None:
     assert list(select_methods()) == list(FLUSHING)
 
@@ -146,16 +137,6 @@ def test_a_late_method_is_taken_only_if_allowed() -> None:
     assert not schedules.build(two.schedule, two).flushes
     assert "learn differently" in two.note
     assert "learn differently" not in plan.note
-
-
-def test_what_the_runtime_costs_makes_for_fewer_microbatches() -> None:
-    cluster = Cluster.flat(3, 1e6)
-    free = planning.plan_and_compare(CHAIN, PlanRequest(cluster, schedule="auto", shape="straight")).plan
-    dear = planning.plan_and_compare(
-        replace(CHAIN, runtime=RuntimeCosts(op_s=0.5)), PlanRequest(cluster, schedule="auto", shape="straight")
-    ).plan
-    assert free.microbatches > dear.microbatches
-    assert score(dear).period_s < score(replace(free, runtime=dear.runtime)).period_s
 
 
 def test_memory_decides_between_methods() -> None:

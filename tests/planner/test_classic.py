@@ -298,5 +298,3 @@ def test_what_it_does_not_know(wrong: dict[str, object]) -> None:
     profile = pd.Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 2)
     with pytest.raises(PlanError, match="the planner of the original PipeDream has no such option"):
         pd.plan(profile, Cluster.flat(3), cost_model="classic", **wrong)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="cost model 'new' is not known; write pipedream or classic"):
-        pd.plan(profile, Cluster.flat(3), cost_model="new")

@@ -68,10 +68,3 @@ def test_counts_the_fewest_workers() -> None:
     assert ahead.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four
     assert behind.tolist() == [4, 3, 2, 2, 0]
     assert fewest_workers(space, 0.5, range(1, 9), 8)[0].tolist() == [0, 9, 9, 9, 9]
-
-
-def test_many_places_go() -> None:
-    draw = random.Random(1)
-    layers = [LayerProfile(1 + draw.random(), 1.0, draw.randrange(10**6), draw.randrange(10**7)) for _ in range(300)]
-    space = SearchSpace.of(Profile.of_chain(tuple(layers)), Cluster.flat(8, 1e9))
-    assert len(prune_places(DynamicProgram(space, replicated_states(8))).space.positions) < 160

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.planner import SearchSpace, search_plan
@@ -109,12 +107,6 @@ def chains(draw: st.DrawFn) -> Profile:
     return Profile.of_chain(tuple(layers), update_s=draw(cost), optimizer_bytes=draw(size), loss_s=draw(cost))
 
 
-def test_states() -> None:
-    assert replicated_states(3) == ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3))
-    assert straight_states(3) == ((1, 1), (2, 1), (3, 1))
-    assert states_of_counts((2, 1, 3)) == ((3, 3), (4, 1), (6, 2))
-
-
 def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[State, ...] | None, bool, Any]:
     """A set of states, where they start, whether one stage is allowed, and the plans that this means."""
     kind = draw.choice(["any", "any", "pipeline", "all workers", "straight", "counts"])
@@ -188,32 +180,6 @@ def test_many_workers_are_planned_in_seconds() -> None:
     assert max(best.replicas) > 1
 
 
-@given(chains(), st.integers(1, 5), st.floats(1.0, 1e12))
-def test_period_is_the_bottleneck_and_respects_its_bounds(profile: Profile, stages: int, bandwidth: float) -> None:
-    assume(stages <= len(profile.layers))
-    best = straight(profile, Cluster.flat(5, bandwidth), stages=stages)
-    total = profile.forward_s + profile.backward_s + profile.loss_s
-    total += profile.update_s if profile.parameter_bytes else 0.0
-    largest = max(layer.forward_s + layer.backward_s for layer in profile.layers)
-    period = best.slowest_stage_s
-    assert period >= total / stages * (1 - 1e-12)
-    assert period >= largest * (1 - 1e-12)
-    sent = [0, *(stage.output_bytes for stage in best.stages[:-1]), 0]
-    ports = [(before + behind) / bandwidth for before, behind in pairwise(sent)]  # of one worker: what comes, what goes
-    assert period == pytest.approx(max(*(stage.compute_s for stage in best.stages), *ports), rel=1e-12)
-    assert sum(stage.compute_s for stage in best.stages) == pytest.approx(total)
-
-
-@given(chains(), st.integers(1, 5), st.floats(1.0, 1e12), st.floats(1.0, 100.0), st.floats(0.0, 1.0))
-def test_more_bandwidth_is_never_slower(
-    profile: Profile, stages: int, bandwidth: float, factor: float, latency: float
-) -> None:
-    assume(stages <= len(profile.layers))
-    slow = straight(profile, Cluster.flat(5, bandwidth, latency), stages=stages)
-    fast = straight(profile, Cluster.flat(5, bandwidth * factor, latency), stages=stages)
-    assert fast.slowest_stage_s <= slow.slowest_stage_s
-
-
 @given(chains(), st.integers(1, 5), st.floats(0.0, 1.5), st.sampled_from(sorted(RULES)))
 def test_memory_limit_is_obeyed_to_the_byte(profile: Profile, stages: int, share: float, rule: str) -> None:
     assume(stages <= len(profile.layers))
@@ -232,41 +198,6 @@ def test_memory_limit_is_obeyed_to_the_byte(profile: Profile, stages: int, share
     assert best.slowest_stage_s >= unlimited.slowest_stage_s
 
 
-@given(chains(), st.integers(1, 5))
-def test_json_round_trip(profile: Profile, stages: int) -> None:
-    assume(stages <= len(profile.layers))
-    best = straight(profile, Cluster.flat(5, memory_bytes=10**15), stages=stages)
-    assert Plan.from_json(best.to_json()) == best
-
-
-def _chain(*rows: tuple[float, int]) -> Profile:
-    """Layers of (forward seconds, output bytes)."""
-    return Profile.of_chain(tuple(LayerProfile(seconds, 0.0, sent, 0) for seconds, sent in rows))
-
-
-def test_ties_go_to_fewer_bytes_then_to_earlier_cuts() -> None:
-    # Layer 3 alone takes the period, so the cut among the three before it is free.
-    rows = [(1.0, 5), (1.0, 2), (1.0, 2), (9.0, 1)]
-    assert _cuts(straight(_chain(*rows), Cluster.flat(3, 1e9), stages=3)) == (2, 3)
-    rows[0] = (1.0, 2)
-    assert _cuts(straight(_chain(*rows), Cluster.flat(3, 1e9), stages=3)) == (1, 3)
-
-
-def test_a_suffix_trades_its_slack_for_bytes() -> None:
-    # The suffix after the first cut is fastest cut in the middle, but the first stage is slower than either.
-    profile = _chain((10.0, 1), (2.0, 1), (2.0, 9), (2.0, 9), (2.0, 1))
-    assert _cuts(straight(profile, Cluster.flat(3, 1e9), stages=3)) == (1, 2)
-
-
-def test_a_slow_link_moves_the_cut() -> None:
-    profile = _chain((3.0, 1000), (1.0, 1), (2.0, 1))
-    assert _cuts(straight(profile, Cluster.flat(2, 1e6), stages=2)) == (1,)
-    slow = straight(profile, Cluster.flat(2, 100.0), stages=2)
-    assert _cuts(slow) == (2,)
-    assert slow.slowest_stage_s == 4.0
-    assert transfer_s(1000, 100.0) == 10.0
-
-
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
@@ -281,7 +212,3 @@ def test_refuses_counts_that_do_not_fit(stages: int, says: str) -> None:
     profile = Profile("tied", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 3, batch=1)
     with pytest.raises(PlanError, match=says):
         straight(profile, Cluster.flat(4), stages=stages)
-
-
-def _cuts(plan: Plan) -> tuple[int, ...]:
-    return tuple(stage.first for stage in plan.stages[1:])

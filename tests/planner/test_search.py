@@ -122,24 +122,6 @@ def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
     )
 
 
-def test_one_worker_when_links_are_useless() -> None:
-    alone = search_plan(EIGHT, Cluster.flat(4, 0.1))
-    assert (alone.config, alone.slowest_stage_s) == ("1", 24.0)
-    assert search_plan(EIGHT, Cluster.flat(1)).note == "one worker"
-
-
-def test_a_stage_with_few_weights_is_replicated() -> None:
-    """The paper's finding: replicate what computes, and keep what holds the weights on one worker."""
-    rows = (LayerProfile(2.0, 4.0, 10, 1000, 100), LayerProfile(1.0, 2.0, 10, 100_000, 100))
-    best = search_plan(Profile.of_chain(rows), Cluster.flat(3, 10_000.0))
-    assert (best.config, best.in_flight) == ("2-1", (2, 1))
-    assert best.slowest_stage_s == pytest.approx((6.0 + 2 * 1000 / 2 / 10_000) / 2)
-    assert best.note.endswith(
-        "data parallelism on 3 workers is predicted at 7.49 s per minibatch; one worker is predicted at 9.00 s per "
-        "minibatch; a straight pipeline of 2 stages is predicted at 6.00 s per minibatch"
-    )
-
-
 def test_a_model_that_cannot_be_cut() -> None:
     graph = LayerGraph.chain((Layer("a", "L"), Layer("b", "L")), ties=((0, 1),))
     profile = Profile("tied", graph, (LAYER,) * 2, batch=1)
@@ -229,21 +211,6 @@ def test_memory_drives_from_data_parallelism_to_a_pipeline() -> None:
     assert "data parallelism on 4 workers does not fit the memory" in best.note
     with pytest.raises(PlanError, match=r"none of the data-parallel plans fits: .* 23\.1 kB .* a worker has 15\.0 kB"):
         search_plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1, shape="data-parallel")
-
-
-def test_fewer_versions_and_more_microbatches_need_less() -> None:
-    """At the input: versions, four in flight, three messages. Gradients come as activations go, but for those of
-    microbatches before."""
-    heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 1000, 4000),) * 4)
-    peaks = [
-        max(stage.peak_bytes for stage in search_plan(heavy, Cluster.flat(4), shape="straight", **options).stages)
-        for options in (
-            {},
-            {"versions": lambda in_flight, update_delay: 2},
-            {"versions": lambda in_flight, update_delay: 2, "microbatches": 4},
-        )
-    ]
-    assert peaks == [4 * 1000 + 4 * 4000 + 3 * 8, 2 * 1000 + 4 * 4000 + 3 * 8, 3 * 1000 + 4 * 1000 + 3 * 2]
 
 
 def test_says_the_least_need_when_nothing_fits() -> None:

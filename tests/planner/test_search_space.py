@@ -146,13 +146,6 @@ def test_stages_add_up_to_the_model(
         )
 
 
-def test_equal_layers_cost_the_same_wherever_they_stand() -> None:
-    profile = Profile.of_chain((LayerProfile(0.1, 0.7, 1, 1),) * 10)
-    stages = manual_plan(profile, Cluster.flat(3), (3, 6)).stages
-    assert stages[0].forward_s == stages[1].forward_s
-    assert stages[0].backward_s == stages[1].backward_s
-
-
 def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
     cluster = Cluster.flat(4, bandwidth_bytes_per_s=100.0)
     space = SearchSpace.of(TINY, cluster)
