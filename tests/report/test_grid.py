@@ -18,26 +18,14 @@ from pipedream.schedules import SCHEDULES, uniform
 Simulated = Callable[..., Timeline]
 
 PICTURES = {
-    ("naive", 1, 2): """\
-time   | 0 s             4 s             8 s
-rank 0 | F0  .   .   .   B0  ==' F1  .   .   .   B1  =='
-rank 1 | .   F0  B0  ==' .   .   .   F1  B1  =='""",
     ("gpipe", 3, 3): """\
 time   | 0 s             4 s             8 s
 rank 0 | F0  F1  F2  .   .   .   B0  ==  B1  ==  B2  =='
 rank 1 | .   F0  F1  F2  B0  ==  B1  ==  B2  =='""",
-    ("1f1b", 3, 3): """\
-time   | 0 s             4 s             8 s
-rank 0 | F0  F1  .   .   B0  ==  F2  B1  ==  .   B2  =='
-rank 1 | .   F0  B0  ==  F1  B1  ==  F2  B2  =='""",
     ("pipedream", None, 4): """\
 time   | 0 s             4 s             8 s             12 s
 rank 0 | F0  F1  .   .   B0  ==' F2  B1  ==' F3  B2  ==' .   B3  =='
 rank 1 | .   F0  B0  ==' F1  B1  ==' F2  B2  ==' F3  B3  =='""",
-    ("pipedream_2bw", 2, 4): """\
-time   | 0 s             4 s             8 s             12 s
-rank 0 | F0  F1  .   .   B0  ==  F2  B1  ==' F3  B2  ==  .   B3  =='
-rank 1 | .   F0  B0  ==  F1  B1  ==' F2  B2  ==  F3  B3  =='""",
 }
 
 

@@ -187,23 +187,6 @@ def test_makespans_are_claimed_only_where_they_hold() -> None:
             assert timeline.makespan_s > schedule.claims.makespan_s(4, m, 2, f, i, w) + 0.1, (name, f, i, w, m)
 
 
-@pytest.mark.parametrize("p", [1, 2, 5])
-@pytest.mark.parametrize(("name", "stages"), [("zb_h2", 1), ("zbv", 2)])
-def test_no_worker_waits_between_its_first_op_and_its_last(name: str, stages: int, p: int) -> None:
-    schedule = build(name, uniform(name, p, 1.0, 2.0), 3 * p)
-    timeline = run(schedule, 6 * p)
-    for rank in range(p):
-        spans = [span for span in timeline.work() if span.rank == rank]
-        assert spans[-1].end_s - spans[0].start_s == pytest.approx(3 * 6 * p * stages)
-
-
-@pytest.mark.parametrize(("p", "units"), [(2, 2), (4, 3), (6, 2)])
-def test_forward_doubling_leaves_no_bubble_between_units(p: int, units: int) -> None:
-    """Chimera, SC 2021, section 3.5: p - 2 idle slots of a backward each, however many microbatches there are."""
-    schedule = build("chimera_doubled", uniform("chimera_doubled", p, 1.0, 2.0), 2 * p * units)
-    assert run(schedule, 2 * p * units).makespan_s == 3 * p * units + 2 * (p - 2) + 3 * p * units
-
-
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 1), (3, 2), (4, 5), (5, 15), (8, 8), (8, 24)])
 def test_activations_of_a_split_backward(p: int, m: int) -> None:
     """Until its input gradient a microbatch keeps all its activations: at stage s so many as in 1F1B, or in one of

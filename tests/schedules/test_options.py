@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from failing_recipe import written
 from zoo import alike_layers
 
 import pipedream as pd
@@ -25,14 +24,12 @@ from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.core.schedule.program import Program
 from pipedream.experimental.roundpipe import roundpipe
 from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
-from pipedream.runtime.checkpoint.folders import complete_checkpoints, read_manifest
+from pipedream.runtime.checkpoint.folders import read_manifest
 from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform
 from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
-from pipedream.schedules.asynchronous.paci import paci
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.pipemare import pipemare
 from pipedream.schedules.registry import options_of
-from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.workflows.methods import resolve_method
 
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -119,12 +116,6 @@ def test_wrong_keyword_arguments_are_refused(name: str, options: dict[str, Any],
     with pytest.raises(ScheduleError) as refused:
         build(name, Plan.uniform(3), **options)
     assert message in str(refused.value)
-
-
-def test_options_make_a_difference() -> None:
-    for name in ("pb_lwp[by=difference]", "pb_lwp[scale=2]", "pb_lwp_sc[scale=2]", "paci[backward_rule=recompute]"):
-        bare, _, _ = name.partition("[")
-        assert unnamed(lower(build(name, Plan.uniform(3)))) != unnamed(lower(build(bare, Plan.uniform(3))))
 
 
 def test_every_option_of_a_method_can_be_said() -> None:
@@ -308,23 +299,3 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
     with pd.Pipeline(animal.model, plan, phases=[Phase(read_manifest(saved).schedule)], **how) as again:
         again.load(tmp_path)
         assert again.program == pipeline.program
-
-
-@pytest.mark.slow
-def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand, started: list[int]) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANK", "0")  # the recipe's
-    name = "paci[backward_rule=recompute]"
-    arguments = (*written(tmp_path)[2:4], "--workers", 2, "--out", "run")
-    status, out, error = run_command(*arguments, "--schedule", name, "--minibatches", 6, "--epochs", 1)
-    assert (status, started) == (0, [2]), error
-    assert f"Proof of {name}, plan 1-1" in out
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["configuration"]["schedule"] == name
-    assert summary["configuration"]["recompute"] == [True, True]
-    saved = complete_checkpoints(tmp_path / "run" / CHECKPOINTS)
-    assert read_manifest(saved[0]).schedule == name
-
-
-def test_the_default_of_paci_is_in_no_name() -> None:
-    assert build("paci[backward_rule=graph]", Plan.uniform(2)).name == paci(Plan.uniform(2)).name == "paci"

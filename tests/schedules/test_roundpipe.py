@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations, groupby, product
-from math import gcd
+from itertools import combinations, groupby
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import pipedream as pd
@@ -22,10 +21,8 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advance_instruction
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.experimental.roundpipe import _choose_slots, homes, roundpipe
-from pipedream.metrics import run_metrics
-from pipedream.schedules import build, evaluation, uniform
+from pipedream.schedules import build, evaluation
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
 from pipedream.workflows.check import check_plan
@@ -115,21 +112,6 @@ def test_slots_of_forwards_by_the_seconds(size: tuple[int, int, int], times: lis
     chosen = [slot.stop for slot in _choose_slots(plan)]
     assert chosen[-1] == last
     assert period_s(tuple(chosen[:-1])) == best
-
-
-@pytest.mark.parametrize(("p", "forwards"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3), (5, 1)])
-def test_equal_slots_have_the_papers_bubble(p: int, forwards: int) -> None:
-    """p - 1 idle slots of one microbatch at either end of a minibatch: p (p - 1)/(n m + p (p - 1))."""
-    sizes = [stages for stages in range(max(p, 2), 5 * p + 5) if not (stages - 1) % forwards]
-    even = [stages for stages in sizes if not len(slots_of(stages, forwards, 1.0, 1.0)) % p]
-    assert even or gcd(p, forwards + 1) > 1
-    for stages, m in product(even[:2], (p, p + 1, 3 * p)):
-        slots = slots_of(stages, forwards, 1.0, forwards - 1.0)
-        schedule = roundpipe(plan_of(p, stages, 1.0, forwards - 1.0), m, forwards=forwards)
-        n = len(slots)
-        metrics = run_metrics(simulate(lower(schedule), costs(schedule.plan), m))
-        assert metrics.bubble == pytest.approx(p * (p - 1) / (n * m + p * (p - 1)), abs=1e-9)
-        assert metrics.makespan_s == pytest.approx(forwards * ((n // p) * m + p - 1))
 
 
 @given(sizes(), st.integers(1, 4))
@@ -310,11 +292,3 @@ def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
         check_plan(fits, profile=measured)
         with pytest.raises(PlanError, match="for the passes of the stages"):
             check_plan(short, profile=measured)
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 3))
-def test_uniform_plans(chunks: int) -> None:
-    schedule: Schedule = build("roundpipe", uniform("roundpipe", 4, chunks=chunks))
-    assert len(schedule.plan.stages) == 4 * chunks
-    assert schedule.microbatches == 16

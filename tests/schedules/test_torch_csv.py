@@ -24,7 +24,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.metrics import in_flight, run_metrics
 from pipedream.schedules import (
     LAYOUTS,
     SCHEDULES,
@@ -35,7 +34,6 @@ from pipedream.schedules import (
     uniform,
 )
 from pipedream.schedules.kit.method import looped
-from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
 
 SIZES = ((1, 2), (2, 4), (2, 7), (3, 6))  # ranks and microbatches
@@ -115,34 +113,6 @@ def test_their_deferred_receives(name: str) -> None:
         else:
             assert from_torch_csv(text, name=name) == read(name, p, m, 2)
     assert any(mixed) == (name in SPLIT)
-
-
-@pytest.mark.parametrize(("name", "p", "m", "v"), [row for row in theirs() if not row[2] % row[1]])
-def test_their_bubbles_are_those_of_the_papers(name: str, p: int, m: int, v: int) -> None:
-    """GPipe (2019): (p-1)/(m+p-1). Interleaved 1F1B (2021), breadth first (Lamy-Poirier 2023): (p-1)/(vm+p-1).
-
-    Zero bubble (Qi et al. 2024): where F, I and W take as long, ZB-H1 waits (p-1)(F+I-W) in a minibatch, here for each
-    of v stages a rank; ZB-V and its fold DualPipeV hold no more than p, and 2p+1, in flight and wait for the first
-    microbatch and behind the last one alone: not once between a rank's first pass and its last.
-    """
-    schedule = read(name, p, m, v)
-    timeline = pd.simulate(schedule.plan, schedule=schedule, microbatches=m)
-    if name in ("GPipe", "Interleaved1F1B", "LoopedBFS"):
-        plan = uniform(name="1f1b", workers=p * v, forward_s=2.0, backward_s=3.0)
-        plan = replace(plan, worker_order=schedule.plan.worker_order, cluster=schedule.plan.cluster)
-        timeline = simulate(lower(replace(schedule, plan=plan)), costs(plan), m)
-        assert run_metrics(timeline).bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-9)
-        return
-    # F = I = W = 1: the plan's backward takes 2, its halves as long.
-    assert timeline.makespan_s == pytest.approx(3 * v * m + (p - 1) * (1 + 1 - 1))
-    if name == "InterleavedZeroBubble":
-        return
-    for rank in range(p):
-        mine = [span for span in timeline.work() if span.rank == rank and span.kind != "U"]
-        span_s = max(span.end_s for span in mine) - min(span.start_s for span in mine)
-        if m >= 2 * p and name == "ZBVZeroBubble":
-            assert span_s == pytest.approx(3 * v * m), "no bubble at all between the first and the last"
-        assert in_flight(timeline, rank) <= (2 * p if name == "ZBVZeroBubble" else 2 * p + 1)
 
 
 def test_their_1f1b_is_broken_and_refused() -> None:

@@ -1,9 +1,8 @@
-"""The clock against what must hold whatever the costs are, also of tied weights; test_clock_oracle has its oracle."""
+"""The clock by hand: deadlocks, ranks in turns, and sums of tied weights; test_clock_oracle has its oracle."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,95 +16,13 @@ from pipedream.core.plan.cost import all_reduce_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Move, Program, RankProgram, advance_instruction
-from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.timeline import WORK, Span, Timeline
-from pipedream.core.schedule.weights import Flush
-from pipedream.metrics import steady_metrics
-from pipedream.schedules import build, evaluation
+from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.schedules import build
 from pipedream.simulator import Costs, costs, simulate
 from pipedream.verifier import verify
-
-
-def work_of(timeline: Timeline) -> dict[tuple[int, str, int, int], tuple[float, float]]:
-    return {(s.rank, s.kind, s.stage, s.index): (s.start_s, s.end_s) for s in timeline.work()}
-
-
-@given(runs())
-def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]) -> None:
-    schedule, costs_, total = run
-    program = lower(schedule)
-    timeline = simulate(program, costs_, total)
-    placement = schedule.placement
-
-    # Each rank does its ops, in its order, each once, and one thing at a time.
-    for rank in range(timeline.workers):
-        spans = [span for span in timeline.of_rank(rank) if span.kind != "send"]
-        done = [(span.kind, span.stage, span.index) for span in spans if span.kind in WORK]
-        assert done == [(o.kind.value, o.stage, o.index) for o in schedule.ops(rank, total)]
-        assert all(before.end_s <= after.start_s for before, after in pairwise(spans))
-        assert sum(span.end_s - span.start_s for span in spans if span.kind in WORK) == pytest.approx(
-            sum(costs_.op_s(op.kind, op.stage) / costs_.speed(rank) for op in schedule.ops(rank, total))
-        )
-        begin_s = min(span.start_s for span in timeline.spans)  # after the first minibatch was read
-        assert timeline.makespan_s >= max(span.end_s for span in spans) - begin_s - 1e-9
-
-    # What an op needs is done before it, and what comes from another rank has travelled.
-    at = work_of(timeline)
-    for rank in range(timeline.workers):
-        for op in schedule.ops(rank, total):
-            start = at[rank, op.kind.value, op.stage, op.index][0]
-            for need in schedule.requires(op, total):
-                owner = placement.ranks[need.stage][need.replica]
-                if need.kind is Kind.FORWARD:
-                    owner = placement.forward_rank(need.stage, need.index)
-                travel = 0.0
-                if owner != rank and op.kind is Kind.UPDATE:
-                    travel = costs_.sync_s[op.stage]
-                elif owner != rank and need.kind is Kind.UPDATE:
-                    travel = costs_.copy_s(op.stage, owner, rank)
-                elif owner != rank:
-                    carries = "activation" if op.kind is Kind.FORWARD else "gradient"
-                    carries = "stage_input" if need.stage == op.stage else carries
-                    (channel,) = (
-                        c
-                        for c in program.channels
-                        if (c.sender, c.receiver, c.carries, c.source) == (owner, rank, carries, need.stage)
-                    )
-                    travel = costs_.transfer_s(channel)
-                assert start >= at[owner, need.kind.value, need.stage, need.index][1] + travel - 1e-9
-
-    # No run is shorter than the way of one microbatch through all stages and back; weight gradients may come later.
-    back = Kind.INPUT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
-    way = sum(
-        costs_.op_s(Kind.FORWARD, stage) / costs_.speed(placement.forward_rank(stage, 0))
-        + costs_.op_s(back, stage) / costs_.speed(placement.rank_of(stage, 0))
-        for stage in range(placement.stages)
-    )
-    way += sum(
-        costs_.transfer_s(channel)
-        for channel in program.channels
-        if channel.carries in ("activation", "gradient")
-        and (channel.sender, channel.receiver) == placement.ends(channel.carries, channel.source, channel.target, 0)
-    )
-    assert timeline.makespan_s >= way - 1e-9
-
-    # One gradient a stage and microbatch, taken and applied at the versions of the rules.
-    assert Counter((t.stage, t.microbatch) for t in timeline.gradient_versions) == Counter(
-        (s, k) for s in range(placement.stages) for k in range(total)
-    )
-    for tag in timeline.gradient_versions:
-        assert tag.forward_version == schedule.weights.forward_version(tag.stage, tag.microbatch)
-        assert tag.microbatch in schedule.updates.members(tag.stage, tag.applied_to + 1)
-    for rank, peak in enumerate(timeline.peak_versions):
-        visiting = min(1, len(placement.remote_forwards(rank)))
-        assert (
-            1 <= peak <= visiting + sum(schedule.weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
-        )
-
-    assert simulate(program, costs_, total) == timeline
 
 
 def straight(stages: int, forward_s: float = 1.0, backward_s: float = 2.0, transfer_s: float = 0.0) -> Plan:
@@ -140,26 +57,6 @@ def test_picture_of_a_run() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("depth", "occupied_s", "latency_s", "expected"),
-    [
-        (1, 2.0, 0.0, [3.0, 10.0, 17.0]),  # a message starts only when the one before has been used
-        (2, 2.0, 0.0, [3.0, 8.0, 13.0]),
-        (2, 0.0, 2.0, [3.0, 8.0, 13.0]),
-        (3, 6.0, 0.0, [7.0, 13.0, 19.0]),  # the link is the bottleneck
-        (3, 0.0, 6.0, [7.0, 12.0, 17.0]),  # latency is not: messages follow each other
-    ],
-)
-def test_posted_receives_and_links_hold_messages_back(
-    depth: int, occupied_s: float, latency_s: float, expected: list[float]
-) -> None:
-    program = lower(build("gpipe", straight(2), 3))
-    program = replace(program, channels=tuple(replace(channel, depth=depth) for channel in program.channels))
-    zero = (0.0, 0.0)
-    slow = Costs((1.0, 5.0), zero, zero, zero, zero, (occupied_s, 0.0), Cluster.flat(2, 1.0, latency_s))
-    assert starts(simulate(program, slow, 3), 1, "F") == expected
-
-
 def test_one_stage_is_data_parallel_and_pays_its_sums() -> None:
     rows = (Stage(0, 1, 4, 1.0, 2.0, 0.25, parameter_bytes=1000),)
     plan = Plan(rows, (1,), Cluster.flat(4, 1000.0), unit="microbatch")
@@ -169,13 +66,6 @@ def test_one_stage_is_data_parallel_and_pays_its_sums() -> None:
     assert starts(timeline, 3, "wait") == pytest.approx([3.0, 7.75, 12.5])
 
 
-def test_absent_replicas_join_the_last_round() -> None:
-    plan = Plan.uniform(2, replicas=(2, 1))
-    timeline = simulate(lower(build("pipedream", plan)), costs(plan), 5)
-    assert [span.index for span in timeline.of_rank(1) if span.kind == "U"] == [1, 2, 3]
-    assert [span.index for span in timeline.of_rank(1) if span.kind == "F"] == [1, 3]
-
-
 def test_coupled_updates_wait_for_all_ranks() -> None:
     plan = straight(3)
     program = lower(build("gpipe", plan, 2))
@@ -183,54 +73,6 @@ def test_coupled_updates_wait_for_all_ranks() -> None:
     coupled = simulate(replace(program, couples_updates=True), costs(plan), 4)
     assert len({starts(apart, rank, "U")[0] for rank in range(3)}) == 3
     assert [starts(coupled, rank, "U") for rank in range(3)] == [starts(apart, 0, "U")] * 3
-
-
-def test_forwards_alone() -> None:
-    plan = Plan.uniform(3, 1.0, 2.0, 0.0, replicas=(2, 1, 1))
-    timeline = simulate(lower(evaluation(plan)), costs(plan), 10)
-    assert timeline.makespan_s == pytest.approx(12.0)
-    assert timeline.gradient_versions == ()
-    assert timeline.peak_versions == (1, 1, 1, 1)
-
-
-def test_split_backward_sends_its_gradient_before_the_weight_gradient() -> None:
-    plan = straight(2, 1.0, 4.0)
-
-    def order(rank: int):  # type: ignore[no-untyped-def]
-        for k in range(100):
-            yield from (Op(Kind(letter), rank, k) for letter in "FIW")
-            yield Op(Kind.UPDATE, rank, k + 1)
-
-    kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-    schedule = Schedule(
-        name="split",
-        plan=plan,
-        placement=plan.placement,
-        weights=Flush(1),
-        updates=UpdateRule((1, 1)),
-        flushes=True,
-        kinds=kinds,
-        order=order,
-    )
-    timeline = simulate(lower(schedule), costs(plan, weight_s=1.0), 1)
-    assert [(s.kind, s.start_s, s.end_s) for s in timeline.of_rank(0) if s.kind in WORK] == [
-        ("F", 0.0, 1.0),
-        ("I", 5.0, 8.0),
-        ("W", 8.0, 9.0),
-        ("U", 9.0, 9.0),
-    ]
-    assert [(tag.stage, tag.microbatch) for tag in timeline.gradient_versions] == [(0, 0), (1, 0)]
-
-
-def test_peak_bytes_count_versions_and_activations() -> None:
-    rows = tuple(
-        Stage(s, s + 1, output_bytes=80, activation_bytes=800, parameter_bytes=5, optimizer_bytes=7) for s in range(2)
-    )
-    plan = Plan(rows, (2, 1), Cluster.flat(2))
-    stashing = simulate(lower(build("pipedream", plan)), costs(plan), 8)
-    assert stashing.peak_bytes == (5 * 3 + 7 + 2 * 800 + 3 * 80, 5 * 2 + 7 + 800 + 5 * 80)
-    flushing = simulate(lower(build("gpipe", plan, 8)), costs(plan, split=8), 8)
-    assert flushing.peak_bytes == (5 * 2 + 7 + 8 * 100 + 3 * 10, 5 * 2 + 7 + 8 * 100 + 11 * 10)
 
 
 def broken(program: Program, rank: int, change: dict[str, str]) -> Program:
@@ -299,16 +141,6 @@ def test_one_works_at_a_time(run: tuple[Schedule, Costs, int]) -> None:
     work = sorted(shared.work(), key=lambda span: (span.start_s, span.end_s))
     assert all(after.start_s >= before.end_s * (1 - 1e-12) for before, after in pairwise(work))
     assert sorted(span[:4] for span in work) == sorted(span[:4] for span in apart.work())
-
-
-@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
-def test_nothing_overlaps_and_nobody_is_idle_at_once(name: str) -> None:
-    plan = Plan.uniform(3, forward_s=1.0, backward_s=2.0, update_s=0.5)
-    program = lower(build(name, plan, 4 if name == "1f1b" else None))
-    timeline = simulate(program, costs(plan), 40, in_turns=True)
-    updates = sum(span.kind == "U" for span in timeline.spans)
-    assert timeline.makespan_s == pytest.approx(3 * 40 * 3.0 + updates * 0.5)
-    assert steady_metrics(timeline).bubble == pytest.approx(2 / 3, abs=0.02)
 
 
 # -- sums over the holders of tied weights ----------------------------------------------------------------------------

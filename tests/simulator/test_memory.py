@@ -17,7 +17,6 @@ from pipedream.core.plan.memory import (
     StageSizes,
     message_bytes,
     peers_of,
-    stage_bytes,
 )
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
@@ -27,7 +26,6 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import WORK, Timeline
 from pipedream.core.schedule.weights import Stamped, WeightRule
 from pipedream.experimental.timeprest_interpolated import Interpolated
-from pipedream.metrics import run_metrics
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import Costs, costs, simulate
 
@@ -172,28 +170,6 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         assert timeline.peak_bytes[rank] == max(size for _, size in expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "versions"),
-    [
-        ("pipedream", (3, 2, 1)),
-        ("1f1b", (1, 1, 1)),
-        ("pipedream_2bw", (2,) * 3),
-        ("paci[backward_rule=stash]", (2, 2, 1)),
-    ],
-)
-def test_peak_is_that_of_the_memory_model(name: str, versions: tuple[int, ...]) -> None:
-    plan = replace(PLAN, unit="microbatch")
-    timeline = simulate(lower(build(name, plan, None if name == "pipedream" else 6)), costs(plan), 24)
-    how = {"per_update": 1 if name == "pipedream" else 6, "flushes": name == "1f1b"}
-    peers = peers_of(plan.replicas, plan.in_flight)
-    peaks = tuple(
-        stage_bytes(sizes_at(plan, s), versions=versions[s], in_flight=plan.in_flight[s], peers=peers[s], **how)
-        for s in range(3)
-    )
-    assert timeline.peak_bytes == peaks
-    assert tuple(row.peak_bytes for row in run_metrics(timeline).per_rank) == peaks
-
-
 def test_what_a_basis_takes_is_counted_and_timed() -> None:
     """Two square matrices for each side of two weights of 30 x 40 float32 numbers; the last stage has none."""
     rows = tuple(replace(row, matrices=(Matrices(30, 40, 2, 9600),) if s < 2 else ()) for s, row in enumerate(ROWS))
@@ -213,44 +189,6 @@ def test_what_a_basis_takes_is_counted_and_timed() -> None:
         before = {s.stage: s.end_s - s.start_s for s in plain.spans if s.kind == "U"}
         added = [took[s] - before[s] for s in range(3)]
         assert added == pytest.approx([flops * rate, flops * rate, 0], rel=1e-6, abs=1e-12)
-
-
-def test_a_picture_of_the_memory_of_a_split_backward() -> None:
-    pair = Plan(ROWS[:2], (2, 1), Cluster.flat(2, 1e30), unit="microbatch")
-    timeline = simulate(lower(build("zb_h1", pair, 2)), costs(pair), 2)
-    microbatch_bytes, start = (
-        801,
-        5000 + 7 + 5 * 80,
-    )  # weights, state; two receives, three gradients that may not be taken
-    steps = [size - start for _, size in memory_steps(timeline, 1)]
-    assert steps == [
-        0,
-        microbatch_bytes,  # F0
-        2 * microbatch_bytes,  # I0: half a backward keeps twice the activations, at most
-        3 * microbatch_bytes,  # F1
-        4 * microbatch_bytes,  # I1
-        4 * microbatch_bytes + 5000,  # W0: the gradients
-        2 * microbatch_bytes + 5000,  # W1
-        5000,  # U
-    ]
-
-
-def test_a_picture_of_memory() -> None:
-    pair = Plan(ROWS[:2], (2, 1), Cluster.flat(2, 1e30))
-    timeline = simulate(lower(build("pipedream", pair)), costs(pair), 3)
-    start = 5000 + 7 + 3 * 80  # weights, state; two receives are posted, and an output may still have to leave
-    assert memory_steps(timeline, 0) == (
-        (0.0, start),
-        (0.0, start + 800),  # F0
-        (1.0, start + 2 * 800),  # F1
-        (4.0, start + 2 * 800 + 5000),  # B0: the gradients
-        (6.0, start + 800 + 2 * 5000),  # U1: F1 has read version 0
-        (6.0, start + 2 * 800 + 5000),  # F2
-        (7.0, start + 2 * 800 + 2 * 5000),  # B1
-        (9.0, start + 800 + 2 * 5000),  # U2: nobody reads version 0 any more, but F2 has read version 1
-        (10.0, start + 800 + 2 * 5000),  # B2
-        (12.0, start + 5000),  # U3
-    )
 
 
 def test_forwards_alone_hold_one_version() -> None:

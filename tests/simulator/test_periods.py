@@ -17,7 +17,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.metrics import run_metrics, steady_metrics
+from pipedream.metrics import steady_metrics
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
@@ -64,24 +64,6 @@ def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, sha
     timeline = run("pipedream", plan, None, 200)
     assert period_s(timeline, 1, 120) == pytest.approx(f + b, rel=5e-3)
     assert min(steady_metrics(timeline, skip=120).busy_shares) == pytest.approx(1.0, abs=5e-3)
-
-
-def test_the_design_pages_example() -> None:
-    timeline = run("pipedream", Plan.uniform(4, 1.0, 1.0, 1.0), None, 400)
-    assert max(steady_metrics(timeline, skip=200).busy_shares) == pytest.approx(4 / 7, abs=1e-2)  # "57% busy"
-
-
-@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=5))
-def test_throughput_is_that_of_the_slowest_stage(times: list[tuple[float, float]]) -> None:
-    rows = tuple(Stage(s, s + 1, 1, f, b) for s, (f, b) in enumerate(times))
-    plan = Plan(rows, tuple(range(len(rows), 0, -1)), Cluster.flat(len(rows)), unit="microbatch")
-    timeline = run("pipedream", plan, None, 120)
-    slowest, rank = max((f + b, s) for s, (f, b) in enumerate(times))
-    ends = [span.end_s for span in timeline.of_rank(rank) if span.kind == "B"]
-    seconds = (ends[100] - ends[40]) / 60
-    # Stages almost as slow take long to fall into step with it, so the period is met from above.
-    assert slowest * (1 - 1e-9) <= seconds <= slowest * 1.01
-    assert run_metrics(timeline).throughput_per_s <= 1 / slowest + 1e-9
 
 
 def balanced(replicas: tuple[int, ...], forward_s: float = 1.0, backward_s: float = 2.0) -> Plan:
@@ -236,31 +218,6 @@ def test_stages_of_a_machine_share_its_port() -> None:
     assert far_down_s(plan.with_depth("full")) == pytest.approx(3.0)
     alone = replace(plan, cluster=Cluster((Level(3, 100.0), Level(2, 8.0))))
     assert (alone.slowest_stage_s, alone.period_s) == (2.0, 2.0)  # the boundary between the machines has no bytes
-
-
-@pytest.mark.parametrize(("sums", "round_s"), [("ring", 4.0 + 8.0), ("tree", 4.0 + 16.0)])
-def test_bytes_of_sums_and_messages_share_a_port(sums: str, round_s: float) -> None:
-    """2-1: in each round the port of a replica carries a message of 4 MiB and the sum of 8 MiB, at 1 MiB/s."""
-    rows = (Stage(0, 1, 2, 1.0, 1.0, output_bytes=4 << 20, parameter_bytes=8 << 20), Stage(1, 2, 1, 0.1, 0.1))
-    plan = Plan(rows, (2, 1), Cluster((Level(3, float(1 << 20)),), sums=sums), unit="microbatch")
-    program = lower(build("pipedream", plan.with_depth("full")))
-    ends = [span.end_s for span in simulate(program, costs(plan), 400).of_rank(0) if span.kind == "B"]
-    assert (
-        round_s <= (ends[150] - ends[50]) / 100 <= round_s + 2.0 + 8.0
-    )  # its rank computes, and waits for the messages of both
-    assert 2 * plan.costs.sites[0].port_s(8 << 20, 0, 4 << 20) == pytest.approx(round_s)
-
-
-def test_replicas_share_each_others_links() -> None:
-    """2-1: the one link of the second stage carries every message, so two replicas do not halve their time."""
-    rows = (Stage(0, 1, 2, 1.0, 1.0, output_bytes=6), Stage(1, 2, 1, 1.0, 1.0))
-    pair = Plan(rows, (2, 1), Cluster.flat(3, 1.0), unit="microbatch").with_depth("full")
-    assert pair.slowest_stage_s == 6.0
-    assert period_s(run("pipedream", pair, None, 200), 1, 40) == pytest.approx(6.0)
-    both = (Stage(0, 1, 2, 1.0, 1.0, output_bytes=6), Stage(1, 2, 2, 1.0, 1.0))
-    twice = Plan(both, (2, 1), Cluster.flat(4, 1.0), unit="microbatch").with_depth("full")
-    assert twice.slowest_stage_s == 3.0
-    assert period_s(run("pipedream", twice, None, 200), 1, 40) == pytest.approx(3.0)
 
 
 @pytest.mark.slow

@@ -16,10 +16,8 @@ from pipedream.core.errors import DeadlockError, PlanError, ScheduleError
 from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stash
 from pipedream.schedules import LAYOUTS, build, evaluation, uniform
 from pipedream.verifier import verify
 
@@ -132,58 +130,12 @@ def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
     assert proof.staleness == tuple(count - 1 + late for count, late in zip(in_flight, update_delay, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("replicas", "update_delay", "in_flight"),
-    [
-        ((1, 2), (0, 0), (5, 3)),  # W_u r_u = W_s r_s = 4
-        ((1, 3), (0, 1), (6, 2)),  # (W_s + 1) r_s - gcd(1, 3) = 5
-        ((2, 4), (0, 1), (4, 2)),  # (W_s + 1) r_s - gcd(2, 4) = 6
-        ((2, 1), (1, 0), (2, 4)),  # W_s r_s - r_u + 1 = 2
-        ((3, 2), (1, 1), (2, 3)),  # (W_s + 1) r_s - r_u = 3
-        ((2, 1, 3), (1, 0, 1), (5, 9, 2)),  # of stage 0 stage 1 asks 7, stage 2 asks 4
-    ],
-)
-def test_one_less_than_the_least_depth_deadlocks(
-    replicas: tuple[int, ...], update_delay: tuple[int, ...], in_flight: tuple[int, ...]
-) -> None:
-    assert depth.raise_to_legal((1, *in_flight[1:]), replicas, update_delay) == in_flight
-    verify(lower(build("pipedream", unchecked(replicas, in_flight, update_delay))))
-    less = (in_flight[0] - 1, *in_flight[1:])
-    with pytest.raises(PlanError, match="would do"):
-        depth.check_in_flight(less, replicas, update_delay)
-    with pytest.raises(DeadlockError):
-        verify(lower(build("pipedream", unchecked(replicas, less, update_delay))))
-
-
-def test_lag_without_the_depth_for_it_deadlocks() -> None:
-    """An update behind the next forward needs that forward admitted.
-
-    Found by the property above: stage 1 joins its sum behind its fifth round of forwards, the input stage admits
-    only seven minibatches before their first gradient comes back.
-    """
-    replicas, update_delay = (1, 2, 2, 2), (0, 1, 0, 0)
-    with pytest.raises(DeadlockError, match=r"rank 1 waits at instruction 18, =1:1, for rank 2 to reach the same sum"):
-        verify(lower(build("pipedream", unchecked(replicas, (7, 4, 2, 1), update_delay))))
-    says = (
-        r"in-flight counts \(7, 4, 2, 1\), with update delay 1 at stage 1: stage 1 would wait for 7 warm-up "
-        r"minibatches, but stage 0 sends only 6; .*; \(8, 4, 2, 1\) would do"
-    )
-    with pytest.raises(PlanError, match=says):
-        depth.check_in_flight((7, 4, 2, 1), replicas, update_delay)
-    verify(Case("pipedream", replicas, (7, 4, 2, 1), (0, 0, 0, 0), None).program())
-    verify(Case("pipedream", replicas, (8, 4, 2, 1), update_delay, None).program())
-
-
 @pytest.mark.parametrize("name", STRAIGHT)
 def test_one_lane_a_pair_deadlocks(name: str) -> None:
     """Both directions on one communicator: each side's receive, posted ahead, stands before its send."""
     for replicas in ((1, 1), (2, 1)):
         with pytest.raises(DeadlockError, match="same lane"):
             verify(program_of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
-
-
-def test_double_buffer_uses_its_second_buffer() -> None:
-    assert verify(program_of("pipedream_2bw", 1, 1, 1, microbatches=4)).peak_versions == (2, 2, 2)
 
 
 def test_evaluation_passes() -> None:
@@ -368,38 +320,6 @@ def test_crossing_sends_deadlock_only_on_a_shared_lane() -> None:
         verify(crossing, lanes=lambda channel: (channel.sender, channel.receiver))
 
 
-@pytest.mark.parametrize(
-    ("name", "weights", "message"),
-    [
-        ("pipedream", Stash((1, 0, 0), (1, 1, 1), (0, 0, 0)), r"rank 0, .*0F2: needs 0U1, which comes later"),
-        ("pipedream", Flush(1), r"rank 0, .*0F1: needs 0U1, which comes later"),
-        ("1f1b", Flush(2), r"needs \dU1, which comes later"),
-        ("pipedream_2bw", DoubleBuffer(1), r"rank 0, .*needs 0U1, which comes later"),
-    ],
-)
-def test_versions_read_before_they_are_made(name: str, weights: Stash | Flush | DoubleBuffer, message: str) -> None:
-    split = 4 if name in ("1f1b", "pipedream_2bw") else None
-    program = program_of(name, 1, 1, 1, microbatches=split)
-    with pytest.raises(ScheduleError, match=message):
-        verify(replace(program, weights=weights))
-
-
-def test_more_versions_than_the_rule_keeps() -> None:
-    class Forgetful(Stash):
-        name = "forgetful"
-
-        def versions(self, stage: int) -> int:
-            return 1
-
-    program = program_of("pipedream", 1, 1)
-    rule = Forgetful((1, 0), (1, 1), (0, 0))
-    try:
-        with pytest.raises(ScheduleError, match=r"rank 0, .*2 versions of stage 0's weights .* 'forgetful' keeps 1"):
-            verify(replace(program, weights=rule))
-    finally:
-        del type(rule).rules["forgetful"]
-
-
 def test_replicas_must_all_join_a_sum() -> None:
     program = program_of("pipedream", 2, 1)
     verify(program)
@@ -455,25 +375,3 @@ def test_messages_without_a_channel_are_refused() -> None:
     renamed = replace(forwards.channels[0], carries="gradient")
     with pytest.raises(ScheduleError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its activation"):
         verify(replace(forwards, channels=(renamed, *forwards.channels[1:])))
-
-
-def test_split_backwards_are_understood() -> None:
-    """I and W in place of B: the rules ask the kinds, not the letter."""
-    program = program_of("1f1b", 1, 1, microbatches=2)
-
-    def split(items: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        parts: list[Instruction] = []
-        for item in items:
-            if item.kind is Kind.BACKWARD:
-                weight = item._replace(kind=Kind.WEIGHT_GRADIENT)
-                parts += [item._replace(kind=Kind.INPUT_GRADIENT), weight]
-            else:
-                parts.append(item)
-        return tuple(parts)
-
-    kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-    ranks = tuple(RankProgram(split(rank.warmup), split(rank.period)) for rank in program.ranks)
-    divided = replace(program, kinds=kinds, ranks=ranks)
-    assert verify(divided).peak_in_flight == (2, 1)
-    with pytest.raises(ScheduleError, match=r"0U1: needs 0W1, which comes later"):
-        verify(edited(divided, 0, moved_before("0U1", "0W1")))
