@@ -110,39 +110,7 @@ def test_the_gate_follows_its_rules(drawn: Drawn, pads: bool) -> None:
     torch.testing.assert_close(masks.combine, expected, rtol=1e-10, atol=1e-12)
     assert torch.equal(masks.dispatch, (expected > 0).double())
     assert float(masks.loss) == pytest.approx(loss, abs=1e-12)
-
-
-def test_second_choices_queue_after_all_kept_first_choices() -> None:
-    """Three tokens prefer expert 0, which has two places; the first token's second choice comes after the third's."""
-    logits = torch.tensor([[[0.0, 5.0, 3.0], [4.0, 0.0, 2.0], [0.0, 2.0, 5.0], [0.0, 5.0, 2.0], [0.0, 5.0, 2.0]]])
-    masks = gate(logits, 2, second="all")
-    places = masks.combine.nonzero().tolist()
-    assert [p[1:] for p in places] == [[0, 1, 0], [0, 2, 1], [1, 0, 0], [2, 2, 0], [3, 1, 1]]
     # Token 1's second choice, expert 2, has its two places taken; token 4 is sent nowhere.
-
-
-@pytest.mark.parametrize("normalise", ["before", "after"])
-def test_a_token_of_low_importance_has_its_best_expert_as_second_choice(normalise: str) -> None:
-    """As published: nothing is masked where no first choice was made. The place is after all first choices."""
-    logits = torch.tensor([[[0.0, 3.0, 2.0], [0.0, 5.0, 1.0], [4.0, 0.0, 1.0]]])
-    masks = gate(logits, 2, second="all", importance=torch.tensor([[0.5, 1.0, 0.0]]), normalise=normalise)
-    assert [place[1:] for place in masks.combine.nonzero().tolist()] == [[0, 1, 1], [1, 1, 0], [1, 2, 0]]
-    assert float(masks.combine[0, 0, 1, 1]) == pytest.approx(1.0)
-
-
-def test_low_importance_sends_by_the_probability_that_is_left() -> None:
-    """Divided "before", the one weight is 1 and is always sent; "after", its probability decides."""
-    logits, half = torch.tensor([[[0.0, -0.5, -0.5, -0.5]]]), torch.full((1, 1), 0.5)  # the best has 0.355
-    how: dict[str, Any] = {"importance": half, "uniform": torch.full((1, 1), 0.8), "threshold": 0.5}
-    assert gate(logits, 4, normalise="before", **how).dispatch[0, 0, 0, 0] == 1
-    assert not gate(logits, 4, normalise="after", **how).dispatch.any()
-    assert gate(logits, 4, normalise="after", **{**how, "uniform": half}).dispatch[0, 0, 0, 0] == 1
-
-
-def test_a_uniform_gate_has_the_balance_loss_1_and_a_collapsed_one_e() -> None:
-    logits = torch.eye(4).repeat(6, 1).unsqueeze(0)
-    assert float(gate(logits * 0.01, 12).loss) == pytest.approx(1.0, abs=1e-3)
-    assert float(gate(logits[:, :1].expand(1, 24, 4) * 100, 12).loss) == pytest.approx(4.0)
 
 
 def test_the_softmax_is_taken_in_full_precision() -> None:
@@ -152,14 +120,6 @@ def test_the_softmax_is_taken_in_full_precision() -> None:
         assert (masks.combine.dtype, masks.loss.dtype) == (kept, kept)
         expected = gate(logits.to(dtype).to(kept), 8, second="all")
         assert torch.equal(masks.combine, expected.combine)
-
-
-def test_random_routing_sends_a_second_choice_by_its_weight() -> None:
-    logits = torch.tensor([2.0, 0.0, -50.0]).expand(200, 20, 3)  # g2 = 0.119, sent with probability 0.238
-    torch.manual_seed(0)
-    masks = gate(logits, 40)
-    assert float((masks.combine[..., 1, :] > 0).sum()) / 4000 == pytest.approx(2 * 0.1192, abs=0.02)
-    assert float((gate(logits, 40, threshold=0.1).combine[..., 1, :] > 0).sum()) == 4000
 
 
 @pytest.mark.parametrize(

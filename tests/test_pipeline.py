@@ -121,18 +121,6 @@ def test_gradients_that_depend_on_the_whole_minibatch_are_not_split(kind: Any) -
         train(2)
 
 
-def test_an_evaluation_changes_nothing() -> None:
-    states = []
-    for looks in (False, True):
-        animal = zoo.make("cnn")
-        with pipeline_of(animal, schedule="1f1b", microbatches=4) as pipeline:
-            for _ in pipeline.train(animal.batches, epochs=2):
-                if looks:
-                    pipeline.evaluate([(x.clone(), y) for x, y in animal.batches])
-            states.append(pipeline.state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_predictions_come_in_order(stages: int, count: int) -> None:

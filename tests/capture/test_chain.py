@@ -287,14 +287,6 @@ def test_a_frozen_weight_ties_nothing() -> None:
     assert capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ()
 
 
-def test_a_meta_model_is_captured_without_memory() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(10**6, 10**6), nn.BatchNorm1d(10**6), nn.ReLU(inplace=True))
-    captured = capture(model, (torch.randn(2, 10**6),))
-    assert names(captured) == ["0", "1", "2"]
-    assert all(p.is_meta for p in model.parameters())
-
-
 def test_the_model_and_the_sample_are_left_as_they_were() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:

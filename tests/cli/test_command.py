@@ -123,14 +123,6 @@ def test_first_mistakes(
     assert shown.err.count("\n") == 1, "one line"
 
 
-def test_first_mistakes_in_python(files: Path) -> None:
-    profile = pd.Profile.load(files / "profile.json")
-    with pytest.raises(pd.PipelineError, match=r"2 was given as the cluster; give a Cluster, such as"):
-        pd.plan(profile, 2)  # type: ignore[arg-type]
-    with pytest.raises(pd.PipelineError, match="expected a Plan, got a Profile; give a Plan"):
-        pd.simulate(profile)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("module", ["pipedream", "pipedream.cli"])
 def test_it_is_also_a_module(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)

@@ -77,17 +77,6 @@ def test_cuts_by_hand(profile: str, capfd: pytest.CaptureFixture[str], tmp_path:
     assert cli.main(["simulate", out, "--schedule", "pipedream", "--minibatches", "8"]) == 0
 
 
-def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
-    command = (profile, "--workers", "2", "--bandwidth", "100", "--straight")
-    full = plan_json(capfd, *command, "--in-flight", "full")
-    assert plan_json(capfd, *command, "--in-flight", "auto")["in_flight"] == full["in_flight"]
-    limit = ("--memory", str(full["stages"][0]["peak_bytes"] - 1))
-    between = plan_json(capfd, *command, "--in-flight", "auto", *limit)["in_flight"]
-    noam = plan_json(capfd, *command, *limit)["in_flight"]
-    assert noam < between < full["in_flight"]
-    assert "ask for --in-flight auto" in refused(capfd, "plan", *command, "--in-flight", "full", *limit)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -95,10 +84,6 @@ def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
             ["--straight", "--config", "2-1"],
             "--straight was given with --config 2-1, but each of them sets the shape of the plan; give one",
         ),
-        (["--data-parallel", "--cuts", "2"], "--cuts 2 was given with --data-parallel, but cuts make several stages"),
-        (["--config", "2+1"], "unknown shape '2+1'"),
-        (["--config", "2-2"], "it takes 4 workers, the cluster has 3"),
-        (["--config", "2-1", "--cuts", "1,2"], "are for 2 stages, cuts (1, 2) make 3"),
         (["--in-flight", "deep"], "write noam, full, auto or counts as in 3,2,1"),
         (["--update-delay", "2"], "Invalid value"),
     ],
@@ -196,13 +181,6 @@ def test_levels_of_the_network(
     assert set(plan_json(capfd, *network, profile)) == set(described)  # the file may follow the values
 
 
-def test_a_straight_pipeline_by_the_classic_model(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--workers", "2", "--bandwidth", "1e9", "--cost-model", "classic"]
-    described = plan_json(capfd, graph, *options, "--straight")
-    answer = planning.classic(GraphText.load(graph), PlanRequest(pd.Cluster((Level(2, 1e9),)), shape="straight"))
-    assert (described["config"], described["slowest_stage_s"]) == ("1-1", answer.slowest_stage_s)
-
-
 def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "staged.txt"
     answer = plan_json(capfd, graph, "--workers", "2", "--bandwidth", "1e9", "-o", str(out))
@@ -217,12 +195,9 @@ def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], 
         (["--workers", "4", "4", "--bandwidth", "1e9"], "--workers gives 2 levels of the network and --bandwidth 1"),
         (["--workers", "4", "--bandwidth", "1e9", "2e9"], "--workers gives 1 levels of the network and --bandwidth 2"),
         (["--workers", "4", "--bandwidth", "0"], "'0' is not a bandwidth; write for example 1e9"),
-        (["--workers", "0"], "--workers 0 was asked for; give a whole number from 1 on"),
         (["--workers", "two"], "--workers two was asked for; give a whole number from 1 on"),
         (["--workers", "1000000"], "width must be between 1 and 100000, found 1000000"),
         ([], "the number of workers is missing; give --workers N"),
-        (["--workers", "2", "--memory", "1GB"], "leave the limit out"),
-        (["--workers", "2", "--data-parallel"], "--cost-model classic was given with --data-parallel, but the planner"),
         (["--workers", "2+1", "2", "--bandwidth", "2e9", "1e9"], "machines of unequal sizes"),
         (["--workers", "2", "--strategy", "2bw"], "--cost-model classic was given with --strategy 2bw"),
     ],
@@ -262,21 +237,6 @@ def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert "net.txt, line 2: backward_compute_time" in refused(capfd, "plan", graph, "--workers", "2")
     Path(graph).write_text("")
     assert "net.txt should hold a graph.txt, but has no node" in refused(capfd, "plan", graph, "--workers", "2")
-
-
-def test_refusals_of_clusters_and_memory(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each is one message: what was asked, what was found, what to do."""
-    message = refused(capfd, "plan", profile, "--workers", "3", "--memory", "1000")
-    assert "none of the plans" in message
-    assert "on its fullest worker, for layer" in message
-    assert "a worker has 1.00 kB; give more memory or workers" in message
-    message = refused(capfd, "plan", profile, "--workers", "9", "--config", "1-1-1-1-1-1-1")
-    assert "6 layers can be cut at 5 places; ask for at most 6 stages" in message
-    message = refused(capfd, "plan", profile, "--workers", "2", "--config", "2-1")
-    assert "it takes 3 workers, the cluster has 2" in message
-    assert "bandwidth" in refused(capfd, "plan", profile, "--workers", "2", "--bandwidth", "0")
-    message = refused(capfd, "plan", profile, "--workers", "2", "--recompute", "often")
-    assert "unknown recompute 'often'; give never, auto, always" in message
 
 
 def test_levels_recomputation_and_the_bound(profile: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

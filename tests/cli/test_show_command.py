@@ -19,25 +19,6 @@ RunCommand = Callable[..., tuple[int, str, str]]
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery.md"
 
 
-@pytest.mark.slow
-def test_microbatches_are_those_of_a_minibatch(run_command: RunCommand) -> None:
-    for name in ("1f1b", "paci", "pipedream", "pipedream_2bw", "roundpipe", "timeprest", "zbv"):
-        splits = not build(name, uniform(name, 4)).updates.mean_of_rounds
-        report = json.loads(run_command("show", name, "--microbatches" if splits else "--minibatches", 8, "--json")[1])
-        m = report["proof"]["microbatches"]
-        assert m == (8 if splits else 1), name
-        numbers = {int(number) for number in re.findall(r"F(\d+)", "\n".join(report["grid"]))}
-        assert len(numbers) % m == 0
-        if m == 1 or build(name, uniform(name, 4)).flushes:
-            assert numbers == set(range(8))
-        else:
-            assert len(numbers) > max(report["proof"]["peak_in_flight"]), "a steady state"
-        if name not in ("1f1b", "pipedream", "pipedream_2bw", "zbv"):
-            continue
-        more = json.loads(run_command("show", name, "--microbatches", m, "--minibatches", 3, "--json")[1])
-        assert {int(number) for number in re.findall(r"F(\d+)", "\n".join(more["grid"]))} == set(range(3 * m))
-
-
 def test_ops_as_objects(run_command: RunCommand) -> None:
     report = json.loads(run_command("show", "zb_h1", "--stages", 2, "--microbatches", 3, "--json")[1])
     ops = report["ops"]

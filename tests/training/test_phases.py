@@ -536,28 +536,3 @@ def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatc
     # A run that goes on where it has ended has nothing to tell.
     again = train_recipe(make, resume=tmp_path / "run", **options)
     assert [(phase["begin"], phase["end"]) for phase in again["phases"]] == [(30, 30)]
-
-
-RECIPE = """
-import torch
-import pipedream as pd
-
-def recipe():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(6)]
-    return pd.Recipe(model=model, loss=torch.nn.functional.cross_entropy, train=data,
-                     optimizer=lambda named: torch.optim.SGD(named, lr=0.1), epochs=2)
-"""
-
-
-@pytest.mark.slow
-def test_the_command_trains_in_phases(
-    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "small.py").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    phases = ("--phases", "1f1b/2:3,pipedream:1e,1f1b/2")
-    status, out, error = run_command("train", "small.py", "--workers", 1, *phases, "--out", "run", "--json")
-    assert status == 0, error
-    assert [phase["end"] for phase in json.loads(out)["phases"]] == [3, 6, 12]

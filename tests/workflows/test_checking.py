@@ -164,8 +164,3 @@ def test_memory_is_that_of_the_method(edited: Callable[..., tuple[int, str]]) ->
     assert f"a worker has {format_bytes(limit)}" in err
     # A method that keeps one version needs less for the same depth.
     assert edited(put([6, 3, 1], "in_flight"), "--profile", "PROFILE", "--schedule", "1f1b", memory=limit)[0] == 0
-
-
-def test_a_plan_must_be_given(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check"]) == 2
-    assert "Missing argument 'PLAN'" in capfd.readouterr().err

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import commands
 import processes
 import pytest
 import torch.distributed as dist
@@ -101,19 +100,6 @@ def test_communicators_of_nccl_meet() -> None:
     survey = processes.results(_probe_with_rules_of_nccl, 3, timeout_s=45.0)[0]
     assert len(survey.fans) == 2
     assert survey.links
-
-
-@pytest.mark.processes
-@pytest.mark.long  # the command itself runs in tests of two machines
-def test_command_writes_the_cluster(tmp_path: Path) -> None:
-    arguments = ("probe", "--workers", "2", "--seconds", "1", "-o", "cluster.json", "--json")
-    ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
-    assert ended.status == 0, ended.err
-    summary = json.loads(ended.out)
-    cluster = Cluster.load(tmp_path / "cluster.json")
-    assert cluster.workers == 2
-    assert summary["cluster"]["levels"][0]["bandwidth_bytes_per_s"] == cluster.bandwidth_bytes_per_s
-    assert len(summary["measured"]["workers"]) == 2
 
 
 @pytest.mark.network
