@@ -191,42 +191,29 @@ def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, i
         ("resnet18", (4, 2), (12e9, 1.25e9), 0.042310609600000056, None),
         ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.07354704906666668, None),
         ("gnmt_large", (2,), (1e9,), 0.26335300000000006, None),
+        # And these with --straight_pipeline.
+        ("vgg16", (4,), (1e9,), 0.411041792, "straight"),
+        ("vgg16", (16,), (2.5e9,), 0.3288334336, "straight"),
+        ("vgg16", (4, 4), (12e9, 1.25e9), 0.23559, "straight"),
+        ("alexnet", (2, 2, 2), (12e9, 5e9, 1e9), 0.032171, "straight"),
+        ("gnmt", (8,), (1.25e9,), 0.019285, "straight"),
+        ("resnet18", (4, 4), (12e9, 1.25e9), 0.0822083584, "straight"),
+        ("resnet18", (2,), (1e9,), 0.201601, "straight"),
+        ("squeezenet1_0", (8,), (1.25e9,), 0.0764411904, "straight"),
+        ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.088182, "straight"),
+        ("resnet50", (4,), (1e9,), 0.258149, "straight"),
+        ("resnet50", (16,), (2.5e9,), 0.1644167168, "straight"),
     ],
 )
 def test_published_answers(
     model: str, widths: tuple[int, ...], rates: tuple[float, ...], seconds: float, config: str | None
 ) -> None:
-    graph = GraphText.load(published(model))
-    answer = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))))
+    graph, workers = GraphText.load(published(model)), math.prod(widths)
+    answer = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))), straight=config == "straight")
     assert answer.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
-    assert config in (None, answer.plan.config)
-    assert answer.plan.workers == math.prod(widths)
-
-
-@pytest.mark.parametrize(
-    ("model", "widths", "rates", "seconds"),
-    [
-        # These come from running the published program with --straight_pipeline.
-        ("vgg16", (4,), (1e9,), 0.411041792),
-        ("vgg16", (16,), (2.5e9,), 0.3288334336),
-        ("vgg16", (4, 4), (12e9, 1.25e9), 0.23559),
-        ("alexnet", (2, 2, 2), (12e9, 5e9, 1e9), 0.032171),
-        ("gnmt", (8,), (1.25e9,), 0.019285),
-        ("resnet18", (4, 4), (12e9, 1.25e9), 0.0822083584),
-        ("resnet18", (2,), (1e9,), 0.201601),
-        ("squeezenet1_0", (8,), (1.25e9,), 0.0764411904),
-        ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.088182),
-        ("resnet50", (4,), (1e9,), 0.258149),
-        ("resnet50", (16,), (2.5e9,), 0.1644167168),
-    ],
-)
-def test_published_straight_answers(
-    model: str, widths: tuple[int, ...], rates: tuple[float, ...], seconds: float
-) -> None:
-    graph = GraphText.load(published(model))
-    answer = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))), straight=True)
-    assert answer.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
-    assert answer.plan.config == "-".join(["1"] * math.prod(widths))
+    assert answer.plan.workers == workers
+    expected = "-".join(["1"] * workers) if config == "straight" else config
+    assert expected in (None, answer.plan.config)
 
 
 def test_a_straight_pipeline_has_a_layer_for_each_worker() -> None:

@@ -129,21 +129,6 @@ def test_never_slower_than_what_it_was_compared_with(profile: Profile, cluster: 
     check_never_slower(profile, cluster, schedule)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@settings(max_examples=200)
-@given(profiles(), clusters(), METHODS)
-def test_never_slower_in_200_cases(profile: Profile, cluster: Cluster, schedule: str) -> None:
-    check_never_slower(profile, cluster, schedule)
-
-
-@pytest.mark.slow
-@settings(max_examples=2)
-@given(profiles(), clusters())
-def test_auto_is_never_slower(profile: Profile, cluster: Cluster) -> None:
-    check_never_slower(profile, cluster, "auto")
-
-
 def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:
     searched = pd.plan(DIGITS, EIGHT, strategy="search")
     plan = pd.plan(DIGITS, EIGHT)

@@ -196,19 +196,3 @@ def test_memory_limit_is_obeyed_to_the_byte(profile: Profile, stages: int, share
     unlimited = of_stages(free, stages).best()
     assert unlimited is not None
     assert best.slowest_stage_s >= unlimited.slowest_stage_s
-
-
-@pytest.mark.parametrize(
-    ("stages", "says"),
-    [
-        (0, "unknown shape"),
-        (5, "5 stages was asked for: it takes 5 workers, the cluster has 4; ask for fewer or give more workers"),
-        (4, "3 layers can be cut at 1 places; ask for at most 2 stages"),
-    ],
-)
-def test_refuses_counts_that_do_not_fit(stages: int, says: str) -> None:
-    layers = tuple(Layer(name, "Layer") for name in "abc")
-    graph = LayerGraph.chain(layers, ties=((0, 1),))
-    profile = Profile("tied", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 3, batch=1)
-    with pytest.raises(PlanError, match=says):
-        straight(profile, Cluster.flat(4), stages=stages)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import pipedream as pd
-from pipedream import cli
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
@@ -89,19 +86,6 @@ def test_recomputation_costs_a_third_where_a_backward_takes_two_forwards() -> No
     tight = Cluster.flat(2, 20.0, memory_bytes=1000)
     again = two_bw(CHAIN, tight, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=None)
     assert all(stage.recompute for stage in again.stages)
-
-
-def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    CHAIN.save(tmp_path / "profile.json")
-    command = ["plan", str(tmp_path / "profile.json"), "--workers", "4", "--bandwidth", "20", "--strategy"]
-    assert cli.main([*command, "2bw", "--json"]) == 0
-    output = json.loads(capfd.readouterr().out)
-    assert (output["config"], output["schedule"]) == ("2-2", "pipedream_2bw")
-    assert "PipeDream-2BW's planner" in output["note"]
-    assert cli.main([*command, "3bw"]) == 2
-    assert "write simulate, search or 2bw" in capfd.readouterr().err
-    assert cli.main([*command, "2bw", "--straight"]) == 2
-    assert "leave out --straight" in " ".join(capfd.readouterr().err.split())
 
 
 def test_counts_of_stages_that_a_graph_cannot_have_are_skipped() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream
-from pipedream.core.errors import PlanError, ProfileError
+from pipedream.core.errors import PlanError
 from pipedream.core.model.collective import Collective
 
 D, BATCH = 16, 8
@@ -117,8 +117,3 @@ def test_a_mesh_that_was_not_profiled() -> None:
     profile = profiled("d_ff:model", "model:2")
     with pytest.raises(PlanError, match=r"mesh model:4 was asked for.*\(meshes that it has: model:2\); profile with"):
         pipedream.plan(profile, pipedream.Cluster.flat(8), mesh="model:4")
-
-
-def test_a_mesh_is_measured() -> None:
-    with pytest.raises(ProfileError, match="device='meta', but a rank of a mesh can only be measured"):
-        pipedream.profile(nn.Linear(2, 2), torch.ones(2, 2), device="meta", meshes=("model:2",))

@@ -81,28 +81,6 @@ def test_a_method_without_a_plan_has_no_crossover() -> None:
 
 
 @pytest.mark.slow
-def test_the_lead_changes_at_a_crossover(swept: Sweep) -> None:
-    assert len(swept.crossovers) == 2
-    for crossover in swept.crossovers:
-        rate = crossover.bandwidth_bytes_per_s
-        assert rate is not None
-        assert crossover.below
-        leads = []
-        for factor in (0.98, 1.02):
-            near = sweep(
-                CHAIN,
-                PlanRequest(pd.Cluster.flat(1), shape="pipeline"),
-                workers=(crossover.workers,),
-                bandwidths=(rate * factor,),
-                schedules=(crossover.schedule,),
-                crossovers=False,
-            )
-            theirs, ours = (point.samples_per_s or 0.0 for point in near.points)
-            leads.append(ours > theirs)
-        assert leads == [True, False]
-
-
-@pytest.mark.slow
 def test_a_crossover_by_hand() -> None:
     """Layers of 3 and 5 seconds and 8e5 bytes in all, on two workers, messages free, at B bytes per second.
 
