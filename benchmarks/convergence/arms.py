@@ -259,6 +259,22 @@ ARMS: tuple[Arm, ...] = (
         "sync_rotation", _rotate_basis(SYNCHRONOUS), "synchronous, AdamW in a rotated basis", "control", digits="adamw"
     ),
     *_make_arms("rotation", _rotate_basis(PIPEDREAM), "PipeDream, AdamW in a rotated basis", JUNG, digits="adamw"),
+    *_make_arms(
+        "sync_rotation_nadam",
+        _rotate_basis(SYNCHRONOUS),
+        "synchronous, NAdam, beta_1 0.99, in a rotated basis",
+        "control",
+        digits="",
+        char_gpt="nadam",
+    ),
+    *_make_arms(
+        "rotation_nadam",
+        _rotate_basis(PIPEDREAM),
+        "PipeDream, NAdam, beta_1 0.99, in a rotated basis",
+        JUNG,
+        digits="",
+        char_gpt="nadam",
+    ),
     *_make_arms("2bw_rotation", _rotate_basis(TWO_BW), "2BW, AdamW in a rotated basis", JUNG, digits="adamw"),
     *_make_arms("sync_muon", SYNCHRONOUS, "synchronous, Muon", "control", digits="", char_gpt="muon"),
     *_make_arms("pipedream_muon", PIPEDREAM, "PipeDream, Muon", ONE_STEP, digits="", char_gpt="muon"),

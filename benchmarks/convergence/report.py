@@ -42,6 +42,7 @@ FAMILIES = {
         "PipeMare": ("sync", "pb", "pipemare_t1", "pipemare_t2", "pipemare_t1_t2", "pipemare_t1_t2_t3"),
         "optimizers": ("sync", "pipedream", "2bw", "2bw_ef", "sync_nadam", "nesterov"),
         "basis rotation": ("sync", "pipedream", "sync_rotation", "rotation", "2bw_rotation"),
+        "basis rotation, NAdam": ("sync_nadam", "nesterov", "sync_rotation_nadam", "rotation_nadam"),
         "Muon": ("sync_muon", "pipedream_muon", "2bw_muon", "2bw_ef_muon"),
         "momentum SGD": ("sync_sgd", "pb_sgd", "pb_lwp_sc_sgd"),
     },

@@ -19,6 +19,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
 from pipedream.report.text import stage_memory_table
+from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.workflows import plan as planning
 
 _DEVICES = option(
@@ -108,7 +109,8 @@ def plan(
         print_json(answer.as_json())
         return
     if answer.compared is not None:
-        print(f"verdict: {answer.compared.verdict}\n")
+        cost = describe_delay_cost(answer.plan.schedule, len(answer.plan.stages))
+        print(f"verdict: {answer.compared.verdict}\n{cost}\n" if cost else f"verdict: {answer.compared.verdict}\n")
         print(answer.compared if explain else answer.compared.keep_best(), end="\n\n")
     print(answer.plan)
     if memory_table:
@@ -141,6 +143,7 @@ class _Answer:
         period_s = simulated_s or self.slowest_stage_s
         return {
             "verdict": compared.verdict if compared else None,
+            "delay_cost": describe_delay_cost(plan.schedule, len(plan.stages)) or None,
             "config": plan.config,
             "kind": chosen.kind if chosen else None,
             "kinds": encode(compared.kinds()) if compared else {},

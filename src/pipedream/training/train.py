@@ -27,6 +27,7 @@ from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loggers import make_loggers
+from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.run_folder import (
@@ -173,7 +174,9 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         console.print(f"\n{plan}\n\n{proofs}\n")
         for phase in pipeline.prepared:
             if phase.proof.lateness:
-                console.print(f"{phase.proof.lateness}\n")
+                used = "+".join(rule.name for rule in phase.program.updates.compensation)
+                cost = describe_delay_cost(phase.program.name, len(plan.stages), used)
+                console.print("\n".join([phase.proof.lateness, *filter(None, [cost]), ""]))
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
             pipeline.check_savable()
