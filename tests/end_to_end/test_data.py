@@ -13,7 +13,8 @@ import loading
 import processes
 import pytest
 import torch
-from loading import SEED, Job, Notes, loader_of, seed_all
+from loaders import seed_all
+from loading import SEED, Job, Notes, loader_of
 from torch.utils.data import DataLoader, RandomSampler
 
 import pipedream as pd

@@ -96,15 +96,6 @@ def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
         assert outcome.storages[stage] <= schedule.weights.versions(stage)
 
 
-def test_each_plan_and_each_method_is_in_the_default_run() -> None:
-    quick = [p.values[0] for p in _matrix() if not p.marks]
-    for replicas in PLANS:
-        assert any(case.replicas == replicas for case in quick)
-    for method in METHODS:
-        assert any(case.schedule == method for case in quick)
-    assert {case.update_delay for case in quick} > {None}
-
-
 @pytest.mark.parametrize(
     "replicas",
     [(2, 1), (2, 2, 1), *(pytest.param(replicas, marks=pytest.mark.slow) for replicas in ((2, 3), (4, 2, 1)))],

@@ -316,11 +316,7 @@ LOSSES = {
     "weights by hand, equal at first": Case(
         net, weigh_by_hand, weighted(), "4 samples counts otherwise: .* give weight=", options=FIRST_IS_INPUT
     ),
-    "weights by hand, equal at first, replicas": Case(
-        net, weigh_by_hand, weighted(), "counts otherwise", replicas=(1, 2), options=FIRST_IS_INPUT
-    ),
     "weights of torch's, equal at first": Case(net, weigh_torch, weighted(), options=FIRST_IS_INPUT),
-    "weights of torch's, unequal": Case(net, weigh_torch, weighted()[1:], replicas=(1, 2), options=FIRST_IS_INPUT),
     "weights of torch's, means": Case(
         net, partial(weigh_torch, of_means=True), weighted(), m=4, options=FIRST_IS_INPUT
     ),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import zoo
+from loaders import seed_all
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -133,11 +134,6 @@ def loader_of(kind: str, notes: Notes) -> Any:
     workers = {"num_workers": 2, "persistent_workers": kind == "persistent"} if kind in ("ahead", "persistent") else {}
     generator = torch.Generator().manual_seed(random.randrange(1000)) if kind == "own" else None
     return DataLoader(notes, batch_size=BATCH, shuffle=True, generator=generator, **workers)
-
-
-def seed_all(seed: int) -> None:
-    """Seeds all global generators."""
-    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
 
 
 def pipeline_of(job: Job) -> Pipeline:

@@ -16,20 +16,19 @@ import reference
 import torch
 import torch.nn.functional as F
 from cases import assert_near
+from first_minibatches import plan_of
 from models import HF
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.capture import capture
 from pipedream.core.errors import ArtifactError, CaptureError, PeerError
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.seeds import layer_seed
-from pipedream.planner import manual_plan
 from pipedream.runtime.checkpoint import files, parameters
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
+OPTIONS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": F.cross_entropy, "optimizer": SGD}
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -272,13 +271,6 @@ def state_of(make: Callable[[], nn.Module], seed: int = 5) -> dict[str, Tensor]:
     return make().state_dict()
 
 
-def plan_of(make: Callable[[], nn.Module], sample: Tensor, cuts: tuple[int, ...]) -> pd.Plan:
-    graph = capture(make(), (sample,)).graph
-    profile = Profile("one", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
-    counts = (1,) * (len(cuts) + 1)
-    return manual_plan(profile.without_tied_groups(), pd.Cluster.flat(len(counts)), cuts, counts)
-
-
 def untied_batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(3)
     return [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(count)]
@@ -310,15 +302,7 @@ def start(make: Callable[[], nn.Module], cuts: tuple[int, ...], weights: Any, me
     model = on_meta(make) if meta == "all" or (meta == "others" and rank) else make()
     words = isinstance(model[0], nn.Embedding)
     sample = torch.zeros(2, 3).long() if words else torch.zeros(2, 4)
-    with pd.Pipeline(
-        model,
-        plan_of(make, sample, cuts),
-        schedule="1f1b",
-        microbatches=2,
-        loss=F.cross_entropy,
-        optimizer=SGD,
-        weights=weights,
-    ) as pipeline:
+    with pd.Pipeline(model, plan_of(make(), sample, cuts), weights=weights, **OPTIONS) as pipeline:
         return pipeline.state_dict()
 
 
@@ -513,10 +497,8 @@ def save_trained(folder: Path) -> dict[str, Tensor]:
     model = pretrained()
     torch.manual_seed(4)
     batches = [(torch.randint(0, 9, (4, 3)), torch.randint(0, 9, (4,))) for _ in range(2)]
-    plan = plan_of(pretrained, batches[0][0], (2,))
-    with pd.Pipeline(
-        model, plan, schedule="1f1b", microbatches=2, loss=F.cross_entropy, optimizer=SGD, ema=0.5
-    ) as pipeline:
+    plan = plan_of(pretrained(), batches[0][0], (2,))
+    with pd.Pipeline(model, plan, ema=0.5, **OPTIONS) as pipeline:
         for _ in pipeline.train(batches):
             pass
         pipeline.save_pretrained(folder / "trained")
@@ -542,9 +524,8 @@ def test_trained_weights_are_saved_in_the_models_own_format(tmp_path: Path) -> N
 
 
 def start_tiny(folder: Path) -> dict[str, Tensor]:
-    plan = plan_of(pretrained, torch.zeros(2, 3).long(), (2,))
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": F.cross_entropy, "optimizer": SGD}
-    with pd.Pipeline(on_meta(pretrained), plan, weights=folder, **options) as pipeline:
+    plan = plan_of(pretrained(), torch.zeros(2, 3).long(), (2,))
+    with pd.Pipeline(on_meta(pretrained), plan, weights=folder, **OPTIONS) as pipeline:
         return pipeline.state_dict()
 
 
@@ -555,9 +536,9 @@ def test_rank_0_saves_the_models_own_format(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_format_of_its_own_points_to_its_state(tmp_path: Path) -> None:
-    plan = plan_of(untied, torch.zeros(2, 4), (2,))
+    plan = plan_of(untied(), torch.zeros(2, 4), (2,))
     with (
-        pd.Pipeline(untied(), plan, schedule="gpipe", microbatches=2, loss=F.cross_entropy, optimizer=SGD) as pipeline,
+        pd.Pipeline(untied(), plan, **OPTIONS) as pipeline,
         pytest.raises(CaptureError, match=r"Sequential has no save_pretrained; .* state_dict\(\)"),
     ):
         pipeline.save_pretrained(tmp_path)
@@ -598,7 +579,7 @@ KINDS = ["first", "middle", "last", "first+middle", "middle+last", "adapters"]
 
 def frozen_run(kind: str, schedule: str) -> tuple[list[float], dict[str, Tensor], int]:
     model = partly_frozen(kind)
-    plan = plan_of(partial(partly_frozen, kind), torch.zeros(2, 4).double(), (2, 4, 6))
+    plan = plan_of(partly_frozen(kind), torch.zeros(2, 4).double(), (2, 4, 6))
     parts = {} if schedule == "pipedream" else {"microbatches": 4}
     batches = [(x.double(), y) for x, y in untied_batches()]
     with pd.Pipeline(
@@ -639,9 +620,8 @@ def repeated() -> nn.Module:
 
 def repeated_run(folder: Path, cuts: tuple[int, ...], resumes: bool) -> dict[str, Tensor]:
     model = on_meta(repeated)
-    plan = plan_of(repeated, torch.zeros(2, 4).double(), cuts)
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": F.cross_entropy, "optimizer": SGD}
-    with pd.Pipeline(model, plan, seed=3, **options) as pipeline:
+    plan = plan_of(repeated(), torch.zeros(2, 4).double(), cuts)
+    with pd.Pipeline(model, plan, seed=3, **OPTIONS) as pipeline:
         if resumes:
             pipeline.load(folder)
         for _ in pipeline.train([(x.double(), y) for x, y in untied_batches()]):

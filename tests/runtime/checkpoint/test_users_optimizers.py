@@ -147,6 +147,11 @@ def plan_of(profile: pd.Profile, *cuts: int) -> pd.Plan:
     return pd.plan(profile, pd.Cluster.flat(len(shape)), schedule="1f1b", microbatches=2, shape=shape, cuts=cuts)
 
 
+def pipeline_of(profile: pd.Profile, optimizer: Any, scheduler: Any = None, cut: int = 2) -> pd.Pipeline:
+    plan = plan_of(profile, cut)
+    return pd.Pipeline(model(), plan, optimizer=optimizer, scheduler=scheduler, loss=F.cross_entropy, check=False)
+
+
 def train_plainly(optimizer: Callable[[Named], torch.optim.Optimizer], scheduler: Any) -> dict[str, torch.Tensor]:
     plain = model()
     inner = optimizer(list(plain.named_parameters()))
@@ -161,38 +166,37 @@ def train_plainly(optimizer: Callable[[Named], torch.optim.Optimizer], scheduler
 
 
 def train_in_two_parts(
-    folder: Path, plans: tuple[pd.Plan, pd.Plan], optimizer: Callable[[Named], torch.optim.Optimizer], scheduler: Any
+    folder: Path, profile: pd.Profile, cut: int, optimizer: Callable[[Named], torch.optim.Optimizer], scheduler: Any
 ) -> dict[str, torch.Tensor]:
-    options: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": optimizer, "scheduler": scheduler, "check": False}
-    with pd.Pipeline(model(), plans[0], **options) as pipeline:
+    """Trains with the cut before layer 2, and from there on with another."""
+    with pipeline_of(profile, optimizer, scheduler) as pipeline:
         list(pipeline.train(batches()[:4]))
         pipeline.save(folder)
-    with pd.Pipeline(model(), plans[1], **options) as pipeline:
+    with pipeline_of(profile, optimizer, scheduler, cut) as pipeline:
         pipeline.load(folder)
         list(pipeline.train(batches()[4:]))
         return pipeline.state_dict()
 
 
-@pytest.mark.parametrize(("case", "cuts"), [("wraps one", (2,)), *((case, (4,)) for case in CASES)])
-def test_a_resumed_run_is_a_plain_loop(case: str, cuts: tuple[int, ...], profile: pd.Profile, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "cut"), [("wraps one", 2), *((case, 4) for case in CASES)])
+def test_a_resumed_run_is_a_plain_loop(case: str, cut: int, profile: pd.Profile, tmp_path: Path) -> None:
     expected = train_plainly(*CASES[case])
-    weights = train_in_two_parts(tmp_path, (plan_of(profile, 2), plan_of(profile, *cuts)), *CASES[case])
+    weights = train_in_two_parts(tmp_path, profile, cut, *CASES[case])
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_several_optimizers_in_one(profile: pd.Profile, tmp_path: Path) -> None:
     """The first stage has one of the two, so that its number is that of the other one elsewhere."""
-    plans = plan_of(profile, 2), plan_of(profile, 4)
     expected = train_plainly(two_in_one, None)
-    for number, last in enumerate(plans):
-        weights = train_in_two_parts(tmp_path / str(number), (plans[0], last), two_in_one, None)
+    for cut in (2, 4):
+        weights = train_in_two_parts(tmp_path / str(cut), profile, cut, two_in_one, None)
         torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
     def adamw_first(named: Named) -> Wrapper:
         return Wrapper(*reversed(two_in_one(named).bases), form="list")
 
     with pytest.raises(ArtifactError, match=r"has state of the parameter '.*' under 'optimizers\.\d"):
-        train_in_two_parts(tmp_path / "moved", plans, adamw_first, None)
+        train_in_two_parts(tmp_path / "moved", profile, 4, adamw_first, None)
 
 
 class Opaque(torch.optim.SGD):
@@ -207,15 +211,13 @@ class Opaque(torch.optim.SGD):
 
 
 def test_state_that_cannot_be_divided_needs_the_same_plan(profile: pd.Profile, tmp_path: Path) -> None:
-    plan = plan_of(profile, 2)
-
     def opaque(named: Named) -> torch.optim.Optimizer:
         return Opaque([p for _, p in named], lr=0.1)
 
-    weights = train_in_two_parts(tmp_path / "same", (plan, plan), opaque, None)
+    weights = train_in_two_parts(tmp_path / "same", profile, 2, opaque, None)
     torch.testing.assert_close(weights, train_plainly(opaque, None), rtol=1e-10, atol=1e-12)
     with pytest.raises(ArtifactError, match=r"state dict of Opaque holds state of its stage .* resume with the plan"):
-        train_in_two_parts(tmp_path / "other", (plan, plan_of(profile, 4)), opaque, None)
+        train_in_two_parts(tmp_path / "other", profile, 4, opaque, None)
 
 
 class Strange(torch.optim.SGD):
@@ -228,7 +230,7 @@ def test_what_cannot_be_saved_is_refused(profile: pd.Profile, tmp_path: Path) ->
         return Strange([p for _, p in named], lr=0.1)
 
     with pytest.raises(PipelineError, match=r"the state dict of Strange\['object'\] is a object, which JSON cannot"):
-        train_in_two_parts(tmp_path, (plan_of(profile, 2),) * 2, strange, None)
+        train_in_two_parts(tmp_path, profile, 2, strange, None)
 
 
 class Odd(torch.optim.SGD):
@@ -300,32 +302,28 @@ def test_a_state_that_small_parameters_cannot_make_is_not_judged(profile: pd.Pro
         assert max(p.numel() for _, p in named) > 4
         return torch.optim.SGD([p for _, p in named], lr=0.1)
 
-    with pd.Pipeline(model(), plan_of(profile, 2), optimizer=large, loss=F.cross_entropy, check=False) as pipeline:
+    with pipeline_of(profile, large) as pipeline:
         pipeline.check_savable()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_can_be_saved_is_not_refused(profile: pd.Profile, name: str) -> None:
-    optimizer, scheduler = CASES[name]
-    options: dict[str, Any] = {"loss": F.cross_entropy, "check": False, "optimizer": optimizer, "scheduler": scheduler}
-    with pd.Pipeline(model(), plan_of(profile, 2), **options) as pipeline:
+    with pipeline_of(profile, *CASES[name]) as pipeline:
         before = torch.get_rng_state()
         pipeline.check_savable()
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_optimizer_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"loss": F.cross_entropy, "check": False}
-    plan = plan_of(profile, 2)
-    with pd.Pipeline(model(), plan, optimizer=biases_apart, scheduler=Decays, **options) as pipeline:
+    with pipeline_of(profile, biases_apart, Decays) as pipeline:
         pipeline.save(tmp_path)
     with (
-        pd.Pipeline(model(), plan, optimizer=torch.optim.AdamW, scheduler=Decays, **options) as pipeline,
+        pipeline_of(profile, torch.optim.AdamW, Decays) as pipeline,
         pytest.raises(ArtifactError, match="was saved with the optimizer SGD, this run has AdamW; resume with SGD"),
     ):
         pipeline.load(tmp_path)
     with (
-        pd.Pipeline(model(), plan, optimizer=biases_apart, scheduler=milestones, **options) as pipeline,
+        pipeline_of(profile, biases_apart, milestones) as pipeline,
         pytest.raises(ArtifactError, match="with the scheduler Decays, this run has SequentialLR; resume with Decays"),
     ):
         pipeline.load(tmp_path)
@@ -347,12 +345,11 @@ class Grows(torch.optim.SGD):
 
 
 def test_a_group_that_the_new_optimizer_does_not_have_yet_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"loss": F.cross_entropy, "check": False, "optimizer": Grows}
-    with pd.Pipeline(model(), plan_of(profile, 2), **options) as pipeline:
+    with pipeline_of(profile, Grows) as pipeline:
         list(pipeline.train(batches()))
         pipeline.save(tmp_path)
     with (
-        pd.Pipeline(model(), plan_of(profile, 2), **options) as pipeline,
+        pipeline_of(profile, Grows) as pipeline,
         pytest.raises(ArtifactError, match=r"Grows has the parameter '.*bias' in a group, this run's has it in none"),
     ):
         pipeline.load(tmp_path)

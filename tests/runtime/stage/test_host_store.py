@@ -14,16 +14,14 @@ import reference
 import torch
 import torch.nn.functional as F
 from cases import Fresh, assert_near
+from first_minibatches import plan_of
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.capture import capture
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.experimental.roundpipe import homes
-from pipedream.planner import manual_plan
 from pipedream.runtime.stage import host_store
 from pipedream.runtime.stage.host_store import HostStore, HostVersions, RemoteForward, StageLayout
 from pipedream.runtime.stage.stage_module import StageModule
@@ -70,11 +68,10 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def plan(workers: int, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> Plan:
-    graph = capture(make(), (batches()[0][0],)).graph
-    profile = Profile("counted", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
-    chain = manual_plan(profile, Cluster.flat(len(cuts) + 1), cuts, (1,) * (len(cuts) + 1))
-    return replace(chain, cluster=Cluster.flat(workers), worker_order=homes(workers, len(cuts) + 1))
+def plan(workers: int, model: nn.Module, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> Plan:
+    """Returns a plan of stages whose homes are these workers."""
+    order = homes(workers, len(cuts) + 1)
+    return replace(plan_of(model, batches()[0][0], cuts), cluster=Cluster.flat(workers), worker_order=order)
 
 
 def train(
@@ -88,8 +85,8 @@ def train(
     """Returns losses, the state, and what an evaluation in the middle found."""
     means: dict[str, float] = {}
     with pd.Pipeline(
-        make(), plan(workers), schedule=schedule, microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER, seed=3,
-        **options,
+        make(), plan(workers, make()), schedule=schedule, microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER,
+        seed=3, **options,
     ) as pipeline:  # fmt: skip
         if resume is not None:
             pipeline.load(resume)
@@ -281,15 +278,9 @@ def test_an_error_of_a_remote_forward_names_its_rank_and_stage() -> None:
             return x + 0.0
 
     model = nn.Sequential(nn.Linear(4, 4), Breaks(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
-    graph = capture(model, (batches()[0][0],)).graph
-    profile = Profile("breaks", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
-    remote_plan = replace(
-        manual_plan(profile, Cluster.flat(4), (1, 2, 3)), cluster=Cluster.flat(3), worker_order=homes(3, 4)
-    )
+    options: dict[str, Any] = {"microbatches": 4, "loss": F.cross_entropy, "optimizer": OPTIMIZER}
     with (
-        pd.Pipeline(
-            model, remote_plan, schedule="roundpipe", microbatches=4, loss=F.cross_entropy, optimizer=OPTIMIZER
-        ) as run,
+        pd.Pipeline(model, plan(3, model, (1, 2, 3)), schedule="roundpipe", **options) as run,
         pytest.raises(WorkerError, match=r"rank 1.*stage 1.*broken on purpose"),
     ):
         list(run.train(batches()))
