@@ -126,4 +126,4 @@ def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_what_is_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None, left: int) -> None:
-    assert loop._count_left(loader, position, epochs, minibatches) == left
+    assert loop.count_left(loader, position, epochs, minibatches) == left

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
 from pathlib import Path
 
-from pipedream.cli.options import JSON, MICROBATCHES, RECIPE, SEED, print_json
+from pipedream.cli.options import JSON, MICROBATCHES, RECIPE, SEED, check_flags, print_json, profile_of
 from pipedream.core.artifact import encode
+from pipedream.core.delay import DelayComparison
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option, option_of
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_rate, parse_rate
+from pipedream.core.variants import format_link
 from pipedream.options import TrainingOptions
+from pipedream.workflows.exclusions import as_flag
 
-_LEAST_BYTES_PER_S = 1000.0
+_LEAST_BYTES_PER_S, _USUAL_BYTES_PER_S, _LATENCY_S = 1000.0, 1.25e9, 1e-4
+_DELAY = "Losses with late gradients"
 
 
 def compare(
@@ -39,10 +48,25 @@ def compare(
         None,
         "Method to compare with one worker and with what torch offers; data-parallel is this library's, auto the "
         "planner's choice. After a plus, the encoding of its messages or how its replicas are summed: 1f1b+int8, "
-        "data-parallel+powersgd:4. Repeatable.",
-        metavar="NAME[+MESSAGES|+SUMS]",
+        "data-parallel+powersgd:4; with --emulate-delay a compensation: pipedream+spike. Repeatable.",
+        metavar="NAME[+MESSAGES|+SUMS|+COMPENSATION]",
         unset="data-parallel, also with powersgd:4 and diloco:30; 1f1b, pipedream and pipedream_2bw, also with "
         "encoded messages; auto",
+    ),
+    emulate_delay: bool = option(
+        False,
+        "Train by each method in this process with its late gradients, in turns, and compare losses against updates "
+        "and against the seconds predicted over --link. The same command with --out continues.",
+        panel=_DELAY,
+    ),
+    stages: int | None = option(
+        None, "Stages, each on a worker.", metavar="N", least=2, unset="as many as --hosts, or 4", panel=_DELAY
+    ),
+    profile: Path | None = option(
+        None, "Profile to predict seconds from.", metavar="FILE", unset="measured here", panel=_DELAY
+    ),
+    checkpoint_every: int | None = option(
+        None, "Minibatches between checkpoints.", metavar="N", least=1, unset="at each evaluation", panel=_DELAY
     ),
     microbatches: int | None = MICROBATCHES,
     mesh: str = option(
@@ -69,41 +93,94 @@ def compare(
     each method: predicted and measured. Writes compare.html, the picture in it as compare.svg, and compare.json.
 
     \b
-    Example:
+    Examples:
       pipedream compare examples/digits.py --workers 2 --link 400mbit/s --link 100mbit/s
+      pipedream compare examples/digits.py --emulate-delay --stages 8 --epochs 5 --out delays
     """
-    from pipedream.training.compare import COMPARED, compare_recipe
-
+    check_flags(emulate_delay=emulate_delay, workers=workers, mesh=mesh, layout=layout, shard_weights=shard_weights)
     widths, links = _parse_hosts(hosts), [_parse_link(text) for text in link or ()]
+    flags = {"stages": stages, "profile": profile, "checkpoint_every": checkpoint_every}
+    if not emulate_delay and (flag := next((as_flag(*pair) for pair in flags.items() if pair[1] is not None), "")):
+        raise PlanError(f"{flag} was given without --emulate-delay; add it, or leave {flag} out")
     if hosts is not None and not links:
         raise PlanError("--hosts was given without --link; give the rates of the links, or leave it out")
     if workers is None and hosts is not None:
         workers = widths[0] * widths[1]
     if not Path(recipe).is_file():
         raise PlanError(f"the recipe {recipe} does not exist; give the path of a Python file")
-    comparison = compare_recipe(
-        recipe,
-        tuple(schedule or COMPARED),
-        TrainingOptions(
-            workers=workers,
-            microbatches=microbatches,
-            epochs=epochs,
-            minibatches=minibatches,
-            seed=seed,
-            device=device,
-            out=out,
-            mesh=mesh,
-            layout=layout,
-            shard_weights=shard_weights,
-        ),
-        links=links,
-        widths=widths,
-        progress=lambda line: None if as_json else print(line, file=sys.stderr, flush=True),
+    options = TrainingOptions(
+        workers=workers,
+        microbatches=microbatches,
+        epochs=epochs,
+        minibatches=minibatches,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+        device=device,
+        out=out,
+        mesh=mesh,
+        layout=layout,
+        shard_weights=shard_weights,
     )
+    report = partial(_print_progress, quiet=as_json)
+    if emulate_delay:
+        measured = None if profile is None else profile_of(profile)
+        delays = _compare_delays(recipe, schedule or (), options, stages, widths, links, measured, report)
+        if as_json:
+            print_json({"verdict": delays.verdict, "methods": delays.rows()})
+        else:
+            print(f"\n{delays}")
+        return
+    from pipedream.training.compare import COMPARED, compare_recipe
+
+    compared = tuple(schedule or COMPARED)
+    comparison = compare_recipe(recipe, compared, options, links=links, widths=widths, progress=report)
     if as_json:
         print_json({"verdict": comparison.verdict} | dict(encode(comparison)))
     else:
         print(f"\n{comparison}")
+
+
+def _print_progress(line: str, *, quiet: bool) -> None:
+    if not quiet:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _compare_delays(
+    recipe: str,
+    schedules: Sequence[str],
+    options: TrainingOptions,
+    stages: int | None,
+    widths: tuple[int, ...],
+    links: Sequence[tuple[float, ...]],
+    profile: Profile | None,
+    report: Callable[[str], None],
+) -> DelayComparison:
+    """Compares methods by their losses, on a worker for each stage."""
+    from pipedream.training.compare import name_folder
+    from pipedream.training.compare_delays import compare_delays
+
+    if len(links) > 1:
+        raise PlanError(
+            f"{len(links)} links were given with --emulate-delay, which predicts seconds over one; give one"
+        )
+    rates = links[0] if links else (_USUAL_BYTES_PER_S,)
+    widths = widths or (stages or 4,)
+    if len(rates) != len(widths) or (stages or prod(widths)) != prod(widths):
+        raise PlanError(
+            f"{stages or prod(widths)} stages on {prod(widths)} workers, {len(rates)} rates of {len(widths)} levels of "
+            "the network were asked for; give a worker for each stage, and a rate for each level"
+        )
+    levels = tuple(Level(width, rate, _LATENCY_S) for width, rate in zip(widths, rates, strict=True))
+    return compare_delays(
+        recipe,
+        schedules,
+        options,
+        Cluster(levels),
+        name_folder(recipe, options.out, may_be_used=True),
+        link=", ".join(map(format_link, rates)),
+        profile=profile,
+        progress=report,
+    )
 
 
 def _parse_hosts(hosts: str | None) -> tuple[int, ...]:

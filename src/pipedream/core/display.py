@@ -29,6 +29,23 @@ def fold(rows: Iterable[Sequence[str]]) -> list[list[str]]:
     return folded
 
 
+def align(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """Returns rows of equal length as lines of columns, of which the first `words` are aligned left.
+
+    >>> print(align([["method", "s"], ["1f1b", "12"]]))
+    method   s
+    1f1b    12
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
 class Tabular:
     """A noun with a table of its parts. Its text begins with a line that describes all of it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pipedream.core.display import align
 from pipedream.core.units import format_bytes, format_number
 
 ONE_WORKER, DDP = "one worker", "DDP"
@@ -171,15 +172,7 @@ class RecipeComparison:
         parts = []
         for link in self.links:
             rows = [self.heads, *(self.row(link, variant) for variant in link.variants)]
-            widths = [max(len(row[column]) for row in rows) for column in range(len(self.heads))]
-            lines = [
-                "  ".join(
-                    cell.ljust(width) if column < 2 else cell.rjust(width)
-                    for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-                ).rstrip()
-                for row in rows
-            ]
-            parts.append("\n".join([f"{self.recipe}, {self.workers_text}, over {link.link}", *lines]))
+            parts.append(f"{self.recipe}, {self.workers_text}, over {link.link}\n{align(rows, words=2)}")
         notes = [f"note: {reason}" for reason in self.reasons()]
         return "\n\n".join([*parts, "\n".join([*notes, self.verdict])])
 

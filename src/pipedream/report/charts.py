@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_number, format_seconds
-from pipedream.report.style import COLOURS, length, ticks, time_unit
+from pipedream.report.style import COLOURS, LINES, length, line_style, ticks, time_unit
 from pipedream.report.svg import frame, line, polyline, text
 
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
-_MOST_POINTS = 200
+_MOST_POINTS, _MOST_OF_SEVERAL = 200, 50
+_NAMES = 250  # pixels beside several curves
 _HALF_LABEL = 24  # pixels
 _COLUMNS_LEFT, _COLUMNS_TOP, _COLUMNS_FOOT, _COLUMNS_WIDTH, _COLUMNS_HEIGHT = 64, 34, 34, 720, 150
 
 
 def curve_svg(
-    points: Iterable[tuple[float, float]],
+    points: Iterable[tuple[float, float]] | Mapping[str, Iterable[tuple[float, float]]],
     *,
     title: str = "",
     width_px: float = 640,
@@ -32,18 +33,22 @@ def curve_svg(
     """Returns the picture of a curve. Many points become a line of means, in a band from minimum to maximum.
 
     Args:
-        points: those that are not finite are only counted below the picture.
+        points: those that are not finite are only counted below the picture. Several curves by their names are lines
+            of means, with the names beside them.
         marks: dashed vertical lines.
         named: labelled vertical lines.
         standalone: False inside an HTML page.
     """
-    all_points = list(points)
-    kept = sorted((x, y) for x, y in all_points if math.isfinite(x) and math.isfinite(y))
+    several = isinstance(points, Mapping)
+    curves = {name: list(curve) for name, curve in (points.items() if isinstance(points, Mapping) else [("", points)])}
+    all_points = [point for curve in curves.values() for point in curve]
+    means = {name: _average(curve) for name, curve in curves.items()} if several else {}
+    kept = sorted(point for curve in means.values() for point in curve) if several else _keep_finite(all_points)
     top = 46.0 if title else 20.0
-    right, bottom = width_px - _RIGHT, height_px - _BOTTOM
+    right, bottom = width_px - (_NAMES if several else _RIGHT), height_px - _BOTTOM
     parts = [text(_LEFT, 21, title, size=14, weight=600)] if title else []
     if kept:
-        left_x, right_x = kept[0][0], max(kept[-1][0], kept[0][0] + 1)
+        left_x, right_x = kept[0][0], kept[-1][0] if kept[-1][0] > kept[0][0] else kept[0][0] + 1
         low = min(y for _, y in kept)
         high = max(y for _, y in kept)
         if low > 0 and low < high / 2:
@@ -73,27 +78,56 @@ def curve_svg(
                 side = ("end", -4) if x > right - 7 * len(word) else ("start", 4)
                 label = text(x + side[1], top + 11, word, colour="faint", anchor=side[0])
                 parts += [_draw_line("phase", x, top, x, bottom, "faint"), label]
-        parts += _draw_means(average_neighbours(kept), at, len(kept))
+        parts += (
+            _draw_curves(means, at, right, top) if several else _draw_means(average_neighbours(kept), at, len(kept))
+        )
     else:
         parts.append(
             text(width_px / 2, (top + bottom) / 2, f"no {y_label} was recorded", colour="faint", anchor="middle")
         )
-    missing = len(all_points) - len(kept)
+    missing = len(all_points) - len(_keep_finite(all_points))
     note = f"{x_label} ({missing} not finite left out)" if missing else x_label
     parts.append(text((_LEFT + right) / 2, height_px - 8, note, colour="faint", anchor="middle"))
     parts.append(text(8, top - 9, y_label, colour="faint"))
     return frame("".join(parts), width_px, height_px, title or f"{y_label} over {x_label}", standalone)
 
 
-def average_neighbours(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float, float]]:
-    """Returns at most 200 of (x, minimum, mean, maximum), each of one point or of several neighbours."""
-    together = -(-len(points) // _MOST_POINTS)
+def _keep_finite(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    return sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
+
+
+def _average(curve: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(x, mean) for x, _, mean, _ in average_neighbours(_keep_finite(curve), _MOST_OF_SEVERAL)]
+
+
+def average_neighbours(
+    points: Sequence[tuple[float, float]], most: int = _MOST_POINTS
+) -> list[tuple[float, float, float, float]]:
+    """Returns at most so many of (x, minimum, mean, maximum), each of one point or of several neighbours."""
+    together = -(-len(points) // most)
     means = []
     for i in range(0, len(points), together or 1):
         group = points[i : i + together]
         values = [y for _, y in group]
         means.append((sum(x for x, _ in group) / len(group), min(values), sum(values) / len(values), max(values)))
     return means
+
+
+def _draw_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    at: Callable[[float, float], tuple[float, float]],
+    right: float,
+    top: float,
+) -> list[str]:
+    """Draws lines, thinner once the colours are used again, and their names to the right."""
+    parts = [f"<style>{line_style()}</style>"]
+    for number, (name, points) in enumerate(curves.items()):
+        colour, width, y = list(LINES)[number % len(LINES)], 2.0 if number < len(LINES) else 1.0, top + 18 * number
+        parts.append(polyline(f"of-{colour}", (at(x, height) for x, height in points), LINES[colour][0], width))
+        look = f' stroke-width="{width}"'
+        parts.append(line(f"of-{colour}", right + 12, right + 32, y, y, LINES[colour][0], look))
+        parts.append(text(right + 38, y + 4, name))
+    return parts
 
 
 def _draw_means(means: list[tuple[float, float, float, float]], at: object, count: int) -> list[str]:

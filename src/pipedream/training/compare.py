@@ -69,7 +69,7 @@ def compare_recipe(
     workers = options.workers or 2 * _measure_mesh(options.mesh)
     emulated = bool(links) and workers > count_cores()
     _check_mesh(options.mesh, workers, emulated=emulated)
-    folder = _name_folder(recipe, options.out)
+    folder = name_folder(recipe, options.out)
     widths = widths or (workers,)
     if links:
         progress("measuring this machine's own link ...")
@@ -178,14 +178,14 @@ def _describe_setting(options: TrainingOptions, workers: int, emulated: bool) ->
     return notes
 
 
-def _name_folder(recipe: str, out: str | os.PathLike[str] | None) -> Path:
-    """Returns a folder that has nothing in it."""
+def name_folder(recipe: str, out: str | os.PathLike[str] | None, *, may_be_used: bool = False) -> Path:
+    """Returns a comparison's folder. Raises a `PlanError` if it has something in it, unless it may."""
     if out is None:
         return Path("runs") / f"compare-{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
     if is_url(out):
         raise PlanError(f"--out {out} was asked for, but comparisons are written on this machine; name a folder")
     folder = Path(out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not may_be_used and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlanError(f"{folder} is not empty; name a new folder, or leave --out away for one in runs/")
     return folder
 

@@ -72,7 +72,7 @@ class Runs:
 
     def run_worker(self, kind: str, workers: int, name: str, **details: Any) -> tuple[Path, int | None]:
         """Runs a `WorkerJob` with these details; returns the file that it has written."""
-        options, out = self.options, self.folder / _make_folder_name(name) / f"{kind}.json"
+        options, out = self.options, self.folder / make_folder_name(name) / f"{kind}.json"
         fields: dict[str, Any] = {
             "kind": kind,
             "recipe": self.recipe,
@@ -93,7 +93,7 @@ class Runs:
         """Runs ``pipedream train``, with so many of the recipe's batches in a minibatch; returns its summary."""
         options = self.options
         if accumulated > 1:
-            plan_file = plan.save((self.folder / _make_folder_name(name)).with_suffix(".plan.json"))
+            plan_file = plan.save((self.folder / make_folder_name(name)).with_suffix(".plan.json"))
             details: dict[str, Any] = {"accumulated": accumulated, "plan": str(plan_file)}
             if options.minibatches is not None:
                 details["minibatches"] = max(2, options.minibatches // accumulated)
@@ -120,7 +120,7 @@ class Runs:
         self, plan: Plan, name: str, workers: int, begun: str, *words: Any
     ) -> tuple[dict[str, Any], int | None]:
         """Runs a command on a plan, whose file is its last word; returns the summary of its run folder."""
-        folder = self.folder / _make_folder_name(name)
+        folder = self.folder / make_folder_name(name)
         plan_file = plan.save(folder.with_suffix(".plan.json"))
         arguments = ["-m", "pipedream", *map(str, words), str(plan_file), "--json", "--out", str(folder)]
         sent = self._run(workers, arguments, folder / begun)
@@ -194,7 +194,8 @@ def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[
     return [process.returncode for process in processes]
 
 
-def _make_folder_name(name: str) -> str:
+def make_folder_name(name: str) -> str:
+    """Returns the name of a variant's folder."""
     return "".join(letter if letter.isalnum() else "_" for letter in name).replace("__", "_")
 
 

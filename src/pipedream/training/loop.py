@@ -110,7 +110,7 @@ class TrainingLoop:
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
         until = self.pipeline.position[0] if is_over else epochs
-        left = self._progress.left = _count_left(self.recipe.train, self.pipeline.position, until, minibatches)
+        left = self._progress.left = count_left(self.recipe.train, self.pipeline.position, until, minibatches)
         if left > 0:
             expected = f", predicted to take {format_seconds(left * minibatch_s)}" if minibatch_s else ""
             self._console.print(f"training {left} minibatches{expected}\n")
@@ -206,7 +206,7 @@ class TrainingLoop:
             self.seconds_to_target = seconds if reached else None
 
 
-def _count_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None) -> int:
+def count_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None) -> int:
     """Returns the minibatches that are left to train, 0 if that is not known."""
     try:
         size = len(loader)
