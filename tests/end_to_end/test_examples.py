@@ -402,12 +402,6 @@ def test_json_of_profile_plan_and_simulate(tmp_path: Path, capfd: pytest.Capture
     assert [set(row) for row in answer["per_rank"]] == [columns] * 2
 
 
-def test_json_of_uniform_stages(capfd: pytest.CaptureFixture[str]) -> None:
-    answer = run_json(capfd, "simulate", "--uniform", "4", "--schedule", "gpipe", "--microbatches", "8")
-    assert answer["bubble"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1)
-    assert answer["makespan_s"] == pytest.approx(3 * 11)  # a forward of 1 s, a backward of 2 s
-
-
 def test_json_of_show_and_schedules(capfd: pytest.CaptureFixture[str]) -> None:
     answer = run_json(capfd, "show", "1f1b", "--stages", "3", "--microbatches", "4", "--verify")
     assert set(answer) == {"grid", "ops", "proof", "claims"}
