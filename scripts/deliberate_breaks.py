@@ -267,7 +267,7 @@ BREAKS = (
         "planner/dynamic_program/recurrence.py",
         "fits = need(first) <= memory_bytes",
         "fits = need(first) < memory_bytes",
-        ("planner/test_recurrence.py",),
+        ("planner/test_search.py", "planner/test_depth.py"),
     ),
     Break(
         "planner: the bound of a bisection is the plan that it found",
