@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
+import processes
 import pytest
 import typer
 
@@ -53,6 +54,20 @@ def test_commands_load_only_what_they_need(files: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=files)
     assert done.returncode == 0, done.stderr
+
+
+def list_modules() -> set[str]:
+    return set(sys.modules)
+
+
+@pytest.mark.processes
+def test_workers_load_only_what_they_need() -> None:
+    """Their fork server has imported the pipeline; torch._dynamo, too, which optimizers need."""
+    (modules,) = processes.results(list_modules, 1)
+    assert "pipedream.pipeline" in modules
+    unused = "checkpoint", "elastic", "launcher", "pipelining"
+    assert not modules & {f"torch.distributed.{name}" for name in unused}
+    assert not modules & {"IPython", "fsspec", "matplotlib", "pandas", "rich.live", "scipy", "sklearn", "tensorboard"}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

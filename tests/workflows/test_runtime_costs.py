@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,20 @@ def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
     if processes == 0:
         assert profile_recipe(recipe, runs=1).runtime.load_s > 0
     assert data.read % 8 == 0
+
+
+def test_what_was_measured_with_a_plan_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured = RuntimeCosts(op_s=1e-5)
+    monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: measured)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    data = [(torch.rand(8, 4), torch.rand(8, 1))]
+    recipe = pd.Recipe(model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), data)
+    planned = pd.plan(pd.profile(model, data[0][0], runs=1), Cluster.flat(2))
+    for costs, expected in ((RuntimeCosts(), measured), (RuntimeCosts(load_s=2e-5), RuntimeCosts(load_s=2e-5))):
+        plan = replace(planned, runtime=costs)
+        out = tmp_path / str(costs.load_s)
+        pd.run(lambda: recipe, plan=plan, minibatches=1, checkpoint_every=0, check=False, quiet=True, out=out)
+        assert pd.Plan.load(out / "plan.json").runtime == expected
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])

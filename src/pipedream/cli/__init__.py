@@ -8,12 +8,10 @@ A command's module is imported only when it is used.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import os
 import signal
 import sys
-import threading
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -25,7 +23,7 @@ import pipedream
 from pipedream.cli.flags import OptionParser, as_command
 from pipedream.cli.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
-from pipedream.runtime.failure.processes import stay_with_launcher
+from pipedream.runtime.failure.processes import end_process, stay_with_launcher
 
 __all__ = ["COMMANDS", "app", "load", "main", "script"]
 
@@ -165,13 +163,4 @@ def script() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is over, and an interpreter that ends prints a traceback
     if "torch" not in sys.modules:
         sys.exit(status)
-    # As the interpreter ends itself, but without the search for cycles among torch's million objects, which takes a
-    # second, and without the threads of process groups, which sometimes abort it; the signal would replace the status.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            status = status or 1
-    os._exit(status)
+    end_process(status)

@@ -31,7 +31,7 @@ def probe(
       pipedream probe --workers 2
     """
     if not is_worker() and workers is not None:
-        start_workers(workers)
+        start_workers(workers, "pipedream.workflows.probe")
     from pipedream.runtime.comm.process_group import leave_group
     from pipedream.workflows.probe import probe as probed
 

@@ -174,7 +174,12 @@ def _start_processes(recipe: str, options: TrainingOptions, config: str | None, 
     if (restarts.max_restarts or restarts.elastic) and options.out is None:  # all attempts write into one folder
         more = ("--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}")
     start_workers(
-        count, more=more, max_restarts=restarts.max_restarts, fewest=restarts.min_workers if restarts.elastic else None
+        count,
+        "pipedream.training.train",
+        "torch._dynamo",  # the first optimizer of a process imports it
+        more=more,
+        max_restarts=restarts.max_restarts,
+        fewest=restarts.min_workers if restarts.elastic else None,
     )
 
 

@@ -41,11 +41,16 @@ def is_rank_0() -> bool:
 
 
 def start_workers(
-    count: int, *, more: Sequence[str] = (), max_restarts: int = 0, fewest: int | None = None
+    count: int, *modules: str, more: Sequence[str] = (), max_restarts: int = 0, fewest: int | None = None
 ) -> NoReturn:
-    """Runs this command line, with `more` arguments, in `count` local processes, and exits with their status."""
-    with importing_torch():
-        from pipedream.runtime.failure.launch import launch
+    """Runs this command line, with `more` arguments, in `count` local processes, and exits with their status.
 
+    Args:
+        modules: what the processes need is imported here, once for all of them.
+    """
+    from pipedream.runtime.failure.launch import import_for_workers, launch
+
+    with importing_torch():
+        import_for_workers(modules, count)
     arguments = ["-m", "pipedream", *sys.argv[1:], *more]
-    raise typer.Exit(launch(count, arguments, max_restarts=max_restarts, fewest=fewest))
+    raise typer.Exit(launch(count, arguments, max_restarts=max_restarts, fewest=fewest, forks=True))

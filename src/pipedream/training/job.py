@@ -195,12 +195,13 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     """Plans a job: the given plan, the checkpoint's, or a new one for a profile. Raises a `PlanError` if none fits."""
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
-    runtime = _measure_runtime_costs(recipe, str(process.device))
     saved = None
     if job.resumed is not None:
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
         if plan is None and saved.ranks == job.workers and not any(options.plan_settings.values()):
             plan = saved
+    # What was measured with the plan is not measured again.
+    runtime = (plan is not None and plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
     if plan is None:
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(_read_mesh(options))} - {""})
         if options.mesh == AUTO:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipedream.runtime.failure import launch as launching
 from pipedream.runtime.failure import processes
+from pipedream.runtime.failure.agent import Agent, Worker
 from pipedream.runtime.failure.launch import _Failure, launch
 from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, write_error
 
@@ -68,7 +70,7 @@ def test_attempts(
     run: list[tuple[int, int]] = []
     commands: list[list[str]] = []
 
-    def attempt(workers: int, number: int, arguments: list[str], silent: bool) -> int | _Failure:
+    def attempt(workers: int, number: int, arguments: list[str], agent: Agent) -> int | _Failure:
         run.append((workers, number))
         commands.append(list(arguments))
         end = ends[len(run) - 1]
@@ -77,7 +79,6 @@ def test_attempts(
         return end if isinstance(end, int) else _Failure(f"pipedream: {end}", 1)
 
     monkeypatch.setattr(launching, "_run_attempt", attempt)
-    monkeypatch.setattr(launching, "_silence_torch", lambda: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
     assert launch(2, ["x.py"], **options) == status  # type: ignore[arg-type]
     assert run == attempts
@@ -110,11 +111,11 @@ def test_a_launcher_names_its_folder_and_removes_those_of_others(
     (tmp_path / f"{launching._begin_folder_name(replace(RankProcess.this(), started=1))}x").mkdir()
     seen: list[str] = []
 
-    def start(config: Any, entrypoint: str) -> Callable[..., None]:
-        return lambda *arguments: seen.extend(path.name for path in tmp_path.iterdir())
+    def run(*_: Any) -> list[Worker]:
+        seen.extend(path.name for path in tmp_path.iterdir())
+        return []
 
-    monkeypatch.setattr(launching, "elastic_launch", start)
-    monkeypatch.setattr(launching, "_silence_torch", lambda: None)
+    monkeypatch.setattr(Agent, "run", run)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
     assert launch(1, ["x.py"]) == 0
     (name,) = seen
@@ -126,19 +127,10 @@ def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pyte
     file, text = tmp_path / "error.json", f"pipedream: rank 0, stage 0, 0F4: {LOST_CONNECTION}"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     write_error(text)
-    lost, gone = ProcessFailure(0, 10, 1, str(file)), ProcessFailure(1, 11, 3, "none")
-    gone.timestamp = lost.timestamp + 1
-
-    def elastic_launch(*_: object) -> Callable[..., None]:
-        def run(*_: object) -> None:
-            raise ChildFailedError("env", {0: lost, 1: gone})
-
-        return run
-
-    monkeypatch.setattr(launching, "elastic_launch", elastic_launch)
-    assert "rank 1 ended with exit status 3" in launching._run_attempt(2, 0, [], silent=True).text  # type: ignore[union-attr]
-    gone.exitcode = -15  # by the agent
-    assert launching._run_attempt(2, 0, [], silent=True).text == text  # type: ignore[union-attr]
+    lost, gone = Worker(0, 10, file, status=1), Worker(1, 11, tmp_path / "none", status=3)
+    assert "rank 1 ended with exit status 3" in launching._judge([lost, gone], tmp_path).text  # type: ignore[union-attr]
+    gone.status = -15  # by the agent
+    assert launching._judge([lost, gone], tmp_path).text == text  # type: ignore[union-attr]
 
 
 # -- stopped processes ------------------------------------------------------------------------------------------------
@@ -196,3 +188,79 @@ def test_a_worker_that_stays_stopped_is_killed_from_outside() -> None:
         worker.send_signal(signal.SIGSTOP)
         assert worker.wait(60) == -signal.SIGKILL
         assert "was stopped for 0.6 s and was killed" in worker.stderr.read(), "read to its end: the watch is over, too"
+
+
+# -- workers as forks -------------------------------------------------------------------------------------------------
+
+
+FORKED = """
+import json, os, random, sys
+from pathlib import Path
+imported, started_by = "torch" in sys.modules, os.getppid()
+import numpy, torch
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+facts = {
+    "imported": imported,
+    "started_by": started_by,
+    "leads": os.getsid(0) == os.getpid(),
+    "arguments": sys.argv[1:],
+    "module": sys.modules["__main__"].__spec__.name,
+    "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
+    "threads": [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]],
+    "store": torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False).num_keys() >= 0,
+    "variables": {name: text for name, text in os.environ.items() if name not in BEFORE},
+}
+Path(f"facts{attempt}{rank}.json").write_text(json.dumps(facts))
+if (rank, attempt) == ("1", "0"):
+    os.kill(os.getpid(), 9)
+sys.exit(int(rank) * 3 if attempt == "1" else 0)
+"""
+
+LAUNCHER = """
+import os, sys, threading
+from pipedream.runtime.failure.launch import import_for_workers, launch
+assert "torch" not in sys.modules
+del os.environ["OMP_NUM_THREADS"]
+import_for_workers(["torch", "numpy.random"], 2)
+if sys.argv[1] == "threads":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+elif sys.argv[1] == "cards":
+    import torch
+    torch.cuda._is_in_bad_fork = lambda: True
+print(os.getpid(), launch(2, ["-m", "worker", "a", "b"], max_restarts=1, fewest=1, forks=True))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "how", ["forks", pytest.param("threads", marks=pytest.mark.long), pytest.param("cards", marks=pytest.mark.slow)]
+)
+def test_workers_and_their_replacements_are_forks_and_differ_in_nothing_else(tmp_path: Path, how: str) -> None:
+    """Where the launcher has another thread, or has asked for cards, they are interpreters."""
+    (tmp_path / "worker.py").write_text(f"BEFORE = {sorted(os.environ)}\n{FORKED}", encoding="utf-8")
+    ended = commands.run("-c", LAUNCHER, how, folder=tmp_path)
+    launcher, status = map(int, ended.out.split())
+    assert (status, ended.orphans) == (0, [])
+    first, second = ended.err.splitlines()[::2][:2]
+    assert first.startswith("pipedream: restart 1 of 1 after: rank 1 was ended by SIGKILL; it had not built")
+    assert second.startswith("pipedream: continuing with one worker fewer, 1, after: rank 1 ended with exit status 3")
+    facts = {
+        path.stem[5:]: json.loads(path.read_text(encoding="utf-8")) for path in sorted(tmp_path.glob("facts*.json"))
+    }
+    assert list(facts) == ["00", "01", "10", "11", "20"]
+    for name, of_worker in facts.items():
+        assert of_worker["imported"] == (how == "forks")
+        assert of_worker["started_by"] == launcher
+        assert of_worker["leads"]
+        assert of_worker["store"]
+        assert of_worker["arguments"] == ["a", "b", *(["--workers", "1"] if name == "20" else [])]
+        assert of_worker["module"] == "worker"
+        threads = (os.cpu_count() or 1) // (1 if name == "20" else 2)
+        assert of_worker["threads"] == [threads, str(threads)]
+        variables = of_worker["variables"]
+        assert variables["RANK"] == variables["LOCAL_RANK"] == variables["ROLE_RANK"] == name[1]
+        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == ("1" if name == "20" else "2")
+        assert variables["PIPEDREAM_LAUNCHER"].split()[0] == str(launcher)
+        assert variables.keys() == facts["00"]["variables"].keys()
+    for drawn in zip(*(of_worker["drawn"] for of_worker in facts.values()), strict=True):
+        assert len(set(drawn)) == 5, "each draws its own numbers, by Python, numpy and torch"

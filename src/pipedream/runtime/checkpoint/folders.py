@@ -26,15 +26,6 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
@@ -333,8 +324,19 @@ def prune(folder: AnyPath, keep: int | None, *, parts: bool = False) -> None:
         remove_tree(doomed)
 
 
-def _make_metadata(manifest: Checkpoint) -> Metadata:
+def _make_metadata(manifest: Checkpoint) -> object:
     """Returns what torch's distributed checkpoint keeps about the same tensors."""
+    # A tenth of a second, which only rank 0 takes, and which imports the elastic agent.
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     tensors, places = {}, {}
     for name, stored in manifest.tensors.items():
         chunks = [ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape)) for piece in stored.pieces]

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 LAUNCHER = "PIPEDREAM_LAUNCHER"
 """Variable of a worker with its launcher's process id and start time."""
@@ -139,7 +140,7 @@ def watch_stopped(
 ) -> Callable[[], None]:
     """Calls `end(process id)`, in a thread, for each process that has been stopped for `after_s`.
 
-    Returns a function that ends the watch.
+    Returns a function that ends the watch and its thread.
     """
     over = threading.Event()
 
@@ -154,14 +155,19 @@ def watch_stopped(
             for pid in [pid for pid in stopped_s if before_s.get(pid, 0.0) <= after_s < stopped_s[pid]]:
                 end(pid)
 
-    threading.Thread(target=watch, name="pipedream-stopped", daemon=True).start()
-    return over.set
+    def end_watch() -> None:
+        over.set()
+        thread.join()
+
+    thread = threading.Thread(target=watch, name="pipedream-stopped", daemon=True)
+    thread.start()
+    return end_watch
 
 
-def launcher_variable() -> str:
-    """Returns the environment variable by which workers know this process as their launcher."""
+def name_launcher() -> str:
+    """Returns the value of `LAUNCHER` for workers of this process."""
     this = RankProcess.this()
-    return f"{LAUNCHER}={this.pid} {this.started}"
+    return f"{this.pid} {this.started}"
 
 
 def is_launched_here() -> bool:
@@ -197,6 +203,23 @@ def stay_with_launcher() -> None:
     watch_stopped(lambda: [pid], _start_ending_launcher, _LAUNCHER_LOOKED_AT_S)
     atexit.register(_start_ending_launcher, pid)  # it may be stopped while its workers end
     watch_stopped(lambda: [pid], _leave)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process as an interpreter that ends does, but without what may abort it or takes a second.
+
+    That is the search for cycles among torch's million objects, and the threads of process groups.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                status = status or 1
+    finally:
+        os._exit(status)
 
 
 def is_torchruns_worker() -> bool:
@@ -311,9 +334,9 @@ def _read_text(file: Path) -> str | None:
     return None
 
 
-def read_error(error_file: str) -> str | None:
+def read_error(error_file: Path) -> str | None:
     """Returns a worker's message."""
-    return next((message for message, _ in _read_errors(Path(error_file))), None)
+    return next((message for message, _ in _read_errors(error_file)), None)
 
 
 def read_verdict(folder: Path) -> str | None:

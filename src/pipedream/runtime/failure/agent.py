@@ -1,0 +1,239 @@
+"""The worker processes of a launcher: started with torchrun's variables, watched, and ended together.
+
+Torch's own agent starts each worker as a new interpreter, which imports torch and this library for seconds. Here
+workers are forks of the launcher, where that has imported what they need, has computed nothing and has no other thread.
+So its threads, torch's store and the watch of stopped processes, start after the workers and end with them.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pipedream.runtime.failure.processes import (
+    LAUNCHER,
+    RUN_ID_PREFIX,
+    RankProcess,
+    children,
+    end_process,
+    name_launcher,
+    watch_stopped,
+)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ADDRESS = "127.0.0.1"
+_GRACE_S = 30.0
+_PERIOD_S = 0.1
+
+
+@dataclass
+class Worker:
+    """A worker process.
+
+    Attributes:
+        status: exit status once it has ended; negative for the signal that ended it.
+        ended_s: the second in which it wrote its error file, else in which its end was noticed; then when that was.
+        was_stopped: it was killed because it stayed stopped.
+    """
+
+    rank: int
+    pid: int
+    error_file: Path
+    is_running: bool = True
+    status: int = 0
+    ended_s: tuple[int, float] = (0, 0.0)
+    was_stopped: bool = False
+
+
+class Agent:
+    """Runs workers; within its context, signals end them.
+
+    Args:
+        silent: what they print is not shown.
+        forks: workers that run a module are forks of this process, where that is possible.
+
+    Attributes:
+        received: signals; the first is sent on, and after a second nobody waits.
+    """
+
+    def __init__(self, *, silent: bool = False, forks: bool = False) -> None:
+        self._silent = silent
+        self._forks = forks
+        self.received: list[int] = []
+
+    def __enter__(self) -> Self:
+        def receive(number: int, _: Any) -> None:
+            self.received.append(number)
+
+        self._before = {number: signal.signal(number, receive) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def run(self, count: int, attempt: int, arguments: Sequence[str], folder: Path) -> list[Worker]:
+        """Runs ``python ARGUMENTS`` in `count` processes; once one has failed, the others are ended.
+
+        Returns the workers in the order in which they ended.
+        """
+        # torch itself can only ask for a port of all interfaces.
+        listening = socket.create_server((_ADDRESS, 0), backlog=4096)
+        workers: list[Worker] = []
+
+        def kill(pid: int) -> None:
+            for worker in workers:
+                worker.was_stopped |= worker.pid == pid
+            RankProcess.of(pid).kill()
+
+        try:
+            common = _common_variables(count, attempt, listening)
+            for rank in range(count):
+                error_file = folder / str(rank) / "error.json"
+                error_file.parent.mkdir()
+                variables = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) | common
+                pid = self._start(arguments, variables | {"TORCHELASTIC_ERROR_FILE": str(error_file)})
+                workers.append(Worker(rank, pid, error_file))
+            end_watch = watch_stopped(children, kill)
+            store = _serve_store(listening)
+            while not self.received and _count_running(workers) and not any(worker.status for worker in workers):
+                time.sleep(_PERIOD_S)
+            self._end(workers)
+            end_watch()
+            del store
+        finally:
+            self._end(workers)
+        return sorted(workers, key=lambda worker: worker.ended_s)
+
+    def _start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
+        # In a fork runs only the thread that forks.
+        can_fork = self._forks and sys.platform == "linux" and len(sys._current_frames()) == 1
+        return (_fork if can_fork and arguments[0] == "-m" else _spawn)(arguments, variables, self._silent)
+
+    def _end(self, workers: Sequence[Worker]) -> None:
+        sent = len(self.received)
+        end_s = time.monotonic() + _GRACE_S
+        _send(workers, self.received[0] if sent else signal.SIGTERM)
+        while _count_running(workers) and time.monotonic() < end_s and len(self.received) == sent:
+            time.sleep(_PERIOD_S)
+        _send(workers, signal.SIGKILL)
+        end_s = time.monotonic() + _GRACE_S  # the system may hold one for ever
+        while _count_running(workers) and time.monotonic() < end_s:
+            time.sleep(_PERIOD_S)
+
+
+def count_threads(workers: int) -> str:
+    """Returns the OMP_NUM_THREADS of workers of one machine: the user's, else a share of the cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+
+def _common_variables(workers: int, attempt: int, listening: socket.socket) -> dict[str, str]:
+    return {
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(workers)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default_role",
+        "MASTER_ADDR": _ADDRESS,
+        "MASTER_PORT": str(listening.getsockname()[1]),
+        "OMP_NUM_THREADS": count_threads(workers),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RUN_ID": f"{RUN_ID_PREFIX}{uuid.uuid4().hex}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        LAUNCHER: name_launcher(),
+    }
+
+
+def _serve_store(listening: socket.socket) -> object:
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it privately
+
+    port = listening.getsockname()[1]
+    return TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _spawn(arguments: Sequence[str], variables: Mapping[str, str], silent: bool) -> int:
+    """Starts ``python ARGUMENTS`` in a session of its own; returns its process id."""
+    nowhere = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)] if silent else []
+    command = [sys.executable, *arguments]
+    return os.posix_spawn(sys.executable, command, os.environ | variables, file_actions=nowhere, setsid=True)
+
+
+def _fork(arguments: Sequence[str], variables: Mapping[str, str], silent: bool) -> int:
+    """Does the same, for ``-m MODULE ...``, in a fork of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # which this process would take from its fork
+    if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+    status: object = 1
+    try:
+        os.setsid()
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.environ.update(variables)
+        if silent:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _run_module(arguments)
+        status = 0
+    except SystemExit as leave:
+        status = leave.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        end_process(status if isinstance(status, int) else int(status is not None))
+
+
+def _run_module(arguments: Sequence[str]) -> None:
+    """Runs ``python -m MODULE ...`` in this fork."""
+    import torch  # the launcher has imported it
+
+    if torch.cuda._is_in_bad_fork():  # something has asked for cards, which a fork then cannot use
+        os.execv(sys.executable, [sys.executable, *arguments])
+    torch.default_generator.seed()  # Python's own generator is seeded anew in each fork
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    threads = os.environ["OMP_NUM_THREADS"]
+    if threads.isdecimal() and int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))  # the variable was read when torch was imported
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    _, module, *sys.argv[1:] = arguments
+    sys.modules.pop("pipedream.__main__", None)  # runpy would warn that it runs twice
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _send(workers: Sequence[Worker], number: int) -> None:
+    """Sends a signal to each worker that still runs, and to what it has started."""
+    for worker in [worker for worker in workers if worker.is_running]:
+        try:
+            os.killpg(worker.pid, number)
+        except ProcessLookupError:  # it has no session of its own yet
+            os.kill(worker.pid, number)
+
+
+def _count_running(workers: Sequence[Worker]) -> int:
+    """Notes which workers have ended, and how; returns how many still run."""
+    now_s = time.time()
+    for worker in [worker for worker in workers if worker.is_running]:
+        pid, status = os.waitpid(worker.pid, os.WNOHANG)
+        if pid:
+            worker.is_running, worker.status = False, os.waitstatus_to_exitcode(status)
+            ended_s = now_s
+            with suppress(OSError):
+                ended_s = worker.error_file.stat().st_mtime
+            worker.ended_s = int(ended_s), now_s
+    return sum(worker.is_running for worker in workers)
