@@ -33,6 +33,7 @@ from pipedream.workflows.methods import score
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import find_published, format_table
+from table_1 import TABLE_1, Row
 from worker_processes import Workers, worker_processes
 
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run
@@ -80,35 +81,18 @@ class Case:
         return replace(presets.cluster(self.cluster, self.machines), memory_bytes=None)
 
 
-_FILES = {
-    "VGG-16": "vgg16",
-    "ResNet-50": "resnet50",
-    "AlexNet": "alexnet",
-    "GNMT-8": "gnmt",
-    "GNMT-16": "gnmt_large",
-}
+_FILES = {row.model: row.profile for row in TABLE_1}
 
 
 def _list_cases(size: str) -> Iterator[Case]:
     """Yields cases; those of a table, model and cluster begin with what the others are compared with."""
-    table_1 = (  # SOSP 2019, table 1; 7-1: arXiv 1806.03377, table 1
-        ("GNMT-8", "pipedream-a", 1, "straight", 1.5),
-        ("GNMT-16", "pipedream-a", 1, "straight", 1.46),
-        ("VGG-16", "flat", 8, "7-1", 5.12),
-        ("GNMT-8", "pipedream-a", 3, "straight", 2.95),
-        ("VGG-16", "pipedream-a", 4, "15-1", 5.28),
-        ("AlexNet", "pipedream-a", 4, "15-1", 4.92),
-        ("ResNet-50", "pipedream-a", 4, _DATA_PARALLEL, 1.0),
-        ("GNMT-16", "pipedream-a", 4, "straight", 2.34),
-        ("VGG-16", "pipedream-b", 2, "15-1", 2.98),
-        ("AlexNet", "pipedream-b", 2, "15-1", 2.04),
-        ("ResNet-50", "pipedream-b", 2, _DATA_PARALLEL, 1.0),
-        ("GNMT-16", "pipedream-b", 2, "straight", 3.14),
-        ("GNMT-8", "pipedream-b", 2, _DATA_PARALLEL, 1.0),
-    )
-    for model, cluster, machines, shape, paper in table_1[: None if size == "full" else 1]:
+    rows = sorted(TABLE_1, key=lambda row: (row.cluster, row.machines, row.profile))
+    rows.append(Row("vgg16", "VGG-16", "flat", 8, "7-1", 5.12))  # arXiv 1806.03377, table 1
+    for row in rows[: None if size == "full" else 1]:
+        shape = _DATA_PARALLEL if row.config == "16" else row.config
         for other in dict.fromkeys((_DATA_PARALLEL, shape, _PLANNED)):
-            yield Case("speed-up", model, cluster, machines, other, paper if other == shape else None)
+            paper = row.speedup if other == shape else None
+            yield Case("speed-up", row.model, row.cluster, row.machines, other, paper)
     if size != "full":
         return
     for cluster, machines, paper in (("pipedream-a", 4, 0.45), ("pipedream-b", 2, 0.29)):
