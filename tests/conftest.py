@@ -143,7 +143,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from pipedream.cli import train
 
     counts: list[int] = []
-    monkeypatch.setattr(train, "start_workers", lambda count, **_: counts.append(count))
+    monkeypatch.setattr(train, "start_workers", lambda count, *_, **__: counts.append(count))
     return counts
 
 

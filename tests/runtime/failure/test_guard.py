@@ -179,7 +179,7 @@ def test_who_reports_another_rank_also_prints_it(
         first = rank_guard.first_cause(full, "stage 0, 1F19")
         assert isinstance(rank_guard.first_cause(first, "stage 0, 1F19"), PeerError) == (rank == 0)
         assert str(first) == str(full)
-        left = read_error(str(tmp_path / "error.json"))
+        left = read_error(tmp_path / "error.json")
         assert left == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
 
 
@@ -373,8 +373,8 @@ def test_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / str(rank) / "error.json"))
         write_error(f"word {rank}")
         write_place(f"stage {rank}")
-    assert read_error(str(tmp_path / "run" / "1" / "error.json")) == "word 1"
-    assert read_error(str(tmp_path / "run" / "2" / "error.json")) is None
+    assert read_error(tmp_path / "run" / "1" / "error.json") == "word 1"
+    assert read_error(tmp_path / "run" / "2" / "error.json") is None
     assert read_place(tmp_path, 1) == "stage 1"
     assert read_place(tmp_path, 2) is None
     assert read_verdict(tmp_path) is None
