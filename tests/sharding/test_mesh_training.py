@@ -331,9 +331,9 @@ RECURRENT = (
 # On meshes that a partition was found for; the others are left out of continuous integration.
 FOUND = (
     Case("mlp", "cut1:2", "", "pipedream", None, stages=(), options=CLIPPED),
-    Case("attention", "cut1:2", "", "pipedream_2bw", None),
     Case("convolution", "cut1:2", "", "1f1b", options=CLIPPED),
 )
+LONGEST = Case("attention", "cut1:2", "", "pipedream_2bw", None)
 # In every run of the tests; the others, on four ranks, take longer.
 TWO_RANKS = (
     Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), options=CLIPPED | {"clip": "local"}),
@@ -349,6 +349,7 @@ TWO_RANKS = (
     [
         *TWO_RANKS,
         *(pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *RECURRENT, *FOUND)),
+        pytest.param(LONGEST, marks=[pytest.mark.slow, pytest.mark.long]),
     ],
     ids=str,
 )
