@@ -292,7 +292,7 @@ def test_a_worker_of_torchrun_that_is_killed_leaves_the_name_of_the_last_checkpo
     started.kill(pid(tmp_path, 1), signal.SIGKILL)
     ended = started.end()
     assert not ended.orphans
-    (line,) = [line for line in ended.err.splitlines() if "its last checkpoint is" in line]
+    (line,) = [line for line in ended.err.splitlines() if "the last checkpoint is" in line]
     assert tmp_path.joinpath(line.partition("checkpoint is ")[2], "checkpoint.json").exists()
 
 

@@ -44,7 +44,7 @@ def test_the_costs_are_those_of_the_benchmark(key: tuple[str, str]) -> None:
 
 
 def test_the_next_number_of_stages_is_meant_and_the_best_compensation_named() -> None:
-    assert "on 4 stages" in describe_delay_cost("pipedream", 3)
+    assert "with 4 stages" in describe_delay_cost("pipedream", 3)
     assert describe_delay_cost("pipedream", 20) == describe_delay_cost("pipedream", 8)
     assert "with compensation" in describe_delay_cost("pipedream_2bw", 4)
     assert "(" not in describe_delay_cost("pipedream_2bw", 4, "basis_rotation")

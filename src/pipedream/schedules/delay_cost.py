@@ -1,8 +1,7 @@
 """What late gradients cost in accuracy, and the compensation with which they cost least.
 
 Medians of five seeds of small tasks, the learning rate tuned for each, beyond synchronous training with the same
-optimizer (benchmarks/convergence): nats a character of a GPT, percentage points of error on
-handwritten digits.
+optimizer (benchmarks/convergence): nats per character for a GPT, percentage points of error for handwritten digits.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from bisect import bisect_left
 _ADAM, _NADAM, _SGD = "AdamW", "NAdam of beta_1 0.99", "momentum SGD"
 
 _STAGES = (2, 4, 8)
-_UNITS = {_ADAM: "nats a character", _NADAM: "nats a character", _SGD: "points of error"}
+_UNITS = {_ADAM: "nats per character", _NADAM: "nats per character", _SGD: "points of error"}
 _COSTS: dict[tuple[str, str], dict[str, tuple[float, float, float]]] = {
     ("pipedream", _ADAM): {"": (0.06, 0.18, 0.37), "basis_rotation": (-0.09, 0.0, 0.14)},
     ("pipedream", _NADAM): {"": (0.0, 0.07, 0.22), "basis_rotation": (-0.12, -0.06, 0.05)},
@@ -28,18 +27,20 @@ _COSTS: dict[tuple[str, str], dict[str, tuple[float, float, float]]] = {
 
 
 def describe_delay_cost(method: str, stages: int, compensation: str = "") -> str:
-    """Says what late gradients cost at the next measured number of stages; '' where nothing was measured.
+    """Describes the cost of late gradients at the next measured number of stages; '' where nothing was measured.
 
     Args:
         compensation: the name of the one that is used.
     """
+    if stages == 1:
+        return ""
     at, parts = bisect_left(_STAGES[:-1], stages), []
     for optimizer in _UNITS:
         costs = {name: each[at] for name, each in _COSTS.get((method, optimizer), {}).items()}
-        if stages == 1 or compensation not in costs:
+        if compensation not in costs:
             continue
         least = min(costs, key=lambda name: costs[name])
         better = f" ({costs[least]:+.2f} with compensation {least})" if costs[least] < costs[compensation] else ""
         parts.append(f"{costs[compensation]:+.2f} {_UNITS[optimizer]} with {optimizer}{better}")
-    measured = f"small tests of late gradients on {_STAGES[at]} stages, beside synchronous training"
+    measured = f"late gradients in small tests with {_STAGES[at]} stages, compared with synchronous training"
     return f"{measured}: {'; '.join(parts)}" if parts else ""

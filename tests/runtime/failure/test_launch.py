@@ -187,7 +187,8 @@ def test_a_worker_that_stays_stopped_is_killed_from_outside() -> None:
         worker.stdout.readline()
         worker.send_signal(signal.SIGSTOP)
         assert worker.wait(60) == -signal.SIGKILL
-        assert "was stopped for 0.6 s and was killed" in worker.stderr.read(), "read to its end: the watch is over, too"
+        error = worker.stderr.read()  # to its end: the watch is over, too
+        assert error == "pipedream: rank None was stopped for 0.6 s and was killed\n"
 
 
 # -- workers as forks -------------------------------------------------------------------------------------------------

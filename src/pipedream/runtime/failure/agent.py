@@ -42,7 +42,8 @@ class Worker:
 
     Attributes:
         status: exit status once it has ended; negative for the signal that ended it.
-        ended_s: the second in which it wrote its error file, else in which its end was noticed; then when that was.
+        ended_s: sorts workers by their ends: the second in which it wrote its error file, or else in which its end
+            was noticed; then the exact time of the latter.
         was_stopped: it was killed because it stayed stopped.
     """
 
@@ -201,7 +202,7 @@ def _run_module(arguments: Sequence[str]) -> None:
     """Runs ``python -m MODULE ...`` in this fork."""
     import torch  # the launcher has imported it
 
-    if torch.cuda._is_in_bad_fork():  # something has asked for cards, which a fork then cannot use
+    if torch.cuda._is_in_bad_fork():  # the launcher has initialised CUDA, which a fork cannot use
         os.execv(sys.executable, [sys.executable, *arguments])
     torch.default_generator.seed()  # Python's own generator is seeded anew in each fork
     if numpy_random := sys.modules.get("numpy.random"):

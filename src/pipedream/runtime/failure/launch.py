@@ -2,7 +2,8 @@
 
 The workers meet at a store that listens on 127.0.0.1 only; torch's own listens on all interfaces, without a password.
 
-Nothing here imports torch with this module: it reads some variables as it is imported, which `import_for_workers` sets.
+This module does not import torch, which reads some environment variables as it is imported: `import_for_workers` sets
+them first.
 """
 
 from __future__ import annotations

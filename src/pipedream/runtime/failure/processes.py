@@ -281,9 +281,9 @@ def _end_worker(pid: int) -> None:
     watch_stopped(lambda: [] if _is_stopped(agent) else [pid], kill, _ALL_STOPPED_S)
     while os.getppid() == pid:
         time.sleep(_PERIOD_S)
-    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if checkpoint := _read_text(error_file.with_name(_CHECKPOINT)):
-        print(f"pipedream: training did not end in order; its last checkpoint is {checkpoint}", file=sys.stderr)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and (checkpoint := _read_text(Path(error_file).with_name(_CHECKPOINT))):
+        print(f"pipedream: training was cut short; the last checkpoint is {checkpoint}", file=sys.stderr)
     time.sleep(_PERIOD_S)  # the thread that has killed it may still have to say so
 
 
