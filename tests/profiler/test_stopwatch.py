@@ -104,23 +104,24 @@ def test_the_host_waits_for_the_gpu_rarely_and_in_other_laps_of_each_run(gpu: Gp
     assert max(waits.values()) == 1, "medians are of laps without a wait"
 
 
-def test_autograds_start_is_taken_off_the_backwards() -> None:
-    class Scripted:
-        """Gives laps: of two layers, of which the first run is slower, then of autograd alone."""
+class Scripted:
+    """Gives the laps of three runs of two layers, of which the first is slower, by layer and as a chain."""
 
-        rows = iter([[9.0] * 4, [3.0, 5.0, 2.0, 1.0], [3.0, 5.0, 2.0, 1.0], [9.0, 1.5, 1.5]])
+    def __init__(self, fits: bool) -> None:
+        self._runs = iter([[9.0] * 4, [3.0, 4.0, 2.0, 1.0], [3.0, 4.0, 2.0, 1.0]])
+        self._chains = iter([[9.0] * 3, [2.5, 1.5, 2.0], [2.5, 1.5, 2.0]])
+        self._fits = fits
 
-        def start(self) -> None:
-            pass
+    def time_run(self, sample: Any) -> list[float]:
+        return next(self._runs)
 
-        def stop(self) -> None:
-            pass
+    def time_chain(self, sample: Any) -> list[float]:
+        if not self._fits:
+            raise torch.OutOfMemoryError
+        return next(self._chains)
 
-        def laps_s(self) -> list[float]:
-            return next(self.rows)
 
-        def time_run(self, sample: Any) -> list[float]:
-            return self.laps_s()
-
-    watch: Any = Scripted()
-    assert measure_launch_seconds(watch, watch, (), torch.device("cpu"), 2) == [3.0, 3.5, 2.0, 0.0]
+@pytest.mark.parametrize("fits", [True, False])
+def test_launches_are_those_of_one_backward_through_all_layers(fits: bool) -> None:
+    passes: Any = Scripted(fits)
+    assert measure_launch_seconds(passes, (), 2) == ([2.5, 1.6, 1.5, 0.4] if fits else [3.0, 4.0, 2.0, 1.0])

@@ -119,9 +119,8 @@ def measure(
         fixed = fixed_s(time_part, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
-            host = HostStopwatch(place)
-            host_passes = Passes(layers, graph, loss, host, place, autocast, call)
-            launches = measure_launch_seconds(host_passes, host, sample, place, runs)
+            host_passes = Passes(layers, graph, loss, HostStopwatch(place), place, autocast, call)
+            launches = measure_launch_seconds(host_passes, sample, runs)
         update, parameters = UpdateCost(), named_parameters(layers, graph)
         if optimizer is not None and parameters:
             update = measure_update(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -73,6 +74,18 @@ class Passes:
             arguments = (self.time_layer(index, arguments),)
         if self._loss is not None:
             self.time_loss(arguments)
+        return self._watch.laps_s()
+
+    def time_chain(self, sample: Sample) -> list[float]:
+        """Returns the laps of all forwards, one after the other, and of a single backward through them."""
+        leaves: list[torch.Tensor] = []
+        with torch.enable_grad():
+            arguments: Sample = tree_map(lambda leaf: _enter(leaf, leaves), sample)
+            forwards: list[Callable[..., Any]] = [*self._layers, *[self._compute_loss] * (self._loss is not None)]
+            for forward in forwards:
+                arguments = (self._time_forward(forward, arguments),)
+            parameters = {id(p): p for p in chain.from_iterable(self._parameters)}
+            self._time_backward(arguments, [*leaves, *parameters.values()])
         return self._watch.laps_s()
 
     def time_layer(self, index: int, arguments: Sample) -> Any:
@@ -168,24 +181,31 @@ class Passes:
         with torch.enable_grad():
             entered = tree_map(lambda leaf: _enter(leaf, leaves), arguments)
             try:
-                with self._enter_autocast():
-                    if hasattr(forward, "on_begin"):  # a slice of a model: its own part begins later
-                        forward.on_begin = self._watch.start
-                    else:
-                        self._watch.start()
-                    value = self._call(forward, entered)
-                    self._watch.stop()
-                outputs = _select_differentiable(value)
-                gradients = [torch.ones_like(output) for output in outputs]
-                self._watch.start()
-                if outputs and (leaves or parameters):
-                    torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
-                self._watch.stop()
+                value = self._time_forward(forward, entered)
+                self._time_backward(value, [*leaves, *parameters])
             except CaptureError:
                 raise
             except Exception as error:
                 raise _make_error(what, arguments, error) from error
         return tree_map(_leave, value)
+
+    def _time_forward(self, forward: Callable[..., Any], arguments: Sample) -> Any:
+        with self._enter_autocast():
+            if hasattr(forward, "on_begin"):  # a slice of a model: its own part begins later
+                forward.on_begin = self._watch.start
+            else:
+                self._watch.start()
+            value = self._call(forward, arguments)
+            self._watch.stop()
+        return value
+
+    def _time_backward(self, value: Any, inputs: list[torch.Tensor]) -> None:
+        outputs = _select_differentiable(value)
+        gradients = [torch.ones_like(output) for output in outputs]
+        self._watch.start()
+        if outputs and inputs:
+            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+        self._watch.stop()
 
     def _compute_loss(self, output: Any) -> torch.Tensor:
         assert self._loss is not None
@@ -205,25 +225,28 @@ class Passes:
         return f"layer {layer.name!r} ({layer.kind})"
 
 
-def measure_launch_seconds(
-    passes: Passes, watch: Watch, sample: Sample, device: torch.device, runs: int
-) -> list[float]:
-    """Returns the medians of the host's laps: launching kernels on a GPU may take longer than running them.
+def measure_launch_seconds(passes: Passes, sample: Sample, runs: int) -> list[float]:
+    """Returns the host's seconds in each lap of a run: launching kernels on a GPU may take longer than running them.
 
-    The passes take their laps with `watch`, a `HostStopwatch`. A stage starts autograd once, not for each layer, so
-    that is taken off the backwards.
+    A stage starts autograd once, not for each layer. So the laps of the backwards are scaled to the time of a single
+    backward through all layers, unless the GPU has too little memory for it: then they are too long.
+
+    Args:
+        passes: their watch is a `HostStopwatch`.
     """
-    rows = [passes.time_run(sample) for _ in range(1 + runs)]
-    few = torch.ones(1, device=device, requires_grad=True)
-    with torch.enable_grad():
-        for _ in range(1 + runs):
-            value = few.view(1)
-            watch.start()
-            torch.autograd.grad(value, few, few.detach())
-            watch.stop()
-    autograd_s = median(watch.laps_s()[1:])
-    medians = [median(column) for column in zip(*rows[1:], strict=True)]
-    return [max(seconds - autograd_s * (number % 2), 0.0) for number, seconds in enumerate(medians)]
+    laps_s = _take_medians(passes.time_run, sample, runs)
+    try:
+        *forwards_s, backward_s = _take_medians(passes.time_chain, sample, runs)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return laps_s
+    share = backward_s / sum(laps_s[1::2])
+    return [seconds for pair in zip(forwards_s, laps_s[1::2], strict=True) for seconds in (pair[0], share * pair[1])]
+
+
+def _take_medians(run: Callable[[Sample], list[float]], sample: Sample, runs: int) -> list[float]:
+    rows = [run(sample) for _ in range(1 + runs)]
+    return [median(column) for column in zip(*rows[1:], strict=True)]
 
 
 def list_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
