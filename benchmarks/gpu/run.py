@@ -47,6 +47,7 @@ CHECKS = {
     "memory": "speed_checks.memory",
     "waits": "result_checks.waits",
     "throughput": "speed_checks.throughput",
+    "store": "speed_checks.store",
     "checkpoint": "result_checks.checkpoint",
     "precision": "result_checks.precision",
     "host": "speed_checks.host process_checks.host_of_processes",

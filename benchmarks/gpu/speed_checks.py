@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -137,25 +138,71 @@ def throughput(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
         ) as pipeline:  # fmt: skip
             loops.time_stream(pipeline, batches[:2], device)  # libraries are loaded
             for _ in range(3):
-                plain.append(_time_plain(model, batches, device))
+                plain.append(_time_plain(model, batches, device, torch.optim.SGD(model.parameters(), lr=1e-3)))
                 piped.append(loops.time_stream(pipeline, batches, device))
         name = f"rate_by_plain_at_{wanted_s * 1e3:g}_ms"
         yield Finding(name, median(plain) / median(piped), ">=", bound, f"{rows} samples a microbatch")
 
 
-def _time_plain(model: nn.Module, batches: list[torch.Tensor], device: torch.device) -> float:
-    stepper = torch.optim.SGD(model.parameters(), lr=1e-3)
+def _time_plain(
+    model: nn.Module,
+    batches: list[torch.Tensor],
+    device: torch.device,
+    stepper: torch.optim.Optimizer,
+    autocast: torch.dtype | None = None,
+) -> float:
     loops.wait_for(device)
     began = time.perf_counter()
     for x in batches:
         for part in x.chunk(MICROBATCHES):
-            loss, _ = _mean_square(model(part), None)
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                loss, _ = _mean_square(model(part), None)
             loss.backward()
         torch._foreach_div_([p.grad for p in model.parameters()], float(len(x)))
         stepper.step()
         stepper.zero_grad()
     loops.wait_for(device)
     return time.perf_counter() - began
+
+
+def store(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+    """Weights and optimizer in the memory of the machine: RoundPipe with one worker, beside the plain loop."""
+    width, rows = 16 * scale.width, 4 * scale.width
+    x = torch.randn(rows * MICROBATCHES, width).pin_memory() if device.type == "cuda" else torch.randn(16, width)
+    torch.manual_seed(0)
+    model = Blocks(width)
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    seconds, peak_bytes = {}, {}
+    for method in ("roundpipe", "roundpipe[delay=1]"):
+        plan = loops.plan_of(model, torch.randn(1, width), 2 * STAGES, "roundpipe", workers=1)
+        with loops.make_pipeline(
+            model, plan, device, schedule=method, microbatches=MICROBATCHES, loss=_mean_square, optimizer=optimizer,
+            autocast=torch.bfloat16, check=False,
+        ) as pipeline:  # fmt: skip
+            loops.time_stream(pipeline, [x] * 2, device)
+            seconds[method] = loops.time_stream(pipeline, [x] * 8, device) / 8
+            peak_bytes[method] = _measure_peak(device)
+    model.to(device)
+    stepper = optimizer(model.parameters())
+    for _ in range(2):
+        seconds["plain"] = _time_plain(model, [x.to(device)] * 8, device, stepper, torch.bfloat16) / 8
+    peak_bytes["plain"] = _measure_peak(device)
+    for method in ("roundpipe", "roundpipe[delay=1]"):
+        note = ", ".join(f"{name} {s * 1e3:.0f} ms, {peak_bytes[name] >> 20} MiB" for name, s in seconds.items())
+        yield Finding(f"{method}_rate_by_plain", seconds["plain"] / seconds[method], note=note)
+    need_card(device)
+    yield Finding("roundpipe_peak_by_plain", peak_bytes["roundpipe"] / peak_bytes["plain"], "<=", 0.5)
+
+
+def _measure_peak(device: torch.device) -> int:
+    """Returns the most bytes allocated since the last call, and gives back what is free."""
+    if device.type != "cuda":
+        return 0
+    most_bytes = torch.cuda.max_memory_allocated(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return most_bytes
 
 
 def memory(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:

@@ -20,8 +20,8 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
 findings, loops, profiles = (importlib.import_module(name) for name in ("findings", "loops", "profiles"))
 
-SPEED = {"host", "throughput", "clock"}  # their bounds are a card's
-SLOW = {"waits", "throughput", "equality", "precision", "memory", "clock", "compiled"}
+SPEED = {"host", "throughput", "store", "clock"}  # their bounds are a card's
+SLOW = {"waits", "throughput", "store", "equality", "precision", "memory", "clock", "compiled"}
 LONG = {"host", "links", "processes"}
 TINY = ["--device", "cpu", "--scale", "tiny"]
 

@@ -47,7 +47,7 @@ def exchange(
     group = dist.group.WORLD
     ways = (0, 1), (1, 0)
     with mock.patch.object(shared_memory, "is_supported", return_value=shares_memory):
-        connections = connect_groups(ways, [[0], [1]], [], torch.device("cpu"))
+        connections = connect_groups(ways, [[0], [1]], [], *[torch.device("cpu")] * 2)
     assert set(connections.memory) == (set(ways) if shares_memory else set())
     arrived = {}
     for i, (name, sizes) in enumerate(SIZES.items()):

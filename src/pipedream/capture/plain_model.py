@@ -219,14 +219,18 @@ def _list_from(names: list[str], others: list[str]) -> str:
 
 
 def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Puts values into the slots of meta tensors, and of a rank's parts; the context restores the slots."""
+    """Puts values into the slots of meta tensors, of a rank's parts, and of tensors on another device; the context
+    restores the slots.
+    """
     replacements: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
             for name, tensor in slots.items():
                 value = values.get(f"{path}.{name}" if path else name)
-                if tensor is None or value is None or not (tensor.is_meta or tensor.shape != value.shape):
+                if tensor is None or value is None:
+                    continue
+                if not tensor.is_meta and (tensor.shape, tensor.device) == (value.shape, value.device):
                     continue
                 if id(value) not in replacements:
                     is_parameter = isinstance(tensor, nn.Parameter)

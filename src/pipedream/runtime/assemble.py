@@ -98,6 +98,11 @@ class Blueprint:
     last_layers: Sequence[str] = ()
 
     @property
+    def weights_device(self) -> torch.device:
+        """Where weights are updated: the device, or the memory of the machine (`host_store`)."""
+        return torch.device("cpu") if isinstance(self.placement, Dispatched) else self.device
+
+    @property
     def meshes(self) -> tuple[Mesh, ...]:
         """Of each worker."""
         return self.placement.meshes(self.program.plan.meshes)
@@ -128,17 +133,18 @@ class WorkerChannels:
     result_receivers: dict[int, Receiver]
 
 
-def connect(
-    program: Program, device: torch.device, shared: Sequence[TiedWeights] = (), meshes: Sequence[Mesh] = ()
-) -> Connections:
+def connect(blueprint: Blueprint) -> Connections:
     """Makes and connects the process groups of programs with the same channels; every rank calls it."""
-    placement = program.placement
+    program, placement = blueprint.program, blueprint.placement
     pairs = dict.fromkeys((c.sender, c.receiver) for c in program.channels)
-    holders = [list(weights.ranks(placement)) for weights in shared]
-    return connect_groups(list(pairs), placement.ranks, holders, device, meshes)
+    holders = [list(weights.ranks(placement)) for weights in blueprint.shared]
+    devices = blueprint.device, blueprint.weights_device
+    return connect_groups(list(pairs), placement.ranks, holders, *devices, blueprint.meshes)
 
 
-def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
+def make_local_workers(
+    blueprint: Blueprint, parameters: Sequence[dict[str, nn.Parameter]], store: HostStore
+) -> list[Worker]:
     """Returns all workers, joined by queues in one process."""
     program, placement, shared = blueprint.program, blueprint.placement, blueprint.shared
     queues = {number: LocalChannel() for number in range(len(program.channels))}
@@ -148,7 +154,6 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
     replica_groups = [LocalGroup(count) for count in placement.replicas]
     holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in shared]
     channels, messages = list(enumerate(program.channels)), blueprint.settings.messages
-    store = HostStore(None)
     workers = []
     moving: dict[int, set[tuple[int, str]]] = {}  # stage -> what `CopiedAttributes` leaves to each replica
     for rank in range(placement.workers):
@@ -197,6 +202,7 @@ def make_distributed_worker(
     remote_forwards: dict[int, RemoteForward],
     connections: Connections,
     shardings: Mapping[int, StageSharding],
+    store: HostStore,
     activity: Activity,
 ) -> Worker:
     """Returns this process's worker, joined to the others by torch.distributed.
@@ -206,7 +212,6 @@ def make_distributed_worker(
     """
     placement, shared = blueprint.placement, blueprint.shared
     transport = Transport(connections, blueprint.programs, blueprint.device, blueprint.settings.messages)
-    store = HostStore(connections.everyone)
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
         group = connections.stages[stage]
@@ -262,7 +267,8 @@ def _lay_out_stage(blueprint: Blueprint, stage: int, module: StageModule) -> Sta
     settings = blueprint.settings
     low = low_precision_weights(module.layers, module.handles, settings.autocast)
     sets = max(program.weights.versions(stage) for program in blueprint.programs)
-    return StageLayout(module, low, sets, ema=settings.ema is not None)
+    apart = blueprint.weights_device != blueprint.device
+    return StageLayout(module, low, sets, ema=settings.ema is not None, gradients=apart)
 
 
 def _copy_layers(
@@ -331,7 +337,7 @@ def _make_stage_state(
     versions = (
         Versions(parameters, low, watched=replica_group is not None)
         if stored is None
-        else HostVersions(parameters, stored, blueprint.device)
+        else HostVersions(parameters, stored)
     )
     counted_elsewhere = [name for weights in blueprint.shared if stage in weights.stages[1:] for name in weights.names]
     # Under these programs weights change between a forward and its backward.

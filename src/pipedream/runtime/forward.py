@@ -98,8 +98,6 @@ class ForwardRunner:
         self._replicas = program.placement.replicas
         self.saved_forwards.clear()
         self.yielded = 0
-        for remote_forward in self._remote_forwards.values():
-            remote_forward.drop()
 
     def run(self, stage: int, index: int) -> Waiting[Any] | None:
         """F: returns what it waits for, if it has to."""
@@ -130,6 +128,7 @@ class ForwardRunner:
         if not stream.trains:
             is_empty = message.content is Content.EMPTY
             result = message if is_empty else self._run_without_backward(stage, index, stage_state, message)
+            stage_state.end_passes()
         elif remote_forward is None:
             result = self._run_local(stage, index, self._stage_states[stage], message)
         else:
@@ -198,7 +197,7 @@ class ForwardRunner:
                 result = remote_forward.recomputation.forward(saved, message, run)
         self._mailbox.put(Carries.STAGE_INPUT, stage, message)
         if self._ends_minibatch(index):
-            remote_forward.drop()
+            remote_forward.end_passes()
         return result
 
     def _ends_minibatch(self, index: int) -> bool:
@@ -248,12 +247,12 @@ class ForwardRunner:
     def _run_without_backward(
         self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
     ) -> Message:
-        context: AbstractContextManager[None] = nullcontext()
+        context: AbstractContextManager[None]
         if isinstance(stage_state, RemoteForward):
             weights, _ = stage_state.read(0, self._stream.ema)
             leaves, context = weights.leaves, stage_state.evaluating()
         else:
-            leaves = self._choose_leaves(stage_state)
+            leaves, context = stage_state.versions.reading(stage_state.optimizer.ema if self._stream.ema else {})
         scores = stage == self._last and not self._stream.predicts
         with torch.no_grad(), context:
             module = stage_state.module
@@ -273,9 +272,6 @@ class ForwardRunner:
                     targets = self._unpack_targets(self._mailbox.take(Carries.INPUT, stage, index))
                     self._scorer.score_evaluation(message, output, targets)
         return message
-
-    def _choose_leaves(self, stage_state: StageState) -> dict[str, torch.Tensor]:
-        return stage_state.optimizer.ema if self._stream.ema else stage_state.versions.peek().leaves
 
     def _unpack_targets(self, message: Message) -> Targets:
         received = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]

@@ -235,6 +235,7 @@ class StageState:
     def end_passes(self) -> None:
         """Follows the last of a minibatch's forwards, or backwards."""
         self.versions.drop_copies()
+        self.gradients.replace(*self.versions.take_back(self.gradients.accumulators))
 
     def compare_first(self) -> None:
         """Compares the first update's gradients, which are in the handles, with the model's."""

@@ -27,7 +27,7 @@ def connect_without_rank_2() -> str:
     if dist.get_rank() == 2:
         connections._share_memory = lambda *of: None
     try:
-        connect_groups([(0, 1), (0, 2)], [[0], [1], [2]], [], CPU)
+        connect_groups([(0, 1), (0, 2)], [[0], [1], [2]], [], CPU, CPU)
     except WorkerError as error:
         outcome = str(error)
     else:

@@ -16,18 +16,23 @@ import torch.nn.functional as F
 from cases import Fresh, assert_near
 from first_minibatches import plan_of
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import pipedream as pd
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.experimental.roundpipe import homes
+from pipedream.runtime import assemble
 from pipedream.runtime.stage import host_store
-from pipedream.runtime.stage.host_store import HostStore, HostVersions, RemoteForward, StageLayout
+from pipedream.runtime.stage.host_store import DeviceCopies, HostStore, HostVersions, RemoteForward, StageLayout
 from pipedream.runtime.stage.stage_module import StageModule
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 NAMES = [str(i) for i in range(8)]
+CPU = torch.device("cpu")
 
 
 class Counted(nn.Module):
@@ -139,6 +144,69 @@ def test_processes_give_to_the_bit_what_one_gives(schedule: str) -> None:
     assert all(torch.equal(of_ranks[0][1][name], value) for name, value in alone[1].items())
 
 
+class Apart(TorchDispatchMode):
+    """Refuses operations on tensors of the store together with copies of them, as if these were on a GPU."""
+
+    MOVES = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: list[tuple[int, int]] = []
+        self.copied: dict[int, StorageWeakRef] = {}  # a weak reference keeps its number from being given again
+
+    def note_copied(self, tensor: Tensor) -> None:
+        self.copied[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
+
+    def place(self, tensor: Tensor) -> str:
+        storage = tensor.untyped_storage()
+        if any(begin <= storage.data_ptr() < end for begin, end in self.stored):
+            return "store"
+        return "copy" if storage._cdata in self.copied else ""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = {self.place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        assert not {"store", "copy"} <= places or function.overloadpacket in self.MOVES, function
+        result = function(*args, **(kwargs or {}))
+        if "copy" in places and function.overloadpacket not in self.MOVES:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and self.place(leaf) == "":
+                    self.note_copied(leaf)
+        return result
+
+
+@pytest.mark.parametrize("schedule", ["roundpipe", "roundpipe[delay=1]"])
+def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(3, schedule=schedule)
+    apart, taken = Apart(), list[int]()
+
+    def bring(copies: DeviceCopies, part: Tensor) -> Tensor:
+        copy = part.clone()
+        apart.note_copied(copy)
+        return copy
+
+    def take_back(copies: DeviceCopies, tensors: list[Tensor | None], places: list[Tensor]) -> Any:
+        pairs = [(tensor, place) for tensor, place in zip(tensors, places, strict=True) if tensor is not None]
+        taken.extend(id(place.copy_(tensor)) for tensor, place in pairs)
+        return [None if tensor is None else place for tensor, place in zip(tensors, places, strict=True)], None
+
+    def make(store: HostStore, stage: int, size: int, make: Any = HostStore._make) -> Tensor:
+        memory: Tensor = make(store, stage, size)
+        apart.stored.append((memory.data_ptr(), memory.data_ptr() + size))
+        return memory
+
+    monkeypatch.setattr(HostStore, "_make", make)
+    monkeypatch.setattr(DeviceCopies, "bring", bring)
+    monkeypatch.setattr(DeviceCopies, "take_back", take_back)
+    monkeypatch.setattr(
+        assemble, "StageLayout", lambda *a, gradients, **named: StageLayout(*a, gradients=True, **named)
+    )
+    with apart:
+        losses, state, evaluated = train(3, schedule=schedule)
+    assert taken
+    assert (losses, evaluated) == (expected[0], expected[2])
+    assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+
+
 def train_apart() -> str:
     machine = f"machine {torch.distributed.get_rank() > 0}"
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +229,7 @@ def test_several_machines_are_refused() -> None:
 def stage_of(layers: list[nn.Module]) -> StageModule:
     named = [(str(i), layer) for i, layer in enumerate(layers)]
     handles = {f"{i}.{name}": p for i, layer in named for name, p in layer.named_parameters() if p.requires_grad}
-    return StageModule(named, handles, torch.device("cpu"), 0)
+    return StageModule(named, handles, CPU, 0)
 
 
 def tensors(module: StageModule) -> Iterator[Tensor]:
@@ -177,13 +245,7 @@ def test_processors_that_reorder_writes_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     group: Any = object()
     with pytest.raises(PipelineError, match="on aarch64, which may show a write before an earlier one; run all"):
-        HostStore(group).exchange()
-
-
-def test_workers_on_a_card_are_refused() -> None:
-    stored: Any = None
-    with pytest.raises(PipelineError, match="on cuda; they have been run on CPUs alone: train there, or choose"):
-        HostVersions({}, stored, torch.device("cuda"))
+        HostStore(group, CPU).exchange()
 
 
 def test_a_copy_brings_all_that_the_layers_read() -> None:
@@ -191,8 +253,8 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
     home.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     there.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     home.layers[0][1].seen += 4  # type: ignore[operator]
-    store = HostStore(None)
-    versions = HostVersions(home.handles, store.open(0, lay_out(home)), torch.device("cpu"))
+    store = HostStore(None, CPU)
+    versions = HostVersions(home.handles, store.open(0, lay_out(home)))
     versions.publish()
     before = [tensor.detach().clone() for tensor in tensors(there)]
     remote_forward = RemoteForward(there, lay_out(there))
@@ -223,7 +285,7 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
 
 def test_passes_at_home_read_copies_and_leave_buffers() -> None:
     home = stage_of([Counted(6), nn.Linear(6, 6)])
-    versions = HostVersions(home.handles, HostStore(None).open(0, lay_out(home)), torch.device("cpu"))
+    versions = HostVersions(home.handles, HostStore(None, CPU).open(0, lay_out(home)))
     versions.publish()
     layer, mask = home.layers[0][1], home.layers[0][1].mask
     read = versions.read(0)
@@ -243,8 +305,8 @@ def test_passes_at_home_read_copies_and_leave_buffers() -> None:
 def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
     """Two sets take turns; another rank sees a version once it is made."""
     home = stage_of([Counted(6), nn.Linear(6, 6)])
-    stored = HostStore(None).open(0, lay_out(home))
-    versions = HostVersions(home.handles, stored, torch.device("cpu"))
+    stored = HostStore(None, CPU).open(0, lay_out(home))
+    versions = HostVersions(home.handles, stored)
     versions.publish()
     expected = {0: home.handles["1.bias"].detach().clone()}
     for version in range(1, 5):
@@ -256,15 +318,15 @@ def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
         expected[version] = expected[version - 1] + 1.0
         assert stored.await_version(version).ready()
         for readable in (version - 1, version):
-            leaves, _ = stored.copy(readable, torch.device("cpu"))
+            leaves, _ = stored.copy(readable)
             assert torch.equal(leaves["1.bias"].detach(), expected[readable])
 
 
 def test_a_stage_without_anything_is_stored_too() -> None:
     empty = stage_of([nn.Tanh()])
-    stored = HostStore(None).open(0, lay_out(empty))
-    HostVersions(empty.handles, stored, torch.device("cpu")).publish()
-    assert stored.copy(0, torch.device("cpu")) == ({}, [])
+    stored = HostStore(None, CPU).open(0, lay_out(empty))
+    HostVersions(empty.handles, stored).publish()
+    assert stored.copy(0) == ({}, [])
 
 
 def test_an_error_of_a_remote_forward_names_its_rank_and_stage() -> None:

@@ -160,6 +160,7 @@ def connect_groups(
     stages: Sequence[Sequence[int]],
     holders: Sequence[Sequence[int]],
     device: torch.device,
+    weights_device: torch.device,
     meshes: Sequence[Mesh] = (),
 ) -> Connections:
     """Makes the groups and uses each once; every rank calls it with the same workers.
@@ -174,7 +175,7 @@ def connect_groups(
     everyone = world_group()
     assert everyone is not None
     with groups_of_their_own():
-        return _connect_all(everyone, pairs, stages, holders, device, meshes)
+        return _connect_all(everyone, pairs, stages, holders, device, weights_device, meshes)
 
 
 def _connect_all(
@@ -183,6 +184,7 @@ def _connect_all(
     stages: Sequence[Sequence[int]],
     holders: Sequence[Sequence[int]],
     device: torch.device,
+    weights_device: torch.device,
     meshes: Sequence[Mesh],
 ) -> Connections:
     uses_nccl = has_nccl(device, gather_texts(name_card(device), everyone))
@@ -191,7 +193,7 @@ def _connect_all(
             "a plan with meshes was asked for on ranks that share a GPU, where NCCL does not run; give each rank a GPU "
             "of its own, or a plan without meshes"
         )
-    sums_on = device if uses_nccl else torch.device("cpu")
+    sums_on = weights_device if uses_nccl else torch.device("cpu")
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
     workers = _list_worker_ranks(meshes)
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]

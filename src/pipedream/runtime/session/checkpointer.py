@@ -49,6 +49,7 @@ class Checkpointer:
         self._model = local.model
         self._names = local.names
         self._device = local.blueprint.device
+        self._weights_device = local.blueprint.weights_device
         self._group = world_group() if local.distributed else None
         loss = local.blueprint.settings.loss.module
         self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
@@ -260,7 +261,7 @@ class Checkpointer:
 
     def _restore(self, path: AnyPath, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-        parameters.load(self._model, values, self._names.loaded_from(values), {}, self._device)
+        parameters.load(self._model, values, self._names.loaded_from(values), {}, self._weights_device)
         for saved_stage in manifest.stages:
             set_extra_states(self._model, saved_stage.modules)
             _set_generators(self._generators, saved_stage.generators)

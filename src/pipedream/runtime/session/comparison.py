@@ -60,10 +60,13 @@ class Comparison:
         if min(program.updates.per_update) < program.microbatches:
             return None
         reader = program.placement.readers[0]
-        if local.distributed and not self._fits(reader):
+        if (local.distributed or self._weights_are_apart) and not self._fits(reader):
             self._check_each_stage()
             return None
-        run = self._make_reference_run(**(self._collect_weights(reader) if local.distributed else {}))
+        weights: dict[str, Any] = {"values": named_state(local.model)} if self._weights_are_apart else {}
+        if local.distributed:
+            weights = self._collect_weights(reader)
+        run = self._make_reference_run(**weights)
         for worker in local.workers:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._check_stage(run, stage, replica, worker.stage_states[stage])
@@ -73,6 +76,11 @@ class Comparison:
         if isinstance(source, ReadingSource):
             source.splitter.on_first = run.read
         return run
+
+    @property
+    def _weights_are_apart(self) -> bool:
+        """Whether the weights are not on the workers' device, where the model is to run."""
+        return self._local.blueprint.weights_device != self._local.blueprint.device
 
     def _fits(self, reader: int) -> bool:
         """Returns whether the whole model, its gradients and as much again fit the rank that reads the data."""
@@ -124,9 +132,10 @@ class Comparison:
         """Lets each stage of this rank compare its first microbatch with its own layers."""
         local, placement = self._local, self._local.program.placement
         if local.rank == 0:
-            how = "not compared with the model's own" if local.shardings else "compared stage by stage"
+            is_compared = not (local.shardings or self._weights_are_apart)
+            how = "compared stage by stage" if is_compared else "not compared with the model's own"
             _log.warning("the first minibatch is %s: the whole model does not fit the worker that reads it", how)
-        if local.shardings:
+        if local.shardings or self._weights_are_apart:
             return
         for stage, replica in placement.stage_replicas(local.worker_rank):
             stage_state = local.lead.stage_states[stage]

@@ -26,6 +26,7 @@ from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
+from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.stage import StageSharding
@@ -69,6 +70,7 @@ class LocalWorkers:
         worker_rank: of its worker; 0 if all workers are here.
         guard, connections, group: None in a single process.
         shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
+        store: of weights that a method keeps in the memory of the machine.
     """
 
     model: nn.Module
@@ -82,6 +84,7 @@ class LocalWorkers:
     group: dist.ProcessGroup | None = None
     shardings: dict[int, StageSharding] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
+    store: HostStore = field(init=False)
     data: DataSources = field(init=False)
 
     @property

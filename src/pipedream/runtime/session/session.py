@@ -51,7 +51,7 @@ from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
-from pipedream.runtime.stage.host_store import RemoteForward
+from pipedream.runtime.stage.host_store import HostStore, RemoteForward
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.parallelized import parallelize_layers
@@ -118,6 +118,8 @@ class Session:
         elif local.connections is not None:
             local.connections.abort()
         self.checkpointer.writer.close(failed=failed)
+        if not (failed and local.distributed):  # the GPU may wait for another rank
+            local.store.close()
         if local.guard is not None:
             local.guard.end()
 
@@ -148,10 +150,10 @@ def _build_all(local: LocalWorkers, weights: Weights) -> None:
     blueprint, model, names = local.blueprint, local.model, local.names
     names.here = {name for stage_names in names.by_stage for name in stage_names}
     _read_weights(local, weights)
-    materialise(model, names.here, blueprint.device, blueprint.settings.seed)
-    local.workers = make_local_workers(
-        blueprint, [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
-    )
+    materialise(model, names.here, blueprint.weights_device, blueprint.settings.seed)
+    local.store = HostStore(None, blueprint.device, blueprint.placement.workers)
+    trained = [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
+    local.workers = make_local_workers(blueprint, trained, local.store)
     settings = blueprint.settings
     local.data = DataSources(
         blueprint.programs,
@@ -191,7 +193,7 @@ def _connect(local: LocalWorkers, processes: int) -> Connections:
             f"the plan {program.plan.config} needs {ranks} processes, but {processes} were started; start {ranks} "
             f"(--workers or --nproc-per-node), or plan for {processes}"
         )
-    connections = connect(program, blueprint.device, blueprint.shared, blueprint.meshes)
+    connections = connect(blueprint)
     local.group = connections.everyone
     check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), local.group)
     check_same_settings(blueprint.settings_to_agree(), local.group)
@@ -212,8 +214,16 @@ def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connectio
     if connections.mesh is not None:
         for stage in trained:
             _shard_stage(local, graph, connections, stage, trained[stage])
+    local.store = HostStore(connections.everyone, blueprint.device)
     return make_distributed_worker(
-        blueprint, local.worker_rank, trained, remote_forwards, connections, local.shardings, local.activity
+        blueprint,
+        local.worker_rank,
+        trained,
+        remote_forwards,
+        connections,
+        local.shardings,
+        local.store,
+        local.activity,
     )
 
 
@@ -233,7 +243,7 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
                 "the same model, or the values to rank 0"
             )
         arriving = on_meta - drawn - read
-        materialise(model, names.here - arriving, blueprint.device, blueprint.settings.seed)
+        materialise(model, names.here - arriving, blueprint.weights_device, blueprint.settings.seed)
     except PipelineError as error:
         failure = error
     # A rank that failed would leave the others waiting for its values.
@@ -243,10 +253,10 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
     placement, rank = blueprint.placement, local.worker_rank
     with peers_may_end():
         if connections.leaders is None:  # the worker's first rank has the values
-            parameters.allocate(model, arriving & names.here, blueprint.device)
+            parameters.allocate(model, arriving & names.here, blueprint.weights_device)
         else:
             parameters.share_initial(
-                model, names.by_stage, placement, rank, connections.leaders, drawn | read, blueprint.device
+                model, names.by_stage, placement, rank, connections.leaders, drawn | read, blueprint.weights_device
             )
         broadcast_tied(model, blueprint.shared, connections.holders, placement, rank)
 
@@ -258,7 +268,7 @@ def _read_weights(local: LocalWorkers, weights: Weights) -> set[str]:
     file, names = open_weights(weights), local.names
     requested = [name for owned in names.by_stage for name in owned] + [name for name in names.unused if name in file]
     state = fit_names(local.model, file, requested, names.shared, weights)
-    parameters.load(local.model, state, names.loaded_from(state), names.shared, local.blueprint.device)
+    parameters.load(local.model, state, names.loaded_from(state), names.shared, local.blueprint.weights_device)
     return set(state)
 
 

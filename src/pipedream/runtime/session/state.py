@@ -72,7 +72,7 @@ def load_state_dict(local: LocalWorkers, state: Mapping[str, torch.Tensor]) -> N
         tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
         sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
         state = {**state, **{n: sharding.take_part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
-    parameters.load(local.model, state, here, names, local.blueprint.device)
+    parameters.load(local.model, state, here, names, local.blueprint.weights_device)
     for key, module in modules_by_key(local.model).items():
         if key in state:
             module.set_extra_state(state[key])

@@ -5,6 +5,10 @@ passes of a minibatch, home or another rank copies the weights of the version th
 with the stage's buffers; afterwards it drops the copy. A version is read by others once its number is in the store;
 home makes it in another set of tensors as long as a forward may still read the one before (`Versions`).
 
+With a GPU, weights and buffers stay in the memory of the host, which is pinned, and home updates them there, with the
+gradients that its GPU has copied into the store. Copies have a stream of their own: as the host runs ahead of its GPU,
+a slot's weights arrive while the GPU still computes the slot before (`DeviceCopies`).
+
 A forward on another rank keeps nothing. Its input is sent home, where the backward repeats the forward with the same
 numbers (`recompute`); this second forward is the one that changes the buffers. Both process the microbatches in order,
 from the buffers at the update that made the version.
@@ -16,13 +20,16 @@ import json
 import os
 import platform
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PlanError
 from pipedream.runtime.comm.channel import Pending
@@ -46,23 +53,30 @@ class StageLayout:
         module: may be on the meta device.
         sets: of weights and buffers, for the versions that are read at once.
         ema: averaged weights are kept, too.
+        gradients: there is room for the gradients, which a GPU copies there.
 
     Attributes:
         names: of the trained weights.
         slots: places in the modules of each other tensor: those of frozen weights, then those of buffers.
+        statistics: numbers of the buffers that the kernels of normalisations write, unseen by autograd.
     """
 
-    def __init__(self, module: StageModule, low: Mapping[str, torch.dtype], sets: int, ema: bool) -> None:
+    def __init__(
+        self, module: StageModule, low: Mapping[str, torch.dtype], sets: int, ema: bool, gradients: bool = False
+    ) -> None:
         self.low = dict(low)
         self.names = tuple(module.handles)
         trained = {id(handle) for handle in module.handles.values()}
         frozen: dict[int, _Slots] = {}
         buffers: dict[int, _Slots] = {}
+        statistics: set[int] = set()
         for inner in {id(m): m for _, layer in module.layers for m in layer.modules()}.values():
             for tensors, kind in ((inner._parameters, frozen), (inner._buffers, buffers)):
                 for name, tensor in tensors.items():
                     if tensor is not None and id(tensor) not in trained:
                         kind.setdefault(id(tensor), []).append((tensors, name))
+            statistics |= {id(buffer) for buffer in inner._buffers.values() if isinstance(inner, _NormBase)}
+        self.statistics = [number for number, key in enumerate(buffers) if key in statistics]
         self.slots = [*frozen.values(), *buffers.values()]  # slots that share a tensor continue to share it
         self.frozen = len(frozen)
         handles = module.handles.items()
@@ -70,9 +84,11 @@ class StageLayout:
         others = [_make_like(tensor) for tensor in self.others]
         self._set = _make_format([*weights, *others[self.frozen :]])
         self._frozen = _make_format(others[: self.frozen])
-        self._ema = _make_format([_make_like(handle) for _, handle in handles] if ema else [])
+        like = [_make_like(handle) for _, handle in handles]
+        self._ema = _make_format(like if ema else [])
+        self._gradients = _make_format(like if gradients else [])
         self.begins = [8 * _NUMBERS]
-        for form in (self._frozen, self._ema, *[self._set] * sets):
+        for form in (self._frozen, self._ema, self._gradients, *[self._set] * sets):
             self.begins.append(align(self.begins[-1] + form.payload_bytes))
 
     @property
@@ -89,6 +105,9 @@ class StageLayout:
 
     def ema_in(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
         return dict(zip(self.names, _view(self._ema, part), strict=False))
+
+    def gradients_in(self, part: torch.Tensor) -> list[torch.Tensor]:
+        return _view(self._gradients, part)
 
     def set_in(self, part: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights by name, and the buffers."""
@@ -111,6 +130,66 @@ class StageLayout:
                     holder[name] = tensor
 
 
+class DeviceCopies:
+    """Copies from the store to a device, and back.
+
+    A GPU makes them on streams of their own, one for each direction.
+
+    Args:
+        ahead: parts that may be dropped before the GPU has computed with them; then the host waits. It bounds the
+            memory that parts take, as the host could run ahead by a minibatch.
+    """
+
+    def __init__(self, device: torch.device, ahead: int = 1) -> None:
+        self.device = device
+        self._ahead = ahead
+        self._dropped: deque[torch.cuda.Event] = deque()
+        count = 2 if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+    def bring(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns a part of the store on the device."""
+        if not self._streams:
+            return part.to(self.device, copy=True)
+        while len(self._dropped) > self._ahead:
+            self._dropped.popleft().synchronize()
+        stream, current = self._streams[0], torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(stream):
+            copy = part.to(self.device, non_blocking=True)
+        current.wait_stream(stream)
+        copy.record_stream(current)
+        return copy
+
+    def wait(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    def note_dropped(self) -> None:
+        """Follows the last use of a part."""
+        if self._streams:
+            self._dropped.append(torch.cuda.current_stream(self.device).record_event())
+
+    def take_back(
+        self, tensors: list[torch.Tensor | None], places: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
+        """Copies tensors to places in the store. Returns them there, and what to wait for before they are read."""
+        if not self._streams:
+            return tensors, None
+        stream = self._streams[1]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        taken = list(tensors)
+        with torch.cuda.stream(stream):
+            for number, tensor in enumerate(tensors):
+                if tensor is None or not tensor.is_cuda:
+                    continue
+                if tensor.layout is torch.strided:
+                    taken[number] = places[number].copy_(tensor, non_blocking=True)
+                    tensor.record_stream(stream)
+                else:
+                    taken[number] = tensor.cpu()
+            return taken, stream.record_event()
+
+
 class StoredStage:
     """A stage in the store.
 
@@ -119,11 +198,12 @@ class StoredStage:
         shared: between processes.
     """
 
-    def __init__(self, layout: StageLayout, memory: torch.Tensor, shared: bool) -> None:
+    def __init__(self, layout: StageLayout, memory: torch.Tensor, shared: bool, copies: DeviceCopies) -> None:
         self.layout = layout
+        self.copies = copies
         self._shared = shared
         self._numbers = memory[: 8 * _NUMBERS].view(torch.int64)
-        self.frozen, self.ema, *self.sets = (
+        self.frozen, self.ema, self.gradients, *self.sets = (
             memory[begin:end] for begin, end in zip(layout.begins, layout.begins[1:], strict=False)
         )
 
@@ -143,10 +223,10 @@ class StoredStage:
     def await_version(self, version: int) -> Pending[None]:
         return _PendingVersion(self, version, self._shared)
 
-    def copy(self, version: int, device: torch.device) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Returns the weights of a version, as leaves by name, and its buffers, on a device."""
+    def copy(self, version: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Returns the weights of a version, as leaves by name, and its buffers, on the device."""
         number = int(self._numbers[1 + version % (_NUMBERS - 1)])
-        leaves, buffers = self.layout.set_in(self.sets[number].to(device, copy=True))
+        leaves, buffers = self.layout.set_in(self.copies.bring(self.sets[number]))
         return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, buffers
 
 
@@ -169,18 +249,34 @@ class HostStore:
 
     Args:
         group: of all ranks; None in a single process.
+        device: of this process's workers.
+        workers: in this process.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, workers: int = 1) -> None:
         self._group = group
+        self._device = device
+        self._workers = workers
         self._memory: dict[int, torch.Tensor] = {}
         self._files: dict[int, tuple[int, int]] = {}  # stage -> descriptor, bytes; of the parts that were made here
+
+    @cached_property
+    def _copies(self) -> DeviceCopies:
+        return DeviceCopies(self._device, self._workers)
 
     def open(self, stage: int, layout: StageLayout) -> StoredStage:
         """Opens a stage's part, which is made if its home is here and it is not there yet."""
         if stage not in self._memory:
             self._memory[stage] = self._make(stage, layout.stored_bytes)
-        return StoredStage(layout, self._memory[stage], self._group is not None)
+        return StoredStage(layout, self._memory[stage], self._group is not None, self._copies)
+
+    def close(self) -> None:
+        """Unpins the memory, which the user's model continues to use."""
+        if self._memory and self._device.type == "cuda":
+            self._copies.wait()
+            for memory in self._memory.values():
+                torch.cuda.check_error(int(_cudart().cudaHostUnregister(memory.data_ptr())))
+        self._memory.clear()
 
     def exchange(self) -> None:
         """Opens the parts that other processes have made; every rank calls it.
@@ -207,39 +303,45 @@ class HostStore:
         for (_, process, _), files in rows:
             for stage, (file, size) in files:
                 if stage not in self._memory:
-                    self._memory[stage] = _map_file(f"/proc/{process}/fd/{file}", size)
+                    self._memory[stage] = self._pin(_map_file(f"/proc/{process}/fd/{file}", size))
         dist.barrier(self._group)
         for file, _ in self._files.values():
             os.close(file)
 
+    def _pin(self, memory: torch.Tensor) -> torch.Tensor:
+        # Not by torch, which would take the next power of two.
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                status = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            if status:
+                raise PlanError(
+                    f"{memory.nbytes} bytes of the machine's memory were to be pinned for the weights of a stage, but "
+                    f"CUDA answered {_cudart().cudaGetErrorString(status)}; raise the limit of locked memory "
+                    "(ulimit -l), or choose another method"
+                )
+        return memory
+
     def _make(self, stage: int, size: int) -> torch.Tensor:
-        if self._group is None:
-            return torch.zeros(size, dtype=torch.uint8)
         # As for messages (`comm.shared_memory`): in no file system.
         file = os.memfd_create(f"pipedream-stage-{stage}")
         os.ftruncate(file, size)
         self._files[stage] = file, size
-        return _map_file(f"/proc/self/fd/{file}", size)
+        return self._pin(_map_file(f"/proc/self/fd/{file}", size))
 
 
 class HostVersions(Versions):
-    """The versions of a stage at its home, in the store; passes read copies on the device.
+    """The versions of a stage at its home, in the store, whose handles are on the CPU; passes read copies.
 
     A copy has the weights of the version, and the frozen weights and buffers that are in the modules. Buffers go back
     into these when the copy is dropped.
     """
 
-    def __init__(self, handles: Mapping[str, nn.Parameter], stored: StoredStage, device: torch.device) -> None:
-        if device.type != "cpu":
-            raise PlanError(
-                f"weights in the memory of the machine were asked for with workers on {device}; they have been run on "
-                "CPUs alone: train there, or choose another method"
-            )
+    def __init__(self, handles: Mapping[str, nn.Parameter], stored: StoredStage) -> None:
         self._stored = stored
         self._layout = stored.layout
-        self._device = device
         self._copies: dict[int, WeightSet] = {}
         self._others: list[torch.Tensor] | None = None
+        self._loaded: list[tuple[torch.Tensor, int]] = []  # buffers as they were copied
         leaves, _ = self._layout.set_in(stored.sets[0])
         for name, handle in handles.items():
             if name not in self._layout.low:
@@ -288,11 +390,23 @@ class HostVersions(Versions):
 
     def _load(self, weights: WeightSet) -> list[torch.Tensor]:
         if self._others is None:
-            self._others = [other.to(self._device, copy=True) for other in self._layout.others]
+            self._others = self._copy_others()
+            self._loaded = [(buffer, buffer._version) for buffer in self._others[self._layout.frozen :]]
         if not weights.leaves:
-            leaves, _ = self._stored.copy(weights.version, self._device)
+            leaves, _ = self._stored.copy(weights.version)
             weights.leaves.update(leaves)
         return self._others
+
+    def _copy_others(self) -> list[torch.Tensor]:
+        return [other.to(self._stored.copies.device, copy=True) for other in self._layout.others]
+
+    def reading(
+        self, averages: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
+        leaves, _ = self._stored.copy(self.newest)
+        if averages:
+            leaves = self._layout.ema_in(self._stored.copies.bring(self._stored.ema))
+        return leaves, self._layout.installed(self._copy_others())
 
     def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
         if weights is None:
@@ -305,12 +419,22 @@ class HostVersions(Versions):
         self._copies = {version: weights for version, weights in self._copies.items() if weights.readers}
         if self._others is not None:
             buffers, self._others = self._others[self._layout.frozen :], None
-            for buffer, place in zip(buffers, self._layout.others[self._layout.frozen :], strict=True):
-                place.copy_(buffer)
+            places = self._layout.others[self._layout.frozen :]
+            for number, (buffer, (loaded, version)) in enumerate(zip(buffers, self._loaded, strict=True)):
+                is_written = number in self._layout.statistics or buffer._version != version
+                if is_written or buffer is not loaded:
+                    places[number].copy_(buffer)  # the host waits for its GPU
+            self._loaded = []
+        self._stored.copies.note_dropped()
+
+    def take_back(
+        self, gradients: list[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
+        return self._stored.copies.take_back(gradients, self._layout.gradients_in(self._stored.gradients))
 
 
 class RemoteForward:
-    """A stage whose forwards run here, and whose home is another rank. Life: `read`, forwards, `drop`."""
+    """A stage whose forwards run here, and whose home is another rank. Life: `read`, forwards, `end_passes`."""
 
     def __init__(self, module: StageModule, layout: StageLayout) -> None:
         self.module = module
@@ -326,19 +450,22 @@ class RemoteForward:
         for name, handle in self.module.handles.items():
             self.module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
 
-    def drop(self) -> None:
+    def end_passes(self) -> None:
+        """Follows the last forward of a minibatch, and each without a backward."""
+        if self._weights is not None:
+            self.stored.copies.note_dropped()
         self._weights = None
         self._others = []
 
     def read(self, version: int, ema: bool = False) -> tuple[WeightSet, int]:
         """Returns the weights for a forward, and their version, which are copied if they are not there."""
         if self._weights is None:
-            device = self.module.device
-            leaves, buffers = self.stored.copy(version, device)
+            bring = self.stored.copies.bring
+            leaves, buffers = self.stored.copy(version)
             if ema:
-                leaves = self.layout.ema_in(self.stored.ema.to(device, copy=True))
+                leaves = self.layout.ema_in(bring(self.stored.ema))
             self._weights = WeightSet(version, leaves)
-            self._others = [*self.layout.frozen_in(self.stored.frozen.to(device, copy=True)), *buffers]
+            self._others = [*self.layout.frozen_in(bring(self.stored.frozen)), *buffers]
         assert self._weights.version == version, f"version {self._weights.version} is there, not {version}"
         return self._weights, version
 
@@ -381,6 +508,10 @@ def _make_format(tensors: list[torch.Tensor]) -> MessageFormat:
 
 def _view(form: MessageFormat, part: torch.Tensor) -> list[torch.Tensor]:
     return [tensor for tensor in form.tensors_in(part) if tensor is not None]
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _map_file(path: str, size: int) -> torch.Tensor:

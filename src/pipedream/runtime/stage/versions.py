@@ -172,8 +172,20 @@ class Versions:
         """Context in which what the passes read besides these weights is in the modules."""
         return _NOTHING
 
+    def reading(
+        self, averages: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
+        """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
+        return averages or self.peek().leaves, _NOTHING
+
     def drop_copies(self) -> None:
         """Drops what the passes of a minibatch have copied."""
+
+    def take_back(
+        self, gradients: list[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
+        """Returns a minibatch's gradients where the handles are, and what to wait for before they are read."""
+        return gradients, None
 
     def keep(self, coming: Collection[int]) -> None:
         """Frees the older sets without readers that no later forward reads (`coming`: the versions that those read)."""

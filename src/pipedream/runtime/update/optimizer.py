@@ -37,6 +37,7 @@ class Gradients:
         self._sums: list[torch.Tensor | None] = [None] * len(dtypes)
         self.loss_weight = 0.0
         self.count = 0
+        self._ready: torch.cuda.Event | None = None
 
     @property
     def accumulators(self) -> list[torch.Tensor | None]:
@@ -78,8 +79,15 @@ class Gradients:
             return gradient.to(self._dtypes[index])
         return total.add_(gradient)
 
+    def replace(self, sums: list[torch.Tensor | None], ready: torch.cuda.Event | None) -> None:
+        """Replaces the sums by copies elsewhere, which may be read after `ready`."""
+        self._sums, self._ready = sums, ready
+
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
         """Returns the sums, the summed loss weight and the number of microbatches; empties itself."""
+        if self._ready is not None:
+            self._ready.synchronize()
+            self._ready = None
         taken = (self._sums, self.loss_weight, self.count)
         self._sums = [None] * len(self._dtypes)
         self.loss_weight = 0.0
