@@ -82,7 +82,7 @@ class Pipeline:
         check_savable: raises a PipelineError if the optimizer or scheduler could not be saved after a step.
 
     Raises:
-        PlanError: the plan does not fit the model or the number of processes.
+        PlanError: the plan does not fit the model, the number of processes or, with its compensation, the memory.
         ScheduleError: the method does not work with this plan or with one of the options.
         PipelineError: an option that makes no sense.
     """

@@ -20,7 +20,7 @@ from reference import Rule
 
 import pipedream as pd
 from pipedream.cli import main
-from pipedream.core.errors import ScheduleError
+from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import (
@@ -137,6 +137,7 @@ CASES = [
     ("feedback", Case("mlp", "pipedream", 3)),
     ("feedback", Case("mlp", "pipedream_2bw", 3, optimizer="adamw", microbatches=3)),
     ("feedback", Case("matrices", "pipedream_2bw", 3, optimizer="muon", microbatches=3)),
+    ("feedback", Case("matrices", "pipedream", 3, optimizer="muon")),
     ("t1", Case("mlp", "pipedream", 3, optimizer="adamw")),
     ("gap", Case("mlp", "pipedream", 3)),
     ("rotation", Case("mlp", "pipedream", 2, optimizer="adamw")),
@@ -308,6 +309,18 @@ REFUSED = [
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         make_pipeline(**options)
+
+
+def test_bases_that_do_not_fit_the_plans_memory_are_refused() -> None:
+    model, inputs = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 4)), torch.randn(4, 40)
+    plan = pd.plan(pd.profile(model, inputs, runs=1), pd.Cluster.flat(2), shape="straight", schedule="pipedream")
+    tight = replace(plan, cluster=pd.Cluster.flat(2, memory_bytes=max(plan.worker_bytes.values()) + 5 * 4 * 40 * 40))
+    options: dict[str, Any] = {"loss": torch.nn.functional.cross_entropy, "optimizer": ADAMW}
+    words = r"pipedream\+basis_rotation .* keeps 25\.6 kB there, basis_rotation:one_sided:first_moment 6\.40 kB, which"
+    with pytest.raises(PlanError, match=words):
+        pd.Pipeline(model, tight, compensation="basis_rotation", **options)
+    with pd.Pipeline(model, tight, compensation="basis_rotation:one_sided:first_moment", **options):
+        pass
 
 
 def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -81,8 +82,20 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
         for maybe_profile in (profile, None):
             with nullcontext() if words is None else pytest.raises(PlanError, match=words):
                 check_phases_fit(tight, read_phases("pipedream+basis_rotation"), maybe_profile)
-    with pytest.raises(PlanError):
-        pd.plan(profile, Cluster.flat(2, memory_bytes=20_000), schedule="basis_rotation", shape="straight")
+    smaller = "basis_rotation[geometry=one_sided,estimate=first_moment]"
+    least = max(s.peak_bytes for s in pd.plan(profile, Cluster.flat(2), schedule=smaller, shape="straight").stages)
+    fits = r", those of SMALLER 2\.40 kB, which fits: ask for it"
+    for name, memory, words in (
+        ("basis_rotation", least, rf"bases of basis_rotation take 39\.2 kB{fits}"),
+        ("basis_rotation[geometry=one_sided]", least, rf"\] take 4\.80 kB{fits}"),
+        ("basis_rotation", least - 1, r"bases of basis_rotation take 39\.2 kB; a stage may"),
+        ("pipedream", 900, r" bytes\); a stage may"),
+        (smaller, least, None),
+    ):
+        tight = Cluster.flat(2, memory_bytes=memory)
+        match = words and words.replace("SMALLER", re.escape(smaller))
+        with nullcontext() if words is None else pytest.raises(PlanError, match=match):
+            pd.plan(profile, tight, schedule=name, shape="straight")
 
 
 def test_each_stage_takes_the_fixed_part_of_an_update() -> None:

@@ -242,6 +242,7 @@ def test_what_torchs_ways_do_not_train(make: Callable[[], Baseline], words: str)
         (("--hosts", "2x2"), "--hosts was given without --link"),
         (("--link", "400mbit/s", "--hosts", "2x2"), "a link of 1 rates was asked for on a network of 2 levels"),
         (("--link", "1gbit/s,1mbit/s", "--hosts", "2x2", "--workers", "3"), "3 workers on 2x2 hosts were asked for"),
+        (("--schedule", "1f1b+spike"), "a compensation changes losses, and speeds are compared; add --emulate-delay"),
         (("--out", "."), "is not empty; name a new folder"),
         (("--out", "s3://bucket/run"), "--out s3://bucket/run was asked for, but comparisons are written on this mach"),
     ],

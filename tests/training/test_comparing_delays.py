@@ -19,7 +19,7 @@ import torch
 
 import pipedream
 from pipedream.core.delay import DelayComparison, DelayedRun
-from pipedream.core.errors import PlanError, WorkerError
+from pipedream.core.errors import PlanError, ScheduleError, WorkerError
 from pipedream.core.model.profile import Profile
 from pipedream.options import TrainingOptions
 from pipedream.recipe import Recipe, load_recipe
@@ -247,6 +247,26 @@ def test_bad_input(
     assert (status, out) == (2, "")
     assert words in err
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["small.py"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        (("1f1b+spike", "pipedream"), "compensation spike was asked of a method that flushes"),
+        (("pipedream+basis_rotation",), "rotates the moments of Adam, .*, found SGD, which keeps no such moments"),
+        (("basis_rotation",), "found SGD"),
+    ],
+)
+def test_a_compensation_is_refused_before_any_method_trains(
+    methods: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
+    with pytest.raises(ScheduleError, match=words):
+        compare_delays(
+            str(tmp_path / "small.py"), methods, TrainingOptions(), pipedream.Cluster.flat(3), tmp_path / "out",
+            profile=_profile(),
+        )  # fmt: skip
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["profile.json"]
 
 
 def test_flags_that_need_emulate_delay(run_command: Run) -> None:

@@ -16,6 +16,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import meshes_of
+from pipedream.core.schedule.compensation import Compensation
 from pipedream.core.units import format_seconds
 from pipedream.core.variants import ONE_WORKER, OverLink, RecipeComparison, format_link
 from pipedream.options import TrainingOptions
@@ -66,6 +67,12 @@ def compare_recipe(
         PlanError: the folder is used, this machine does not carry a rate, or the mesh does not divide the workers.
         WorkerError: a variant failed; the message is that of its worker.
     """
+    for text in schedules:
+        if text.partition("+")[2].partition(":")[0] in Compensation.kinds:
+            raise PlanError(
+                f"--schedule {text} was given, but a compensation changes losses, and speeds are compared; add "
+                "--emulate-delay to compare losses, or leave it out"
+            )
     workers = options.workers or 2 * _measure_mesh(options.mesh)
     emulated = bool(links) and workers > count_cores()
     _check_mesh(options.mesh, workers, emulated=emulated)

@@ -32,6 +32,7 @@ from pipedream.plan_request import PlanRequest
 from pipedream.recipe import Recipe, blaming, load_recipe
 from pipedream.report.delay import delay_page
 from pipedream.runtime.checkpoint.folders import complete_checkpoints
+from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.schedules import properties_of
 from pipedream.training.compare_runs import make_folder_name
 from pipedream.training.compare_variants import predict_samples_per_s
@@ -40,6 +41,7 @@ from pipedream.training.loop import count_left
 from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.training.train import train_recipe
 from pipedream.workflows.plan import make_plan
+from pipedream.workflows.prepare import build_phase
 
 TURN_S = 20.0
 """A turn ends when a method is drained after so many seconds."""
@@ -76,6 +78,7 @@ def compare_delays(
 
     Raises:
         PlanError: no method has late gradients, there are too few layers, or the folder has another comparison.
+        ScheduleError: a compensation does not fit its method or the optimizer.
     """
     loaded = load_recipe(recipe, seed=options.seed or 0)
     phases = read_methods(schedules or _choose_methods(loaded))
@@ -94,6 +97,9 @@ def compare_delays(
         seconds_of.save(file)
     measured = Profile.load(file)
     plans = [_plan_stages(measured, phase, cluster, options.microbatches) for phase in phases]
+    optimizer = loaded.optimizer(list(loaded.model.named_parameters()))
+    for phase, plan in zip(phases, plans, strict=True):  # before any of them trains
+        check_optimizer(build_phase(plan, phase).updates.compensation, optimizer)
     total = count_left(loaded.train, (0, 0), options.epochs or loaded.epochs, options.minibatches)
     if not rows and profile is None:
         seconds = len(phases) * total * (measured.forward_s + measured.backward_s + measured.update_s)

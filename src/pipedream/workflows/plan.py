@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import cache, partial
 from math import inf
 from typing import Any
 
 from pipedream import planner, schedules
-from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
@@ -62,7 +63,7 @@ def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
     profile, request = _complete(request, profile)
     if request.mesh == AUTO:
         return _add_exchange(_search_meshes(profile, request).plan, profile, request)
-    with suggest_mesh_on_shortage(profile, request):
+    with suggest_mesh_on_shortage(profile, request), _suggest_smaller_bases(profile, request):
         comparison = _compare(*_plan_on_mesh(profile, request))
         return _add_exchange(add_mesh(comparison.plan, request.mesh), profile, request)
 
@@ -93,7 +94,7 @@ def plan_and_compare(
         chosen = comparison.plan
     else:
         mesh = request.mesh
-        with suggest_mesh_on_shortage(profile, request):
+        with suggest_mesh_on_shortage(profile, request), _suggest_smaller_bases(profile, request):
             profile, request = _plan_on_mesh(profile, request)
             comparison = _compare(profile, request, names)
         chosen = add_mesh(comparison.plan, mesh)
@@ -140,6 +141,33 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
         versions=versions_of(request.schedule),
         in_flight=request.in_flight,
     )
+
+
+@contextmanager
+def _suggest_smaller_bases(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
+    """Adds to a shortage of memory what the bases of the method's `BasisRotation` take, and which smaller form fits."""
+    try:
+        yield
+    except ShortageError as error:
+        name = request.schedule
+        if isinstance(profile, GraphText) or name == AUTO or not (kept_bytes := _count_bases(profile, name)):
+            raise
+        text = f"{error}; the bases of {name} take {format_bytes(kept_bytes)}"
+        for options in ({"geometry": "one_sided"}, {"geometry": "one_sided", "estimate": "first_moment"}):
+            smaller = schedules.canonical(name.partition("[")[0], **options)
+            with suppress(PlanError):
+                _compare(*_plan_on_mesh(profile, replace(request, schedule=smaller)))
+                text += f", those of {smaller} {format_bytes(_count_bases(profile, smaller))}, which fits: ask for it"
+                break
+        raise ShortageError(text, error.need_bytes) from None
+
+
+def _count_bases(profile: Profile, name: str) -> int:
+    """Returns the bytes of the bases that a method keeps for all weights."""
+    if schedules.canonical(name).partition("[")[0] != "basis_rotation":
+        return 0
+    updates = schedules.build(name, Plan.uniform(2)).updates
+    return updates.matrix_bytes([matrix for layer in profile.layers for matrix in layer.matrices])[0]
 
 
 def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:

@@ -49,7 +49,7 @@ def read_run_phases(
 
 def is_synchronous(plan: Plan, phases: Sequence[Phase]) -> bool:
     """Returns whether no phase has late gradients."""
-    return all(_build(plan, phase).flushes for phase in phases)
+    return all(build_phase(plan, phase).flushes for phase in phases)
 
 
 def add_compensation(plan: Plan, phases: Sequence[Phase], compensation: Any) -> tuple[Phase, ...]:
@@ -68,7 +68,7 @@ def add_compensation(plan: Plan, phases: Sequence[Phase], compensation: Any) -> 
     chosen, none_late = compensations(compensation), is_synchronous(plan, phases)
     return tuple(
         replace(phase, compensation=chosen)
-        if phase.compensation is None and (none_late or not _build(plan, phase).flushes)
+        if phase.compensation is None and (none_late or not build_phase(plan, phase).flushes)
         else phase
         for phase in phases
     )
@@ -80,8 +80,11 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
     Raises:
         ScheduleError: a method does not work with this plan or policy, or the placements differ.
         DeadlockError: a program would deadlock.
+        PlanError: what a compensation keeps does not fit the memory.
     """
-    built = [couple_stages(_build(plan, phase), policy) for phase in phases]
+    if plan.cluster.is_limited:
+        check_phases_fit(plan, [phase for phase in phases if phase.compensation], None)
+    built = [couple_stages(build_phase(plan, phase), policy) for phase in phases]
     programs = with_common_channels([lower(schedule) for schedule in built])
     return tuple(
         Prepared(phase, schedule, program, verify(program))
@@ -107,9 +110,10 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
     """
     for phase in phases:
         try:
-            check_plan_memory(plan, _build(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
+            check_plan_memory(plan, build_phase(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
         except PlanError as error:
-            raise PlanError(f"in phase {phase} the plan {plan.config} does not fit: {error}") from None
+            named = replace(phase, schedule=phase.schedule or plan.schedule)
+            raise PlanError(f"in phase {named} the plan {plan.config} does not fit: {error}") from None
 
 
 def choose_phase_to_plan(phases: Sequence[Phase]) -> Phase:
@@ -123,7 +127,8 @@ def choose_phase_to_plan(phases: Sequence[Phase]) -> Phase:
     return next((phase for phase in phases if not flushes(phase)), phases[-1])
 
 
-def _build(plan: Plan, phase: Phase) -> Schedule:
+def build_phase(plan: Plan, phase: Phase) -> Schedule:
+    """Returns the schedule of a phase, with its compensation. Raises a `ScheduleError` if one of them does not fit."""
     built = phase.schedule
     if not isinstance(built, Schedule):
         name, parts = resolve_method(plan, built, phase.microbatches)

@@ -6,7 +6,6 @@ Any other pair can be asked for as ``schedule=..., compensation=...``.
 from __future__ import annotations
 
 from pipedream.core.schedule.compensation import (
-    BasisRotation,
     ErrorFeedback,
     GapAware,
     LearningRateRescheduling,
@@ -67,12 +66,20 @@ def one_step_ef(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule
     return double_buffered("one_step_ef", plan, microbatches).with_compensation(ErrorFeedback(1.0))
 
 
-def basis_rotation(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
+def basis_rotation(
+    plan: kit.Plan,
+    microbatches: int | None = None,
+    *,
+    geometry: str = "two_sided",
+    estimate: str = "second_moment",
+) -> kit.Schedule:
     """Returns PipeDream with steps in the eigenbasis of the gradients, for the Adam family.
 
-    Jung, Shin and Lee, Mitigating Staleness in Asynchronous Pipeline Parallelism via Basis Rotation, ICML 2026.
+    Jung, Shin and Lee, Mitigating Staleness in Asynchronous Pipeline Parallelism via Basis Rotation, ICML 2026. Its
+    options are those of `BasisRotation`.
     """
-    return stashing("basis_rotation", plan, microbatches).with_compensation(BasisRotation())
+    rotation = f"basis_rotation:{geometry}:{estimate}"
+    return stashing("basis_rotation", plan, microbatches).with_compensation(rotation)
 
 
 def pb_lwp_sc(
@@ -135,8 +142,8 @@ METHODS = (
         since=2026,
         compensates=True,
         properties=STASHING,
-        choose="With Adam and many stages. It keeps four square matrices for each weight, with "
-        "`compensation='basis_rotation:one_sided:first_moment'` one.",
+        choose="With Adam and many stages. It keeps four square matrices for each weight, "
+        "`basis_rotation[geometry=one_sided,estimate=first_moment]` one.",
     ),
     kit.Method(
         pb_lwp_sc,
