@@ -85,7 +85,8 @@ class Passes:
             for forward in forwards:
                 arguments = (self._time_forward(forward, arguments),)
             parameters = {id(p): p for p in chain.from_iterable(self._parameters)}
-            self._time_backward(arguments, [*leaves, *parameters.values()])
+            outputs, arguments = _select_differentiable(arguments), ()
+            self._time_backward(outputs, [*leaves, *parameters.values()])
         return self._watch.laps_s()
 
     def time_layer(self, index: int, arguments: Sample) -> Any:
@@ -182,7 +183,7 @@ class Passes:
             entered = tree_map(lambda leaf: _enter(leaf, leaves), arguments)
             try:
                 value = self._time_forward(forward, entered)
-                self._time_backward(value, [*leaves, *parameters])
+                self._time_backward(_select_differentiable(value), [*leaves, *parameters])
             except CaptureError:
                 raise
             except Exception as error:
@@ -199,12 +200,12 @@ class Passes:
             self._watch.stop()
         return value
 
-    def _time_backward(self, value: Any, inputs: list[torch.Tensor]) -> None:
-        outputs = _select_differentiable(value)
+    def _time_backward(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         gradients = [torch.ones_like(output) for output in outputs]
         self._watch.start()
         if outputs and inputs:
             torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+        outputs.clear()  # with their graph, unless the caller has it
         self._watch.stop()
 
     def _compute_loss(self, output: Any) -> torch.Tensor:
