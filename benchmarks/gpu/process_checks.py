@@ -109,7 +109,7 @@ def run_job(job: Job) -> list[dict[str, list[float]]]:
 
 
 def processes(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
-    """Two and four processes against one, their memory, waits, and the death of one."""
+    """Two and four processes against one, their memory and waits."""
     for stages, shares_memory in ((2, True), (2, False), (4, True)):
         with tempfile.TemporaryDirectory() as folder:
             minibatches = scale.many_minibatches // 4
@@ -135,10 +135,10 @@ def processes(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
                 longest = max((wait for answer in answers for wait in answer["waits_s"]), default=0.0)
                 count = sum(len(answer["waits_s"]) for answer in answers)
                 yield Finding(f"{name}_longest_wait_for_the_device_s", longest, "<=", 1.0, f"of {count}")
-    yield from _check_death(device, scale)
 
 
-def _check_death(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+def death(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+    """One of two processes is killed: when all are gone, and what stays of the card's memory."""
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder, str(device), 2, scale.width, scale.samples, 1_000_000)

@@ -140,7 +140,10 @@ def precision(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     start = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     still = [name for name, tensor in trained.state.items() if torch.equal(tensor, start[name])]
     yield Finding("lstm_weights_that_did_not_move", len(still), "==", 0, ", ".join(still))
-    need_card(device)
+
+
+def recurrent(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+    """Seconds of a recurrent layer, whose weights must lie in one block of a GPU's memory."""
     # So wide that a copy of its weights in each forward would take longer than the runtime's own work.
     width = 4 * scale.width
     model = nn.Sequential(nn.Linear(width, width), Recurrent(width))

@@ -4,8 +4,9 @@
     python benchmarks/gpu/run.py --check equality         # one; may be repeated
     python benchmarks/gpu/run.py --out table.jsonl --profiles profiles/
 
-Prints one JSON row for each check as it ends, the most decisive first; before them, what is installed. Each check runs
-in a process of its own, so that one that fails, hangs or breaks the card's context is a row and not the end. With --out
+Prints one JSON row for each check as it ends; before them, what is installed. First come checks that share the card,
+the most decisive first, then those that need it to themselves. Each check runs in a process of its own, so that one
+that fails, hangs or breaks the card's context is a row and not the end. With --out
 all that it printed to stderr is in a file beside the table. Exits with 0 if every check holds, or if there is no card;
 else, and if this torch cannot use the card, with 1.
 """
@@ -25,13 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 LIMIT_S = 540.0
-CHECK_LIMIT_S, LIMITS_S = 150.0, {"links": 270.0}
+CHECK_LIMIT_S, LIMITS_S = 150.0, {"links": 270.0, "processes": 270.0}
 """Of one check, so that one that hangs leaves time for the others; of some by their names."""
 
 NOTED_CHARACTERS = 2000
@@ -40,24 +42,32 @@ NOTED_CHARACTERS = 2000
 NO_CARD = "no CUDA card was found: nothing was checked"
 
 CHECKS = {
-    "facts": "speed_checks.facts",
     "equality": "result_checks.equality",
     "links": "links_check.links",
     "processes": "process_checks.processes",
     "memory": "speed_checks.memory",
+    "checkpoint": "result_checks.checkpoint",
+    "precision": "result_checks.precision",
+    "facts": "speed_checks.facts",
+    "death": "process_checks.death",
+    "nccl": "nccl_check.nccl",
     "waits": "result_checks.waits",
     "throughput": "speed_checks.throughput",
     "store": "speed_checks.store",
-    "checkpoint": "result_checks.checkpoint",
-    "precision": "result_checks.precision",
+    "clock": "speed_checks.clock",
+    "recurrent": "result_checks.recurrent",
     "host": "speed_checks.host process_checks.host_of_processes",
     "compiled": "result_checks.full_card result_checks.compiled",
-    "clock": "speed_checks.clock",
-    "nccl": "nccl_check.nccl",
 }
 """Name -> the functions of the check, in the order in which they run."""
 
+SHARING = ("equality", "links", "processes", "memory", "checkpoint", "precision")
+"""Checks that share the card; others measure seconds, or the card's free memory."""
+AT_ONCE = 4
+
 PROFILES = ("vgg16", "resnet50", "gpt2_medium")
+
+_children: set[subprocess.Popen[bytes]] = set()
 
 Start = Callable[[str, float], tuple[list[dict[str, Any]], str]]
 """(check, seconds that it may take) -> its findings, and what went wrong ('' if nothing)."""
@@ -138,27 +148,37 @@ def _ask_driver(*arguments: str) -> list[str]:
 
 
 def rows(
-    chosen: Iterable[str], start: Start, *, limit_s: float = LIMIT_S, now_s: Callable[[], float] = time.monotonic
+    chosen: Sequence[str], start: Start, *, limit_s: float = LIMIT_S, now_s: Callable[[], float] = time.monotonic
 ) -> Iterator[dict[str, Any]]:
-    """Yields the row of each check; those for which no time is left are skipped.
+    """Yields the row of each check as it ends; those for which no time is left are skipped.
 
     A row has: name; number and bound, each of finding -> value; ok; failed, the findings that do not keep their bounds;
     seconds; note, of finding, 'error' or 'skipped' -> text.
     """
     began = now_s()
-    for name in chosen:
+
+    def run(name: str) -> dict[str, Any]:
         since = now_s()
         left = began + limit_s - since
         if left <= 0:
             note = f"the limit of {limit_s:g} s was reached"
-            yield _make_row(name, [], {"skipped": note}, ok=False, seconds=0.0)
-            continue
+            return _make_row(name, [], {"skipped": note}, ok=False, seconds=0.0)
         findings, wrong = start(name, min(left, LIMITS_S.get(name, CHECK_LIMIT_S)))
         notes = {finding["name"]: finding["note"] for finding in findings if finding["note"]}
         notes |= {"error": wrong} if wrong else {}
         notes |= {} if findings or wrong else {"skipped": "needs a CUDA device"}
         ok = not wrong and all(finding["ok"] for finding in findings)
-        yield _make_row(name, findings, notes, ok=ok, seconds=round(now_s() - since, 1))
+        return _make_row(name, findings, notes, ok=ok, seconds=round(now_s() - since, 1))
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            yield from map(Future.result, as_completed([pool.submit(run, name) for name in chosen if name in SHARING]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in list(_children):
+                _kill(child)
+            raise
+    yield from map(run, (name for name in chosen if name not in SHARING))
 
 
 def _make_row(
@@ -229,6 +249,7 @@ def _start(name: str, common: Sequence[str], limit_s: float, out: Path) -> tuple
     # Files, not pipes: what a check has found is kept if this process is killed, too.
     with beside.open("w") as stdout, errors.open("w") as stderr:
         child = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
+        _children.add(child)
         wrong = ""
         try:
             child.wait(limit_s)
@@ -238,9 +259,9 @@ def _start(name: str, common: Sequence[str], limit_s: float, out: Path) -> tuple
             with suppress(subprocess.TimeoutExpired):
                 child.wait(1.0)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            _kill(child)
             child.wait()
+            _children.remove(child)
     printed = beside.read_text(encoding="utf-8", errors="replace")
     findings = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
     if child.returncode and not wrong:
@@ -249,6 +270,11 @@ def _start(name: str, common: Sequence[str], limit_s: float, out: Path) -> tuple
         end = errors.read_text(encoding="utf-8", errors="replace").strip()[-NOTED_CHARACTERS:]
         wrong += f": {end}" if end else ""
     return findings, wrong
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _has_card() -> bool:

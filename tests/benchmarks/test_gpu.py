@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
 findings, loops, profiles = (importlib.import_module(name) for name in ("findings", "loops", "profiles"))
 
-SPEED = {"host", "throughput", "store", "clock"}  # their bounds are a card's
+SPEED = {"host", "throughput", "store", "recurrent", "clock"}  # their bounds are a card's
 SLOW = {"waits", "throughput", "store", "equality", "precision", "memory", "clock", "compiled"}
-LONG = {"host", "links", "processes"}
+LONG = {"host", "links", "processes", "death"}
 TINY = ["--device", "cpu", "--scale", "tiny"]
 
 
@@ -82,8 +83,27 @@ def test_every_check_has_a_row_until_the_limit() -> None:
 
 
 def test_the_most_decisive_checks_come_first() -> None:
-    assert list(run.CHECKS)[:3] == ["facts", "equality", "links"]
-    assert sum(run.LIMITS_S.values()) + run.CHECK_LIMIT_S < run.LIMIT_S
+    assert list(run.CHECKS)[:2] == ["equality", "links"]
+    assert (
+        tuple(name for name in run.CHECKS if name in run.SHARING)
+        == run.SHARING
+        == tuple(run.CHECKS)[: len(run.SHARING)]
+    )
+    assert max(run.LIMITS_S.values()) + run.CHECK_LIMIT_S < run.LIMIT_S
+
+
+def test_checks_that_can_share_the_card() -> None:
+    together, ends = threading.Barrier(2, timeout=20.0), []
+
+    def start(name: str, left_s: float) -> tuple[list[dict[str, Any]], str]:
+        if name in ("equality", "links"):
+            together.wait()
+        ends.append(name)
+        return [_finding(name)], ""
+
+    rows = list(run.rows(["clock", "equality", "facts", "links"], start))
+    assert {row["name"] for row in rows[:2]} == set(ends[:2]) == {"equality", "links"}
+    assert [row["name"] for row in rows[2:]] == ends[2:] == ["clock", "facts"]
 
 
 @pytest.mark.parametrize(

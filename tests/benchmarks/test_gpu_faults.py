@@ -27,6 +27,7 @@ from pipedream.runtime.checkpoint import optimizer_state
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.stage import stage_module
 from pipedream.runtime.stage.generators import LayerGenerators
+from pipedream.runtime.stage.host_store import StoredStage
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.split_backward import Deferred
 from pipedream.runtime.stage.stage_module import StageModule
@@ -93,6 +94,10 @@ def _read_newest(read: Any) -> Any:
     return lambda self, version: read(self, self.newest)
 
 
+def _read_newest_stored(copy: Any) -> Any:
+    return lambda self, version: copy(self, int(self._numbers[0]))
+
+
 def _compile_each_time(compile_layer: Any, layer: Any, arguments: Any) -> Any:
     def run(*args: Any) -> Any:
         torch._dynamo.reset()  # its cache
@@ -113,6 +118,8 @@ FAULTS: tuple[tuple[Any, str, Any, str, Fault], ...] = (
     (results.equality, "pipedream_2bw_distance", Versions, "read", _read_newest),
     (results.equality, "pipemare_distance", WeightPredictions, "end_update", _do_nothing),
     (results.equality, "spectrain_distance", WeightPredictions, "_advance", _do_nothing),
+    (results.equality, "roundpipe[delay=1]_distance", StoredStage, "copy", _read_newest_stored),
+    (results.recurrent, "lstm_seconds_by_plain", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
     (results.precision, "bf16_loss_distance", Versions, "cast", _do_nothing),
     (
         results.precision, "fp16_skipped_updates", LossScale, "update",
@@ -163,7 +170,7 @@ def test_a_fault_fails_its_finding(
 
 def test_each_check_has_a_fault() -> None:
     """Those of several ranks are below, and that of NCCL."""
-    checks = {getattr(check, "__name__", "") for check, *_ in FAULTS} | {"links", "processes", "nccl"}
+    checks = {getattr(check, "__name__", "") for check, *_ in FAULTS} | {"links", "processes", "death", "nccl", "store"}
     spec = importlib.util.spec_from_file_location("gpu_run", FOLDER / "run.py")
     assert spec is not None
     assert spec.loader is not None
@@ -227,6 +234,12 @@ def test_a_fault_of_nccl_fails_its_finding(fault: str, monkeypatch: pytest.Monke
     assert sum(bool(item.sign) for item in findings) == 4
 
 
+def test_a_store_that_saves_no_memory_of_the_card_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "need_card", lambda device: None)
+    monkeypatch.setattr(speed, "_measure_peak", lambda device: 1)
+    assert [item.name for item in speed.store(CPU, loops.TINY) if not item.ok] == ["roundpipe_peak_by_plain"]
+
+
 WRONG_RANK = """
 import os, sys, time
 if os.environ.get("RANK") == "1":
@@ -250,7 +263,7 @@ def test_faults_of_a_rank_fail_their_findings(tmp_path: Path, monkeypatch: pytes
     for check, name in (
         (processes.processes, "2_processes_differing_weights"),
         (links.links, "1f1b_differing_weights"),
-        (processes._check_death, "seconds_until_all_are_gone"),
+        (processes.death, "seconds_until_all_are_gone"),
     ):
         finding = next(finding for finding in check(CPU, scale) if finding.name == name)
         assert not finding.ok, name
