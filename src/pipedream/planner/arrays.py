@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,32 @@ Place = int | IntArray
 """The index of a place where a graph may be cut (`planner.tables.search_space`), or an array of them."""
 Bytes = int | IntArray
 Seconds = float | FloatArray
+
+_HALF = 52  # bits: two such halves of a whole number are exact as floating-point numbers
+
+
+@dataclass(frozen=True, eq=False)
+class ExactSums:
+    """Seconds of all layers before each place, as whole numbers over a power of two: differences are rounded once."""
+
+    whole: WholeArray
+    scale: int
+
+    def between(self, first: Place, last: Place) -> Seconds:
+        if self._halves is None:
+            exact: Seconds = (self.whole[last] - self.whole[first]) / self.scale
+            return exact
+        high, low = self._halves
+        seconds: Seconds = (high[last] - high[first]) + (low[last] - low[first])  # only this sum rounds
+        return seconds
+
+    @cached_property
+    def _halves(self) -> tuple[FloatArray, FloatArray] | None:
+        """None: they do not fit, and whole numbers, which take many times as long, are subtracted."""
+        if max(self.whole) >> 2 * _HALF or self.scale >> 900:
+            return None
+        high, low = self.whole >> _HALF, self.whole & (1 << _HALF) - 1
+        return high.astype(float) * (2.0**_HALF / self.scale), low.astype(float) / self.scale
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.core.plan.cost import all_reduce_s
-from pipedream.planner.arrays import IntArray
+from pipedream.planner.arrays import ExactSums, IntArray
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram
 from pipedream.planner.tables.search_space import SearchSpace
 
@@ -88,8 +88,8 @@ def fewest_workers(
 def _find_least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], workers: int) -> NDArray[np.int16]:
     """As [from, to]; `workers` + 1 if no count is enough."""
     places = np.array(space.positions)
-    forward, backward = (np.asarray(part, dtype=float) for part in (space.forward[places], space.backward[places]))
-    forward, backward, parameters = forward / space.scale, backward / space.scale, space.parameters[places]
+    forward, backward = (np.asarray(part, dtype=float) for part in space.passes_s(0, places))
+    parameters = space.parameters[places]
     done_s = forward + backward
     before = np.ceil(done_s / period_s * (1 - _SLACK))
     after = np.ceil((done_s[-1] - done_s) / period_s * (1 - _SLACK))
@@ -125,7 +125,8 @@ def _find_least_replicas(space: SearchSpace, period_s: float, counts: Iterable[i
 def _thin_out(space: SearchSpace, count: int) -> tuple[int, ...]:
     """The place that the fewest bytes cross, of each group with about the same compute before them."""
     places = np.array(space.positions)
-    done_s = np.asarray((space.forward + space.backward)[places] / space.scale, dtype=float)
+    sums = ExactSums(space.forward.whole + space.backward.whole, space.forward.scale)
+    done_s = np.asarray(sums.between(0, places), dtype=float)
     shares = np.floor(done_s / max(done_s[-1], 1e-300) * count)
     order = np.lexsort((np.arange(len(places)), space.crossing[places], shares))
     starts = np.flatnonzero(np.diff(shares[order], prepend=-1.0))

@@ -27,7 +27,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.core.schedule.rules import UpdateRule
-from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, RunExtremes, Seconds, WholeArray
+from pipedream.planner.arrays import BoolArray, Bytes, ExactSums, IntArray, Place, RunExtremes, Seconds
 from pipedream.planner.cuts import Lattice, bit_indices
 
 
@@ -159,20 +159,17 @@ class PlaceSums:
     """The layers of a profile, summed up to each place.
 
     Attributes:
-        scale: `forward`, `backward` and `launch` are integers over this power of two.
-        forward, backward: seconds of all layers before each place, times `scale`; the loss is part of the last
-            layer's backward.
-        launch: the same of the host's launches for both passes.
+        forward, backward: seconds; the loss is part of the last layer's backward.
+        launch: those of the host's launches for both passes.
         parameters, optimizer: bytes of all layers before each place.
         crossing: bytes that cross a cut at each place; at 0 the model's input, at n its output.
         downsets: the layers before each place, as bit sets.
     """
 
     profile: Profile
-    scale: int
-    forward: WholeArray
-    backward: WholeArray
-    launch: WholeArray
+    forward: ExactSums
+    backward: ExactSums
+    launch: ExactSums
     parameters: IntArray
     optimizer: IntArray
     peaks: StagePeaks
@@ -205,10 +202,9 @@ class PlaceSums:
         optimizer = [profile.optimizer_bytes * before // max(parameters[count], 1) for before in parameters]
         return cls(
             profile=profile,
-            scale=scale,
-            forward=np.array(_sum_prefixes(_scale(forward, scale), steps), dtype=object),
-            backward=np.array(_sum_prefixes(backward_parts, steps), dtype=object),
-            launch=np.array(_sum_prefixes(_scale(launch, scale), steps), dtype=object),
+            forward=ExactSums(np.array(_sum_prefixes(_scale(forward, scale), steps), dtype=object), scale),
+            backward=ExactSums(np.array(_sum_prefixes(backward_parts, steps), dtype=object), scale),
+            launch=ExactSums(np.array(_sum_prefixes(_scale(launch, scale), steps), dtype=object), scale),
             parameters=np.array(parameters),
             optimizer=np.array(optimizer),
             peaks=StagePeaks.of(profile, downsets, place_bytes),
@@ -233,9 +229,7 @@ class PlaceSums:
         return {}
 
     def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
-        forward = (self.forward[last] - self.forward[first]) / self.scale
-        backward = (self.backward[last] - self.backward[first]) / self.scale
-        return forward, backward
+        return self.forward.between(first, last), self.backward.between(first, last)
 
     def bytes_of(self, first: Place, last: Place) -> tuple[Bytes, Bytes, Bytes]:
         """Returns the bytes of parameters, received and sent on."""
@@ -276,7 +270,7 @@ class PlaceSums:
 
     @property
     def _launches(self) -> bool:
-        return bool(self.launch[len(self.profile.layers)])
+        return bool(self.launch.whole[len(self.profile.layers)])
 
     def _step_s(self, first: Place, last: Place) -> Seconds:
         fixed_s = self.profile.update_fixed_s
@@ -292,8 +286,8 @@ class PlaceSums:
         return Stage(
             before.bit_count(),
             after.bit_count(),
-            forward_s=(self.forward[last] - self.forward[first]) / self.scale,
-            backward_s=(self.backward[last] - self.backward[first]) / self.scale,
+            forward_s=float(self.forward.between(first, last)),
+            backward_s=float(self.backward.between(first, last)),
             forward_fixed_s=sum(layer.forward_fixed_s for layer in inside),
             backward_fixed_s=sum(layer.backward_fixed_s for layer in inside),
             forward_launch_s=sum(layer.forward_launch_s for layer in inside),

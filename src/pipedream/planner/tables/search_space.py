@@ -142,7 +142,7 @@ class SearchSpace(PlaceSums):
     ) -> Seconds:
         has_gpu = self.profile.runtime.overlap_device or self._launches
         device_s = sum(self.passes_s(first, last)) + update_s if has_gpu else 0.0
-        launch_s = (self.launch[last] - self.launch[first]) / self.scale if self._launches else 0.0
+        launch_s = self.launch.between(first, last) if self._launches else 0.0
         received, sent = edges or self.bytes_of(first, last)[1:]
         ends = np.asarray(first) == 0, np.asarray(last) == len(self.profile.layers)
         seconds: Seconds = self.profile.runtime.stage_s(device_s, received, sent, *ends, launch_s)
