@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from marks import seeds
 
-from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import SearchSpace
@@ -19,6 +19,7 @@ from pipedream.planner.dynamic_program.recurrence import (
     states_of_counts,
     straight_states,
 )
+from pipedream.planner.workers import LineOrders, WorkerLine
 
 
 def random_profile(draw: random.Random) -> Profile:
@@ -39,22 +40,33 @@ def random_profile(draw: random.Random) -> Profile:
     return replace(chain, graph=LayerGraph(chain.graph.layers, tuple(sorted(edges))))
 
 
+def random_cluster(draw: random.Random) -> Cluster:
+    memory, latency_s = draw.choice([None, None, 60, 100]), draw.choice([0.0, 0.1])
+    if draw.random() < 0.5:
+        return Cluster.flat(draw.randint(2, 5), draw.choice([1.0, 5.0, 1e9]), latency_s, memory)
+    levels = Level(2, draw.choice([5.0, 1e9]), latency_s), Level(2, draw.choice([1.0, 5.0]), latency_s)
+    kinds = (Workers(2, speed=draw.choice([0.5, 2.0])), Workers(2, memory_bytes=memory)) if draw.random() < 0.5 else ()
+    return Cluster(levels, None if kinds else memory, kinds=kinds)
+
+
 @pytest.mark.parametrize("seed", seeds(3, 5, 10))
 def test_the_best_plan_stays(seed: int) -> None:
-    """Of 200 graphs and chains, the plan and not only its period, at any family of plans and any memory."""
+    """Of 200 graphs and chains, the plan and not only its period, at any family of plans, any memory, one or two levels
+    and workers that may differ."""
     draw = random.Random(seed)
     fewer = 0
     for _ in range(20):
-        memory = draw.choice([None, None, 60, 100])
-        cluster = Cluster.flat(draw.randint(2, 5), draw.choice([1.0, 5.0, 1e9]), draw.choice([0.0, 0.1]), memory)
+        cluster = random_cluster(draw)
         space = SearchSpace.of(random_profile(draw), cluster, update_delay=draw.choice([0, 0, 1]))
         workers = cluster.workers
         states = draw.choice(
             [replicated_states(workers), straight_states(workers), states_of_counts((2, 1)[: workers - 1])]
         )
         starts = None if draw.random() < 0.5 else tuple(state for state in states if state[0] == states[-1][0])
-        full = DynamicProgram(space, states, starts, allow_single_stage=draw.random() < 0.5)
-        left = prune_places(full, enough=4, first=draw.choice([4, 30]))
+        line = WorkerLine.of(cluster, draw.choice(LineOrders.of(cluster, 100).orders))
+        recompute = draw.choice(["never", "never", "auto", "always"])
+        full = DynamicProgram(space, states, starts, draw.random() < 0.5, line, recompute)
+        left = prune_places(full, enough=4, first=draw.choice([4, 30]), little=0.0)
         assert left.best() == full.best()
         fewer += len(left.space.positions) < len(space.positions)
     assert fewer > 5
@@ -64,7 +76,8 @@ def test_counts_the_fewest_workers() -> None:
     """Layers of 3, 1, 1 and 3 s, at most 2 s a stage: two workers for 3 s, one for both of 1 s."""
     profile = Profile.of_chain(tuple(LayerProfile(seconds, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 3.0)))
     space = SearchSpace.of(profile, Cluster.flat(8))
-    ahead, behind = fewest_workers(space, 2.0, range(1, 9), 8)
+    sites = {count: [space.site(count)] for count in range(1, 9)}
+    ahead, behind = fewest_workers(space, 2.0, sites, 8)
     assert ahead.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four
     assert behind.tolist() == [4, 3, 2, 2, 0]
-    assert fewest_workers(space, 0.5, range(1, 9), 8)[0].tolist() == [0, 9, 9, 9, 9]
+    assert fewest_workers(space, 0.5, sites, 8)[0].tolist() == [0, 9, 9, 9, 9]

@@ -7,18 +7,19 @@ A plan with a period of at most T has a cut at b only if f(b) + g(b) workers exi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.core.plan.cost import all_reduce_s
-from pipedream.planner.arrays import ExactSums, IntArray
+from pipedream.core.plan.cost import Site, all_reduce_s
+from pipedream.planner.arrays import BoolArray, ExactSums, IntArray
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram
 from pipedream.planner.tables.search_space import SearchSpace
 
 _ENOUGH = 160  # with so few places the dynamic program takes a fraction of a second
+_LITTLE = 4e6  # comparisons of a dynamic program that need no pruning either
 _MOST = 400  # places to keep if the space is not complete anyway
 _FIRST = 64  # places on which a first plan is searched
 _MOST_WORKERS = 64
@@ -26,38 +27,47 @@ _CLOSE = 1e-3  # relative precision of the best period
 _SLACK = 1e-9  # relative; seconds are added in floating point here, exactly in the search space
 
 
-def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int = _FIRST) -> DynamicProgram:
+def prune_places(
+    pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int = _FIRST, little: float = _LITTLE
+) -> DynamicProgram:
     """Returns the same search on fewer places, with the same best plan (if the space is complete, else about as good).
 
-    Unchanged with at most `enough` places, many workers, or several levels. A first plan is searched on `first` places.
+    Unchanged with at most `enough` places, `little` work, or many workers. A first plan is searched on `first` places.
     """
-    space = pipelines.space
-    workers = max(w for w, _ in pipelines.states)
-    if len(space.positions) <= enough or workers > _MOST_WORKERS or not space.cluster.is_flat:
+    space, workers = pipelines.space, max(w for w, _ in pipelines.states)
+    sites, single = pipelines.distinct_sites, pipelines.allow_single_stage
+
+    def is_enough(places: int) -> bool:
+        return places <= enough or places**2 * len(pipelines.states) <= little
+
+    if is_enough(len(space.positions)) or workers > _MOST_WORKERS:
         return pipelines
     first_plan = replace(pipelines, space=replace(space, positions=_thin_out(space, first))).best()
     if first_plan is None:
         return pipelines
-    counts = sorted({count for _, count in pipelines.states})
     low, high = 0.0, first_plan.slowest_stage_s
-    before, after = fewest_workers(space, high, counts, workers)
+    before, after = fewest_workers(space, high, sites, workers)
     kept = before + after <= workers
-    # Bisection finds faster periods, provided that memory is unlimited and all counted plans are allowed.
-    every = {(w, count) for w in range(1, workers + 1) for count in counts if count <= w}
-    may_bisect = not space.cluster.is_limited and pipelines.starts is None and set(pipelines.states) == every
-    may_bisect &= pipelines.recompute != "always"  # not counted here
-    while may_bisect and kept.sum() > enough and high - low > _CLOSE * high:
-        low = low or float(sum(space.passes_s(0, len(space.profile.layers)))) / workers
+    # What is counted exactly has a plan: all counted stages are allowed, wherever they are, and memory is unlimited.
+    every = {(w, count) for w in range(1, workers + 1) for count in sites if count <= w}
+    is_exact = space.cluster.is_flat and not space.cluster.is_limited and pipelines.recompute != "always"
+    is_exact &= pipelines.starts is None and set(pipelines.states) == every
+    work_s = float(sum(space.passes_s(0, len(space.profile.layers))))
+    while not is_enough(kept.sum()) and high - low > _CLOSE * high:
+        low = low or work_s / workers / max(site.speed for row in sites.values() for site in row)
         middle = (low + high) / 2
-        before, after = fewest_workers(space, middle, counts, workers, allow_single_stage=pipelines.allow_single_stage)
-        if before[-1] <= workers:
+        before, after = fewest_workers(space, middle, sites, workers, allow_single_stage=single)
+        if before[-1] > workers:
+            low = middle
+        elif is_exact:
             high, kept = middle, before + after <= workers
         else:
+            left = _keep(pipelines, before + after <= workers)
+            if min(left.periods.values()) <= middle:
+                return left
             low = middle
-    kept[[0, -1]] = True
-    positions = tuple(place for place, keep in zip(space.positions, kept, strict=True) if keep)
-    left = replace(pipelines, space=replace(space, positions=positions))
-    if not space.is_complete and len(positions) > _MOST:
+    left = _keep(pipelines, kept)
+    if not space.is_complete and space.cluster.is_flat and kept.sum() > _MOST:
         # Still fewer places will do if they have as good a plan.
         few = replace(pipelines, space=replace(space, positions=_thin_out(left.space, _MOST)))
         if min(few.periods.values()) <= high * (1 + _CLOSE):
@@ -65,14 +75,24 @@ def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int
     return left
 
 
+def _keep(pipelines: DynamicProgram, kept: BoolArray) -> DynamicProgram:
+    kept[[0, -1]] = True
+    positions = tuple(place for place, keep in zip(pipelines.space.positions, kept, strict=True) if keep)
+    return replace(pipelines, space=replace(pipelines.space, positions=positions))
+
+
 def fewest_workers(
-    space: SearchSpace, period_s: float, counts: Iterable[int], workers: int, allow_single_stage: bool = True
+    space: SearchSpace,
+    period_s: float,
+    sites: Mapping[int, Sequence[Site]],
+    workers: int,
+    allow_single_stage: bool = True,
 ) -> tuple[IntArray, IntArray]:
     """Returns the fewest workers of stages that take at most `period_s`, up to each position and from it.
 
-    On a cluster of identical workers, with increasing `counts` of replicas; `workers` + 1 means more.
+    `sites` has those of stages with each number of replicas, by increasing numbers; `workers` + 1 means more.
     """
-    least = _find_least_replicas(space, period_s * (1 + _SLACK), counts, workers)
+    least = _find_least_replicas(space, period_s * (1 + _SLACK), sites, workers)
     if not allow_single_stage:
         least[0, -1] = workers + 1
     count = len(space.positions)
@@ -85,40 +105,38 @@ def fewest_workers(
     return before, after
 
 
-def _find_least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], workers: int) -> NDArray[np.int16]:
+def _find_least_replicas(
+    space: SearchSpace, period_s: float, sites: Mapping[int, Sequence[Site]], workers: int
+) -> NDArray[np.int16]:
     """As [from, to]; `workers` + 1 if no count is enough."""
-    places = np.array(space.positions)
+    places, speed = np.array(space.positions), max(site.speed for row in sites.values() for site in row)
     forward, backward = (np.asarray(part, dtype=float) for part in space.passes_s(0, places))
     parameters = space.parameters[places]
-    done_s = forward + backward
-    before = np.ceil(done_s / period_s * (1 - _SLACK))
-    after = np.ceil((done_s[-1] - done_s) / period_s * (1 - _SLACK))
-    rate = space.cluster.bandwidth_bytes_per_s
+    work = (forward + backward) / (period_s * speed)
+    before, after = np.ceil(work * (1 - _SLACK)), np.ceil((work[-1] - work) * (1 - _SLACK))
     sends = space.crossing[places].astype(float) * space.cluster.message_share
     sends[[0, -1]] = 0.0
-    # Two lower bounds of the replicas: from the compute, and from the messages.
-    done, sends = done_s / period_s, sends / (rate * period_s)
-    i, j = np.nonzero(space.precedes & (done[None, :] - done[:, None] <= (workers - before)[:, None] - after[None, :]))
+    # Two lower bounds of the replicas: from the compute, and from the messages, which all cross the innermost level.
+    sends /= space.cluster.levels[0].link_bytes_per_s * period_s
+    i, j = np.nonzero(space.precedes & (work[None, :] - work[:, None] <= (workers - before)[:, None] - after[None, :]))
     left = workers - before[i] - after[j]
-    needs = np.maximum(done[j] - done[i], sends[i] + sends[j])
+    needs = np.maximum(work[j] - work[i], sends[i] + sends[j])
     least = np.full((len(places), len(places)), workers + 1, dtype=np.int16)
-    for count in counts:
+    for count, row in sites.items():
         open_now = (needs <= left) & (left >= count)
         i, j, left, needs = i[open_now], j[open_now], left[open_now], needs[open_now]
         tried = np.flatnonzero(needs <= count)
-        # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
-        site, weight_bytes = space.site(count), parameters[j[tried]] - parameters[i[tried]]
-        seen_s = (
-            all_reduce_s(weight_bytes * site.sum_costs.share, count, site.sum_bytes_per_s, how=site.sums)
-            + forward[j[tried]]
-            - forward[i[tried]]
-        )
-        tried = tried[seen_s <= count * period_s]
-        a, b = i[tried], j[tried]
-        passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
-        fits = space.period_s(passes_s, places[a], places[b], site) <= period_s
-        least[a[fits], b[fits]] = count
-        needs[tried[fits]] = np.inf
+        for site in row:
+            # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
+            weight_bytes, forward_s = parameters[j[tried]] - parameters[i[tried]], forward[j[tried]] - forward[i[tried]]
+            sum_s = all_reduce_s(weight_bytes * site.sum_costs.share, count, site.sum_bytes_per_s, how=site.sums)
+            seen = tried[sum_s + forward_s / site.speed <= count * period_s]
+            a, b = i[seen], j[seen]
+            passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
+            fits = space.period_s(passes_s, places[a], places[b], site) <= period_s
+            least[a[fits], b[fits]] = count
+            needs[seen[fits]] = np.inf
+            tried = tried[needs[tried] <= count]
     return least
 
 

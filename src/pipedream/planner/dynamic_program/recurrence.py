@@ -180,6 +180,14 @@ class DynamicProgram:
         return dict(zip(self.states, sites, strict=True))
 
     @cached_property
+    def distinct_sites(self) -> dict[int, list[Site]]:
+        """The sites that stages with each number of replicas may have, whatever their memory."""
+        rows: dict[int, dict[Site, None]] = {}
+        for (_, replicas), site in sorted(self._sites.items(), key=lambda row: row[0][1]):
+            rows.setdefault(replicas, {})[replace(site, memory_bytes=None)] = None
+        return {replicas: list(sites) for replicas, sites in rows.items()}
+
+    @cached_property
     def _places(self) -> IntArray:
         return np.array(self.space.positions)
 
