@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -46,6 +46,7 @@ class PipelineSearch:
     recompute: str
     lines: tuple[WorkerLine, ...]
     order_kind: str
+    _pipelines: dict[bool, Plan | None] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
@@ -98,6 +99,11 @@ class PipelineSearch:
 
     def best_pipeline(self, all_workers: bool) -> Plan | None:
         """Returns the best pipeline of at least two stages; in large searches the best that bisection finds."""
+        if all_workers not in self._pipelines:
+            self._pipelines[all_workers] = self._find_pipeline(all_workers)
+        return self._pipelines[all_workers]
+
+    def _find_pipeline(self, all_workers: bool) -> Plan | None:
         if self.is_large:
             tried = (Bisection(self.space, line, self.recompute, all_workers).best() for line in self.lines)
             plans = [plan for plan in tried if plan is not None]
