@@ -30,7 +30,8 @@ train: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/pipedream compare examples/vgg_digits.py --workers 2 --minibatches 16 \
-		--link 4gbit/s --link 1gbit/s --link 400mbit/s --link 100mbit/s --schedule pipedream --schedule pipedream_2bw
+		--link 4gbit/s --link 1gbit/s --link 400mbit/s --link 100mbit/s \
+		--schedule torch --schedule pipedream --schedule pipedream_2bw
 
 test: $(STAMP)
 	@$(BIN)/pytest -q $(RUNNERS) $(PYTEST)

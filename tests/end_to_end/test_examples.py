@@ -347,7 +347,8 @@ def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path)
 @pytest.mark.long
 @pytest.mark.processes
 def test_compare(tmp_path: Path) -> None:
-    command = ("-m", "pipedream", "compare", DIGITS, "--minibatches", "20", "--schedule", "pipedream")
+    schedules = ("--schedule", "torch", "--schedule", "pipedream")
+    command = ("-m", "pipedream", "compare", DIGITS, "--minibatches", "20", *schedules)
     ended = commands.run(*command, "--json", folder=tmp_path)
     assert (ended.status, commands.without_progress(ended.err)) == (0, "")
     comparison = json.loads(ended.out)

@@ -84,7 +84,7 @@ def test_methods_are_compared_on_meshes(tmp_path: Path) -> None:
     """Workers are ranks, also of what torch offers."""
     (tmp_path / "recipe.py").write_text(RECIPE)
     mesh = "--mesh data:2 --layout batch:data --shard-weights data --workers 2"
-    options = f"{mesh} --schedule data-parallel --minibatches 2 --out run --json".split()
+    options = f"{mesh} --schedule torch --schedule data-parallel --minibatches 2 --out run --json".split()
     ended = commands.run("-m", "pipedream", "compare", "recipe.py", *options, folder=tmp_path, timeout_s=200.0)
     assert ended.status == 0, ended.err
     (link,) = json.loads(ended.out)["links"]

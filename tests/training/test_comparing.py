@@ -24,11 +24,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import pipedream
 from pipedream.core.errors import RecipeError
 from pipedream.core.model.profile import LayerProfile
-from pipedream.core.variants import TORCH
+from pipedream.core.variants import ONE_WORKER, TORCH, Variant
+from pipedream.options import TrainingOptions
 from pipedream.runtime import torch_baselines
 from pipedream.runtime.torch_baselines import Baseline, Task, collect_batches, data_parallel, one_f_one_b, plain_loop
 from pipedream.training import compare as comparing
-from pipedream.training.compare_variants import accumulate_minibatches, predict_samples_per_s
+from pipedream.training.compare_variants import LinkVariants, accumulate_minibatches, predict_samples_per_s
 
 Run = Callable[..., tuple[int, str, str]]
 CPU = torch.device("cpu")
@@ -300,6 +301,20 @@ def test_profile_with_a_large_spread_is_measured_for_longer(monkeypatch: pytest.
     assert counts == [10, 40, 10]
 
 
+def test_what_torch_offers_runs_if_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    profile = pipedream.profile(recipe().model, torch.randn(8, 8), runs=1)
+    runs: Any = SimpleNamespace(options=TrainingOptions(), folder=tmp_path)
+    monkeypatch.setattr(LinkVariants, "_measure", lambda self, way, alone: Variant(way.name, 2))
+
+    def list_rows(*methods: str) -> list[str]:
+        link = LinkVariants(runs, profile, pipedream.Cluster.flat(2), 4, methods, lambda line: None)
+        return [row.name for row in link.measure_all(Variant(ONE_WORKER, 1))]
+
+    assert list_rows("1f1b+diloco:30") == [ONE_WORKER, "1F1B, diloco:30"]
+    assert list_rows("torch", "1f1b") == [ONE_WORKER, *TORCH, "1F1B"]
+    assert set(list_rows(*comparing.COMPARED)) > set(TORCH)
+
+
 def test_predictions_include_what_messages_take_from_compute(tmp_path: Path) -> None:
     cost_file = tmp_path / "messages.json"
     cost_file.write_text('{"message_s_per_byte": 1e-6}')
@@ -345,8 +360,8 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     """All rows, with the bytes that crossed the links; then again, into a new folder."""
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     command = ("-m", "pipedream", "compare", "small.py", "--hosts", "1x2", "--link", "80mbit/s,40mbit/s",
-               "--schedule", "data-parallel", "--schedule", "data-parallel+powersgd:1", "--schedule", "1f1b",
-               "--schedule", "1f1b+int8", "--schedule", "auto",
+               "--schedule", "torch", "--schedule", "data-parallel", "--schedule", "data-parallel+powersgd:1",
+               "--schedule", "1f1b", "--schedule", "1f1b+int8", "--schedule", "auto",
                "--microbatches", "4", "--json")  # fmt: skip
     ended = commands.run(*command, folder=tmp_path, timeout_s=400.0)
     assert ended.status == 0, ended.err
@@ -406,8 +421,8 @@ def test_short_passes_and_many_bytes_are_scaled(
 @pytest.mark.processes
 def test_more_workers_than_cores_are_emulated(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
-    command = ("-m", "pipedream", "compare", "small.py", "--workers", "2", "--link", "80mbit/s", "--schedule", "1f1b",
-               "--microbatches", "2", "--json")  # fmt: skip
+    command = ("-m", "pipedream", "compare", "small.py", "--workers", "2", "--link", "80mbit/s", "--schedule", "torch",
+               "--schedule", "1f1b", "--microbatches", "2", "--json")  # fmt: skip
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
@@ -443,7 +458,7 @@ def test_more_workers_than_cores_are_emulated(tmp_path: Path) -> None:
 )
 def test_nothing_is_left_after_a_signal(moment: str, number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
-    command = ("compare", "small.py", "--link", "80mbit/s", "--schedule", "1f1b", "--epochs", "500", "--out", "run")
+    command = ("compare", "small.py", "--link", "80mbit/s", "--schedule", "torch", "--epochs", "500", "--out", "run")
     started = commands.start("-m", "pipedream", *command, folder=tmp_path)
     try:
         started.wait_for_file(f"run/{moment}", timeout_s=300.0)

@@ -46,11 +46,11 @@ def compare(
     ),
     schedule: list[str] | None = option(
         None,
-        "Method to compare with one worker and with what torch offers; data-parallel is this library's, auto the "
+        "Method to compare with one worker: torch is all that torch offers, data-parallel this library's, auto the "
         "planner's choice. After a plus, the encoding of its messages or how its replicas are summed: 1f1b+int8, "
         "data-parallel+powersgd:4; with --emulate-delay a compensation: pipedream+spike. Repeatable.",
         metavar="NAME[+MESSAGES|+SUMS|+COMPENSATION]",
-        unset="data-parallel, also with powersgd:4 and diloco:30; 1f1b, pipedream and pipedream_2bw, also with "
+        unset="torch; data-parallel, also with powersgd:4 and diloco:30; 1f1b, pipedream and pipedream_2bw, also with "
         "encoded messages; auto",
     ),
     emulate_delay: bool = option(

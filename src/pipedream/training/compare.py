@@ -24,15 +24,15 @@ from pipedream.report.variants import variants_page, variants_svg
 from pipedream.runtime.checkpoint.remote import is_url
 from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network
 from pipedream.training.compare_runs import RunFailed, Runs, Scales, count_cores, limit_threads
-from pipedream.training.compare_variants import LinkVariants
+from pipedream.training.compare_variants import OF_TORCH, LinkVariants
 from pipedream.workflows.probe import detect_cluster
 
 COMPARED = (
-    "data-parallel", "data-parallel+powersgd:4", "data-parallel+diloco:30",
+    OF_TORCH, "data-parallel", "data-parallel+powersgd:4", "data-parallel+diloco:30",
     "1f1b", "1f1b+bfloat16", "1f1b+int8", "pipedream", "pipedream+int8",
     "pipedream_2bw", "pipedream_2bw+bfloat16", "pipedream_2bw+int8", "auto",
 )  # fmt: skip
-"""The methods that are compared by default, with sums or messages, beside one worker and what torch offers."""
+"""The methods that are compared by default, with sums or messages, beside one worker."""
 
 _LATENCY_S = 1e-4  # of a message between two hosts of a slow network
 _RUNS, _MORE_RUNS, _WIDE = 10, 40, 0.25  # of the profile; a spread of its seconds that is large
@@ -54,8 +54,8 @@ def compare_recipe(
 
     Args:
         recipe: a recipe's file.
-        schedules: methods besides what torch offers; 'data-parallel' is this library's, 'auto' the planner's choice.
-            After a plus follow sums or messages: 'data-parallel+powersgd:4', '1f1b+int8'.
+        schedules: methods beside one worker; 'torch' is all that torch offers, 'data-parallel' this library's, 'auto'
+            the planner's choice. After a plus follow sums or messages: 'data-parallel+powersgd:4', '1f1b+int8'.
         options: workers, microbatches, epochs, minibatches, seed, device, out (the folder), mesh, layout and
             shard_weights are used. With a mesh workers are ranks: so many for torch's own ways, and for a method's
             meshes together.

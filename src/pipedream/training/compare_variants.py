@@ -34,6 +34,9 @@ from pipedream.training.compare_runs import RunFailed, Runs, Scales
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.simulate import simulate
 
+OF_TORCH = "torch"
+"""The name of all that torch offers among the methods that are compared."""
+
 _NAMES = {
     "data-parallel": "data parallel",
     "1f1b": "1F1B",
@@ -98,20 +101,11 @@ class LinkVariants:
         """Yields the ways for several workers."""
         mesh = self.runs.options.mesh
         copies = PlanRequest(self.cluster, shape="data-parallel")
-        straight = PlanRequest(self.cluster, schedule="1f1b", shape="straight", microbatches=self.microbatches)
-        try:
-            parts = make_plan(self.profile, straight).microbatches
-        except (PlanError, ScheduleError):
-            parts = self.microbatches or self.cluster.workers
-        yield _Way(DDP, copies, "ddp")
-        yield _Way(SHARED, replace(copies, schedule="1f1b", microbatches=parts), "ddp", parts)
-        yield _Way(ACCUMULATING, copies, "ddp", accumulated=ACCUMULATED)
-        yield _Way(HALF, replace(copies, sums="float16"), "ddp")
-        yield _Way(HALF_ACCUMULATING, replace(copies, sums="float16"), "ddp", accumulated=ACCUMULATED)
-        yield _Way(LOCAL_SGD, replace(copies, sums=f"every:{ACCUMULATED}"), "ddp")
-        yield _Way(TORCH[-1], replace(straight, microbatches=parts), "1f1b", parts)
         for text in self.schedules:
             name, _, less = text.partition("+")
+            if text == OF_TORCH:
+                yield from self._list_torch(copies)
+                continue
             title = ", ".join(filter(None, (_NAMES.get(name, name), less)))
             option = "messages" if less.split(",")[0] in ENCODINGS else "sums"
             sends_less: dict[str, Any] = {option: less} if less else {}
@@ -142,6 +136,21 @@ class LinkVariants:
                 continue
             for depth in ("full",) if less else ("noam", "full"):
                 yield _Way(f"{title}, {depth}", replace(pipeline, in_flight=depth))
+
+    def _list_torch(self, copies: PlanRequest) -> Iterator[_Way]:
+        """Yields torch's own ways."""
+        straight = PlanRequest(self.cluster, schedule="1f1b", shape="straight", microbatches=self.microbatches)
+        try:
+            parts = make_plan(self.profile, straight).microbatches
+        except (PlanError, ScheduleError):
+            parts = self.microbatches or self.cluster.workers
+        yield _Way(DDP, copies, "ddp")
+        yield _Way(SHARED, replace(copies, schedule="1f1b", microbatches=parts), "ddp", parts)
+        yield _Way(ACCUMULATING, copies, "ddp", accumulated=ACCUMULATED)
+        yield _Way(HALF, replace(copies, sums="float16"), "ddp")
+        yield _Way(HALF_ACCUMULATING, replace(copies, sums="float16"), "ddp", accumulated=ACCUMULATED)
+        yield _Way(LOCAL_SGD, replace(copies, sums=f"every:{ACCUMULATED}"), "ddp")
+        yield _Way(TORCH[-1], replace(straight, microbatches=parts), "1f1b", parts)
 
     def _measure(self, way: _Way, alone: Variant) -> Variant:
         variant = Variant(way.name, self.cluster.workers, approximation=_describe_approximation(way.request))
