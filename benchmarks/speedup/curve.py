@@ -36,6 +36,12 @@ M = 8
 
 RHOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 LATENCY_S = 1e-4
+_LONG_S = 10.0
+"""Fewer updates of DDP are timed than of its variant if they would take longer."""
+
+_AS_IS = {1: 1.0, M: 1.0}
+"""Speeds of cores that are as fast as when they were profiled."""
+
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 
@@ -85,7 +91,7 @@ VARIANTS = (
     _Variant("torch DDP, accumulating", 2 * M, "ddp", "1f1b", _COPIES, 2),
     _Variant("torch DDP, fp16", 2, "ddp", "pipedream", _COPIES | {"sums": "float16"}, 3, {"fp16": True}),
     _Variant("torch DDP, fp16, accumulating", 2 * M, "ddp", "1f1b", _COPIES | {"sums": "float16"}, 2, {"fp16": True}),
-    _Variant("torch local SGD, every 8", 2, "ddp", "pipedream", _COPIES | {"sums": "every:8"}, 16, {"every": 8}),
+    _Variant("torch local SGD, every 8", 2, "ddp", "pipedream", _COPIES | {"sums": "every:8"}, 8, {"every": 8}),
     _Variant("PowerSGD 1", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:1"}, 4),
     _Variant("PowerSGD 4", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:4"}, 4),
     _Variant("PowerSGD 4, accumulating", 2 * M, "pipeline", "1f1b", _COPIES | {"sums": "powersgd:4"}, 2),
@@ -112,6 +118,16 @@ VARIANTS = (
     _Variant("zero bubble (ZB-V)", M, "pipeline", "zbv", {}, 2),
     _Variant("torch zero bubble (ZB-V)", M, "torch", "zbv", {}, 2),
 )
+RIVALRY = (
+    *("torch DDP", "torch DDP, accumulating", "torch DDP, fp16", "torch DDP, fp16, accumulating"),
+    *("torch local SGD, every 8", "PowerSGD 4", "PowerSGD 4, accumulating", "DiLoCo, every 30"),
+    *(f"{name}, full{less}" for name in ("PipeDream", "2BW", "1F1B") for less in ("", ", bfloat16", ", int8")),
+)
+"""The variants of the sleeping curve."""
+
+LINKS = tuple(bits_per_s / 8 for bits_per_s in (10e6, 25e6, 100e6, 400e6, 1e9, 4e9, 10e9))
+"""Its rates, in bytes/s."""
+
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 BESIDE = {variant.name: variant.name.removeprefix("torch ") for variant in VARIANTS if variant.runs == "torch"}
 """torch's schedules -> this library's."""
@@ -150,8 +166,10 @@ def measure(
     *,
     models: Sequence[str] = (),
     rhos: Sequence[float] = (),
+    links: Sequence[float] = (),
     only: Sequence[str] = (),
     rounds: int | None = None,
+    sleep: bool = False,
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Returns a row for each model, rho and variant.
@@ -159,19 +177,23 @@ def measure(
     Args:
         size: 'test', 'short' or 'full'.
         models, rhos, only, rounds: others than those of the size.
+        links: rates in bytes/s, in place of rhos.
+        sleep: the models sleep instead of computing (`sleeping`).
         keep: gets the rows so far after each point.
     """
     few = _SIZES[size] if rounds is None else replace(_SIZES[size], rounds=rounds)
     names = only or few.variants
     rows: list[dict[str, Any]] = []
     for model in models or few.models:
-        with slow_network((2,), (None,)) as network, worker_processes(network, 2, WORKER, model, str(M)) as workers:
+        command = WORKER, model, str(M), *(("sleep",) if sleep else ())
+        with slow_network((2,), (None,)) as network, worker_processes(network, 2, *command) as workers:
             profiles = profile_all(workers, names, few.patience_s)
+            weights_s = sum(layer.parameter_bytes for layer in profiles[1].layers) / compute_s(profiles[1])
             points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
-            for rho in rhos or few.rhos:
+            for rho in [weights_s / rate for rate in links] or rhos or few.rhos:
                 points.append(_measure_point(network, workers, model, profiles, rho, names, few, log))
-                keep([*rows, *_predict_points(points, profiles)])
-            rows += _predict_points(points, profiles)
+                keep([*rows, *_predict_points(points, profiles, fastest=sleep)])
+            rows += _predict_points(points, profiles, fastest=sleep)
     return rows
 
 
@@ -215,7 +237,8 @@ def _measure_point(
         answer = plan_and_compare(profiles[count], PlanRequest(cluster, schedule="auto", **allowed))
         plans[name], verdicts[name] = answer.plan, answer.verdict
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
-    copies = {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])}
+    copies = {name: "solo" for name in CHOICES if plans[name].ranks == 1}
+    copies |= {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])}
     for number in range(size.rounds):
         turns = [name for name in measured if name not in copies]
         shift = number * len(turns) // size.rounds
@@ -223,7 +246,11 @@ def _measure_point(
             point_row = measured[name]
             if point_row and "why" in point_row[-1]:
                 continue
-            answer = workers.ask(make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s})
+            request = make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s}
+            if request["do"] == "ddp" and "every" not in request:
+                update_s = 2 * request["microbatches"] * profile.batch / predict(name, plans[name], profiles, _AS_IS)
+                request["steps"] = min(request["steps"], max(1, int(_LONG_S / update_s)))
+            answer = workers.ask(request)
             point_row.append(answer)
             log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_describe_row(answer)}")
     for name, same in copies.items():
@@ -267,14 +294,20 @@ def _measure_message(workers: Workers, profile: Profile, bytes_per_s: float, siz
 
 
 def _predict_points(
-    points: Sequence[tuple[dict[str, dict[str, Any]], dict[str, Plan]]], profiles: dict[int, Profile]
+    points: Sequence[tuple[dict[str, dict[str, Any]], dict[str, Plan]]], profiles: dict[int, Profile], *, fastest: bool
 ) -> list[dict[str, Any]]:
-    """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds."""
+    """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds.
+
+    Args:
+        fastest: the fastest round of a row counts, not the median: other processes only slow what sleeps.
+    """
     speeds = find_speeds(profiles, statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points))
     for rows, plans in points:
         rows["solo"]["speed"] = speeds[1]
         for name, plan in plans.items():
             rows[name]["predicted_per_s"] = predict(name, plan, profiles, speeds)
+            if fastest and "most" in rows[name]:
+                rows[name]["samples_per_s"] = rows[name]["most"]
     return [row for rows, _ in points for row in rows.values()]
 
 
@@ -488,7 +521,7 @@ def _format_ratios(
         if any(row[0] for row in ratios):
             written = (" (".join(map(_format_floor, row)) + ")" * (len(keys) - 1) for row in ratios)
             rows.append([name, *(cell if row[0] else "-" for cell, row in zip(written, ratios, strict=True))])
-    return format_table("|".join([title, *(f"rho {rho:g}" for rho, _ in points)]), "lr", rows)
+    return format_table("|".join([title, *(f"rho {rho:.3g}" for rho, _ in points)]), "lr", rows)
 
 
 def _divide(point: dict[str, dict[str, Any]], ours: str, theirs: str = "solo", key: str = "samples_per_s") -> float:
@@ -499,7 +532,7 @@ def _divide(point: dict[str, dict[str, Any]], ours: str, theirs: str = "solo", k
 
 
 def _list_links(points: _Points) -> list[str]:
-    return [f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}" for rho, point in points]
+    return [f"rho {rho:.3g}, {format_link(point['solo']['bytes_per_s'])}" for rho, point in points]
 
 
 def _format_floor(ratio: float) -> str:
@@ -530,7 +563,7 @@ def _format_choices(rows: list[dict[str, Any]]) -> str:
                 chosen = "data parallelism" if row["config"] == "2" else f"{row['method']} on {row['config']}"
                 rate = row["samples_per_s"]
                 share = _format_floor(rate / max(rate, best["samples_per_s"]))
-                cells = MODELS[model].title, f"{rho:g}", count, chosen, f"{rate:.4g}", share, best["variant"]
+                cells = MODELS[model].title, f"{rho:.3g}", count, chosen, f"{rate:.4g}", share, best["variant"]
                 rows_shown.append(cells)
     titles = "model | rho | minibatch | chosen | samples/s | of the best measured | best"
     return "### The planner's choice\n\n" + format_table(titles, "lrrlrrl", rows_shown)

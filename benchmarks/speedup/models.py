@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
-
+_OPTIMIZER = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 _VOCABULARY = 512
 
 
@@ -26,6 +25,7 @@ class Job:
         batch: returns so many samples and their targets.
         samples: in a microbatch.
         loss: of the model's output and the targets.
+        optimizer: of parameters.
     """
 
     title: str
@@ -33,6 +33,7 @@ class Job:
     batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     samples: int
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = _OPTIMIZER
 
 
 class _Convolution(nn.Conv2d):

@@ -20,7 +20,7 @@ from pipedream.slow_links import why_not
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import Environment, make_parser, stop_if
 
-PARTS = {"curve": curve, "accuracy": accuracy, "limited": limited, "workers": workers}
+PARTS = {"curve": curve, "sleeping": curve, "accuracy": accuracy, "limited": limited, "workers": workers}
 """Each has `measure` and `tables`, and may have `pictures`."""
 
 
@@ -36,9 +36,14 @@ def main() -> int:
             save = partial(_save, file, parts, name, Environment().describe(f"size {options.size}"))
             log = partial(print, file=sys.stderr, flush=True)
             how: dict[str, Any] = {} if name in ("limited", "workers") else {"keep": save}
+            if PARTS[name] is curve:
+                how |= {"models": options.models, "only": options.variants, "rounds": options.rounds}
             if name == "curve":
-                how |= {"models": options.models, "rhos": options.rhos}
-                how |= {"only": options.variants, "rounds": options.rounds}
+                how |= {"rhos": options.rhos}
+            elif name == "sleeping":
+                is_full = options.size == "full"
+                how |= {"sleep": True, "links": options.links or (curve.LINKS if is_full else curve.LINKS[2:3])}
+                how |= {"only": options.variants or (curve.RIVALRY if is_full else ())}
             elif name == "accuracy":
                 how |= {"tasks": options.tasks, "links": options.links, "earlier": parts.get(name, {}).get("rows", ())}
             save(PARTS[name].measure(options.size, log, **how))
@@ -64,7 +69,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--rhos", nargs="+", type=float, default=(), help="of the curve")
     parser.add_argument("--variants", nargs="+", default=(), choices=[variant.name for variant in curve.VARIANTS])
     parser.add_argument("--tasks", nargs="+", choices=("digits", "characters"), default=(), help="of the accuracy")
-    parser.add_argument("--links", nargs="+", type=parse_rate, default=(), help="of the accuracy, e.g. 100mbit/s")
+    parser.add_argument(
+        "--links", nargs="+", type=parse_rate, default=(), help="of the accuracy or of sleeping, e.g. 100mbit/s"
+    )
     parser.add_argument("--rounds", type=int, help="of the curve")
     parser.add_argument("--again", action="store_true", help="only print and draw what rows.json has")
     parser.add_argument("--out", type=Path, default=Path("build/speedup"), help="folder of rows.json and the pictures")
@@ -73,7 +80,7 @@ def _parse_options() -> argparse.Namespace:
 
 def _save(file: Path, measured: dict[str, Any], name: str, environment: str, rows: list[dict[str, Any]]) -> None:
     """Writes the rows of a part; of the curve it keeps those of points and variants that were not measured again."""
-    if name == "curve" and name in measured:
+    if PARTS[name] is curve and name in measured:
         new = {_make_key(row) for row in rows}
         rows = [row for row in measured[name]["rows"] if _make_key(row) not in new] + rows
     measured[name] = {"environment": environment, "rows": rows}

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import LARGE, MODELS, Job, optimizer
+from models import LARGE, MODELS, Job
+from sleeping import Seconds, load_seconds, make_sleeping, set_seconds
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -69,11 +70,14 @@ class _Worker:
 
     Args:
         microbatches: m, for the methods that split a minibatch.
+        seconds: for which the model sleeps instead of computing.
     """
 
-    def __init__(self, job: Job, microbatches: int) -> None:
+    def __init__(self, job: Job, microbatches: int, seconds: Seconds | None = None) -> None:
         self.rank = dist.get_rank()
-        self.job, self.microbatches = job, microbatches
+        self.job, self.microbatches, self.seconds = job, microbatches, seconds
+        if seconds is not None:
+            self.job = make_sleeping(job, seconds)
         self.group = dist.new_group(backend="gloo")
 
     def profile(self, microbatches: int) -> dict[str, Any]:
@@ -84,10 +88,12 @@ class _Worker:
             self.job.make(),
             inputs,
             loss=lambda output: self.job.loss(output, targets),
-            optimizer=optimizer,
+            optimizer=self.job.optimizer,
             microbatches=microbatches,
             runs=9 if microbatches == 1 else 5,
         )
+        if self.seconds is not None:
+            profile_found = set_seconds(profile_found, self.seconds, microbatches)
         return {"profile": profile_found.to_json()}
 
     def solo(self, steps: int) -> dict[str, float]:
@@ -112,7 +118,7 @@ class _Worker:
     def ddp(self, steps: int, microbatches: int, fp16: bool = False, every: int = 0) -> dict[str, float]:
         """Runs torch's data parallelism with its own settings, its fp16 hook, or its local SGD."""
         model = DistributedDataParallel(self.job.make(), process_group=self.group)
-        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+        update, (inputs, targets) = self.job.optimizer(model.parameters()), self.job.batch(self.job.samples)
         if fp16:
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         if every:
@@ -159,7 +165,7 @@ class _Worker:
         runs = TORCH[schedule]
         pipeline_stages: Any = stages if issubclass(runs, schedules.PipelineScheduleMulti) else stages[0]
         runner = runs(pipeline_stages, self.microbatches, loss_fn=self.job.loss)
-        update = optimizer([weight for module in modules for weight in module.parameters()])
+        update = self.job.optimizer([weight for module in modules for weight in module.parameters()])
         inputs, targets = self.job.batch(self.job.samples * self.microbatches)
         arguments = (inputs,) if 0 in mine else ()
         last = {"target": targets} if len(plan_here.stages) - 1 in mine else {}
@@ -180,7 +186,7 @@ class _Worker:
             plan_here,
             loss=job.loss,
             targets=lambda batch: batch[1],
-            optimizer=optimizer,
+            optimizer=job.optimizer,
             check=False,
         ) as pipeline:
             rules = pipeline.program
@@ -203,7 +209,7 @@ class _Worker:
 
     def _step_of(self, model: nn.Module) -> Callable[[], None]:
         """Returns a function that trains a model on one microbatch."""
-        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+        update, (inputs, targets) = self.job.optimizer(model.parameters()), self.job.batch(self.job.samples)
 
         def step() -> None:
             update.zero_grad()
@@ -273,4 +279,6 @@ def _count_sent_bytes() -> int:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    answer_lines(_Worker((MODELS | {"large": LARGE})[sys.argv[1]], int(sys.argv[2])).answer)
+    name, parts, *sleeps = sys.argv[1:]
+    seconds = load_seconds(name) if sleeps else None
+    answer_lines(_Worker((MODELS | {"large": LARGE})[name], int(parts), seconds).answer)

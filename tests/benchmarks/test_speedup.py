@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -23,13 +23,51 @@ sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
 
 
 @pytest.fixture
-def curve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("curve", "models"):  # other folders have a models.py, too
+    names = ("curve", "models", "sleeping")  # other folders have a models.py, too
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("curve")
-    for name in ("curve", "models"):
+    yield importlib.import_module
+    for name in names:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def curve(load: Callable[[str], Any]) -> Any:
+    return load("curve")
+
+
+@pytest.mark.parametrize("name", ["vgg", "lstm", "encoder_decoder", "gpt"])
+def test_a_sleeping_model_takes_the_profiled_seconds_layer_by_layer(
+    name: str, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the machine adds between two waits, a step is as long as profiled, and gradients come on the way."""
+    clock = [100.0]
+    sleeping, job = load("sleeping"), load("models").MODELS[name]
+    monkeypatch.setattr(sleeping.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(sleeping.time, "sleep", lambda left_s: clock.__setitem__(0, clock[0] + left_s + 1e-4))
+    seconds = sleeping.load_seconds(name)
+    asleep = sleeping.make_sleeping(job, seconds)
+    model, (inputs, targets) = asleep.make(), job.batch(2 * job.samples)
+    optimizer = asleep.optimizer(model.parameters())
+    ends_s: dict[int, float] = {}
+    for place, layer in enumerate(model):
+        for weight in layer.parameters():
+            weight.register_post_accumulate_grad_hook(lambda _, place=place: ends_s.update({place: clock[0]}))
+    output = model(inputs)
+    assert output.shape == job.make()(inputs).shape
+    forward_s = clock[0] - 100.0
+    assert forward_s == pytest.approx(2 * sum(seconds.forward_s), abs=2e-4)
+    asleep.loss(output, targets).backward()
+    backward_s = clock[0] - 100.0 - forward_s
+    assert backward_s == pytest.approx(2 * sum(seconds.backward_s), abs=2e-4)
+    for place, end_s in ends_s.items():
+        done_s = 2 * sum(seconds.backward_s[place:])
+        assert end_s - 100.0 - forward_s == pytest.approx(done_s, abs=2e-4), place
+    optimizer.step()
+    assert clock[0] - 100.0 - forward_s - backward_s == pytest.approx(seconds.update_s, abs=2e-4)
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 def _rows(rho: float, ddp: float, pipedream: float) -> list[dict[str, Any]]:
@@ -69,13 +107,14 @@ def test_a_variant_that_was_refused_has_no_figure(curve: Any) -> None:
 @pytest.mark.network
 @pytest.mark.processes
 @pytest.mark.long
-def test_it_runs_in_its_smallest_size(tmp_path: Path) -> None:
-    ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", "curve", "--out", "out"), folder=tmp_path).end(
+@pytest.mark.parametrize("part", ["curve", "sleeping"])
+def test_it_runs_in_its_smallest_size(tmp_path: Path, part: str) -> None:
+    ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", part, "--out", "out"), folder=tmp_path).end(
         400.0
     )
     assert ended.status == 0, ended.err
     assert "| torch DDP | 2 microbatches |" in ended.out
-    rows = json.loads((tmp_path / "out" / "rows.json").read_text())["curve"]["rows"]
+    rows = json.loads((tmp_path / "out" / "rows.json").read_text())[part]["rows"]
     assert all(row["samples_per_s"] > 0 for row in rows)
     assert (tmp_path / "out" / "gpt.svg").read_text().startswith("<svg")
 
