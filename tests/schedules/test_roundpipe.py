@@ -15,6 +15,7 @@ import pipedream as pd
 from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
@@ -292,3 +293,23 @@ def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
         check_plan(fits, profile=measured)
         with pytest.raises(PlanError, match="for the passes of the stages"):
             check_plan(short, profile=measured)
+
+
+def test_a_gpu_has_the_weights_of_one_slot_and_of_the_slot_before() -> None:
+    """On 2 workers, the model's weights of 24 kB and 8 microbatches; the gradients of a slot are as large."""
+    layers = (LayerProfile(1.0, 2.0, output_bytes=16, activation_bytes=16, parameter_bytes=1000),) * 24
+    cpu = Profile.of_chain(layers, batch=16, optimizer_bytes=48_000)
+    gpu = replace(cpu, runtime=RuntimeCosts(overlap_device=True))
+    for chunks in (2, 4, 12):
+        plan = pd.plan(gpu, Cluster.flat(2), schedule="roundpipe", chunks=chunks)
+        slot = 24_000 // (2 * chunks)
+        peaks = simulate(lower(build("roundpipe", plan, 8)), costs(plan, split=8), 16).peak_bytes
+        small = 24 * 8 * 16  # inputs and messages
+        for peak_bytes in (*peaks, *plan.worker_bytes.values()):
+            assert 3 * slot <= peak_bytes <= 3 * slot + small
+        hosted = [stage.memory.host_bytes for stage in plan.stages]
+        assert sum(hosted) == 2 * 24_000 + 48_000
+    assert max(pd.plan(cpu, Cluster.flat(2), schedule="roundpipe", chunks=12).worker_bytes.values()) > 24_000
+    with pytest.raises(PlanError, match=r"of worker [01] need up to 18.* use more stages on each worker \(--chunks\)"):
+        pd.plan(gpu, Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe")
+    pd.plan(gpu, Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe", chunks=12)

@@ -175,11 +175,13 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
 
 def stage_memory_table(plan: Plan) -> str:
     """Returns the parts of one worker's predicted peak memory, a row for each stage (`core.plan.memory`)."""
-    names = [field.name for field in fields(plan.stages[0].memory)]
-    heads = [name.removesuffix("_bytes") for name in names]
-    lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads), f"{'peak':>10}"])]
+    names = [field.name for field in fields(plan.stages[0].memory) if field.name != "host_bytes"]
+    has_host = any(stage.memory.host_bytes for stage in plan.stages)
+    heads = [*(name.removesuffix("_bytes") for name in names), "peak", *["host"] * has_host]
+    lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads)])]
     for s, stage in enumerate(plan.stages):
         sizes = [*(getattr(stage.memory, name) for name in names), stage.peak_bytes]
+        sizes += [stage.memory.host_bytes] * has_host
         lines.append("  ".join([f"{s:>5}", *(f"{format_bytes(size) if size else '-':>10}" for size in sizes)]))
     return "\n".join(lines)
 

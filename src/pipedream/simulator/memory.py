@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
+from pipedream.core.plan.placement import Dispatched
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions, Span
@@ -27,6 +28,11 @@ def _size_stage(program: Program, stage: int) -> StageSizes:
     )
 
 
+def _is_apart(program: Program) -> bool:
+    """Whether weights are in the memory of the machine, apart from GPUs."""
+    return isinstance(program.placement, Dispatched) and program.plan.costs.on_gpus
+
+
 class _Remote:
     """A stage whose forwards run on another rank than its backwards.
 
@@ -39,7 +45,7 @@ class _Remote:
         self._trains = program.trains
         self._per_update = program.updates.per_update[stage]
         self._total = total
-        self._weights_bytes: int = program.plan.stages[stage].parameter_bytes
+        self._weights_bytes: int = program.plan.stages[stage].parameter_bytes * (1 + _is_apart(program))
         self._input_bytes = int(sizes.input_bytes)
         self._pass_bytes = int(sizes.activation_bytes + sizes.working_bytes)
         self._kept = 0
@@ -144,12 +150,14 @@ class _StageTrace:
         # An update needs one more of the kept tensors.
         step_bytes = sizes.update_working_bytes + (self.weights_bytes if kept else 0)
         self.update_bytes = int(self.weights_bytes + max(step_bytes, temporary))
-        self.start_bytes: int = (
-            self.weights_bytes * (1 + program.weights.buffers(stage))
-            + row.optimizer_bytes
-            + kept
-            + int(message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage]))
-        )
+        state_bytes = self.weights_bytes * (1 + program.weights.buffers(stage)) + row.optimizer_bytes + kept
+        messages = message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage])
+        if _is_apart(program):  # copies, for a slot alone, and those of the slot before
+            self.forward_bytes += 2 * self.weights_bytes
+            self.first_bytes += 2 * self.weights_bytes
+            self.further_bytes += 2 * self.weights_bytes
+            state_bytes = self.weights_bytes = self.update_bytes = 0
+        self.start_bytes = state_bytes + int(messages)
 
     @property
     def held_bytes(self) -> int:

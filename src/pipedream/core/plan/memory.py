@@ -11,6 +11,9 @@ A worker needs most at one of three moments:
     forward     all in flight, the newest in its forward; sums of gradients if an update is still to come.
     update      all gradients, what the optimizer needs besides them, and one microbatch fewer in flight.
 
+Weights that are in the memory of the machine (RoundPipe) are on a GPU for a slot alone, a stage's passes of one
+minibatch; those of the slot before may not have gone yet. Updates need nothing of the GPU.
+
 Between the halves of a split backward, a microbatch keeps part of its activations and the gradients of the layers'
 outputs, which a profile does not contain: `DEFERRED_SHARE` times the activations are counted. (Measured: 0.1 for a
 fused recurrent layer, 0.7 to 1.2 for transformers, 1.6 for linear layers with ReLU, 1.8 for convolutions with norms.)
@@ -94,6 +97,7 @@ class StageMemory:
         optimizer_bytes: includes what compensations keep.
         activation_bytes: with recomputation inputs, and one microbatch's activations.
         message_bytes: bytes of posted receives, and of messages that may still have to leave.
+        host_bytes: weights, gradients and optimizer state in the memory of the machine, where a GPU has only copies.
     """
 
     weight_bytes: int = 0
@@ -103,12 +107,18 @@ class StageMemory:
     activation_bytes: int = 0
     message_bytes: int = 0
     working_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """The sum, or an array of them."""
-        total: int = sum(getattr(self, field.name) for field in fields(self))
+        """The sum of what the worker has, or an array of them."""
+        total: int = sum(getattr(self, field.name) for field in fields(self) if field.name != "host_bytes")
         return total
+
+    @property
+    def slot_bytes(self) -> int:
+        """What is on a GPU only while this stage's passes run; 0 if the weights stay there."""
+        return self.weight_bytes + self.gradient_bytes + self.working_bytes if self.host_bytes else 0
 
 
 def moments(
@@ -124,6 +134,7 @@ def moments(
     kept_tensors: int = 0,
     matrix_bytes: tuple[Numbers, Numbers] = (0, 0),
     deferred: int = 0,
+    apart: bool = False,
 ) -> tuple[StageMemory, ...]:
     """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
 
@@ -133,6 +144,7 @@ def moments(
         kept_tensors: number that compensations keep for each weight; an update temporarily needs one more.
         matrix_bytes: what they keep besides, such as bases, and what they need in an update before the step.
         deferred: microbatches that wait for their weight gradients.
+        apart: weights are in the memory of the machine, and the worker is a GPU.
     """
     kept, whole = sizes.activation_bytes, sizes.parameter_bytes
     waiting = sizes.input_bytes if recompute else kept
@@ -141,7 +153,9 @@ def moments(
     def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
         stash = whole * (versions - 1)
         state = sizes.optimizer_bytes + kept_tensors * whole + matrix_bytes[0]
-        kinds = whole, stash, state, gradients, activations, messages, working
+        host = 2 * whole + stash + state if apart else 0  # with a place for the gradients
+        stash, state = (0 * whole, 0 * whole) if apart else (stash, state)
+        kinds = whole * (1 + apart), stash, state, gradients, activations, messages, working, host
         return StageMemory(*cast(tuple[int, ...], kinds))
 
     def most(count: int) -> Numbers:
@@ -160,6 +174,8 @@ def moments(
         worst.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
     if per_update > 1 or update_delay:
         worst.append(at(whole, most(further), working))
+    if apart:
+        return tuple(worst)
     left = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
     step_bytes = sizes.update_working_bytes + whole * (kept_tensors + matrix_bytes[0] > 0)
     return (*worst, at(whole, left, np.maximum(step_bytes, matrix_bytes[1])))

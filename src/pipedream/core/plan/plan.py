@@ -21,7 +21,7 @@ from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
-from pipedream.core.plan.stage import Stage, TiedWeights
+from pipedream.core.plan.stage import Stage, TiedWeights, sum_peaks
 from pipedream.core.plan.sums import FULL, SumMethod
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
 
@@ -207,7 +207,7 @@ class Plan(Tabular, Artifact):
     @property
     def worker_bytes(self) -> dict[int, int]:
         """Cluster's worker -> peak bytes: an upper bound, the sum over its stages."""
-        return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self.costs.stages_by_worker.items()}
+        return {w: sum_peaks([self.stages[s] for s in stages]) for w, stages in self.costs.stages_by_worker.items()}
 
     @property
     def costs(self) -> PlanCosts:

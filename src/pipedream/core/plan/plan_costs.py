@@ -40,6 +40,10 @@ class PlanCosts:
         return tuple(Site.of(*row) for row in zip(clusters, self.taken, before, after, strict=True))
 
     @property
+    def on_gpus(self) -> bool:
+        return self.runtime.overlap_device or any(stage.launch_s for stage in self.stages)
+
+    @property
     def stages_by_worker(self) -> dict[int, list[int]]:
         stages: dict[int, list[int]] = {}
         for s, workers in enumerate(self.taken):

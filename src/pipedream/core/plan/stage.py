@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster
@@ -151,6 +151,12 @@ class TiedWeights:
     def __str__(self) -> str:
         names = ", ".join(map(repr, self.names[:3])) + (", ..." if len(self.names) > 3 else "")
         return f"{names} (stages {', '.join(map(str, self.stages))})"
+
+
+def sum_peaks(stages: Sequence[Stage]) -> int:
+    """Returns the peak bytes of a worker with these stages; of weights that a GPU copies it has those of one stage."""
+    slots = sorted(stage.memory.slot_bytes for stage in stages)
+    return sum(stage.peak_bytes for stage in stages) - sum(slots[:-1])
 
 
 def least_sum_s(cluster: Cluster, parameter_bytes: int) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipedream.core.model.matrices import Matrices
+from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Program
@@ -53,6 +54,7 @@ class StageOccupancy:
         in_flight: microbatches from their forward to the end of their backward.
         versions: sets of weights alive at once, and buffers of the same size.
         deferred: microbatches that wait for their weight gradient alone.
+        apart: weights are in the memory of the machine; a GPU has copies.
         updates: None: nothing is kept that depends on the shapes of weights.
     """
 
@@ -60,6 +62,7 @@ class StageOccupancy:
     versions: int
     kept_tensors: int = 0
     deferred: int = 0
+    apart: bool = False
     updates: UpdateRule | None = None
 
     def matrix_bytes(self, matrices: Sequence[Matrices]) -> tuple[int, int]:
@@ -74,7 +77,8 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
         kept = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
         sets = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
         updates = schedule.updates if schedule.updates.compensation else None
-        rows.append(StageOccupancy(in_flight, sets, kept_tensors=kept, deferred=deferred, updates=updates))
+        apart = isinstance(schedule.placement, Dispatched)
+        rows.append(StageOccupancy(in_flight, sets, kept, deferred, apart, updates))
     return tuple(rows)
 
 

@@ -231,6 +231,7 @@ class SearchSpace(PlaceSums):
             "versions": occupancy.versions,
             "in_flight": occupancy.in_flight,
             "deferred": occupancy.deferred,
+            "apart": occupancy.apart and (self.profile.runtime.overlap_device or self._launches),
             "per_update": -(-self.microbatches // replicas),
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,
