@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -18,6 +19,7 @@ import processes
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import typed
 import zoo
@@ -484,6 +486,50 @@ def _count_threads(over_gloo: bool) -> list[int]:
 def test_a_closed_pipeline_leaves_no_thread(over_gloo: bool) -> None:
     for within, first, second in processes.kept(3).results(_count_threads, over_gloo):
         assert second == first < within
+
+
+def _count_left(fails: str) -> list[list[int]]:
+    """Returns this process's threads, descriptors and process groups before and after pipelines that fail."""
+    animal, counts, pipelines = zoo.make("mlp"), [], []
+    workers = dist.get_world_size() if dist.is_initialized() else 2
+    plan = zoo.plan_of(animal, 2, (workers - 1, 1))
+
+    def count(kind: str) -> int:
+        # The kernel may list what has ended for a moment.
+        return min(len(os.listdir(f"/proc/self/{kind}")) for _ in range(20) if not time.sleep(0.005))
+
+    for kind in ("", fails, fails):
+        with contextlib.suppress(ZeroDivisionError, PipelineError):
+            options = {"schedule": "1f1b", "microbatches": 2, "loss": animal.loss, "optimizer": SGD}
+            if kind == "connecting" and dist.get_rank() == 0:
+                options["microbatches"] = 4
+            with pd.Pipeline(copy.deepcopy(animal.model), plan, **options) as pipeline:
+                pipelines.append(pipeline)
+                for done in pipeline.train(animal.batches):
+                    if done.number == 2 and (kind == "everywhere" or (kind == "rank 0" and pipeline.rank == 0)):
+                        raise ZeroDivisionError
+        gc.collect()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        counts.append([count("task"), count("fd"), groups])
+        if dist.is_initialized():
+            dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("workers", "fails"),
+    [
+        (1, "everywhere"),
+        *(pytest.param(2, fails, marks=pytest.mark.processes) for fails in ("rank 0", "connecting")),
+        pytest.param(2, "everywhere", marks=[pytest.mark.processes, pytest.mark.slow]),
+        pytest.param(3, "everywhere", marks=pytest.mark.processes),
+        pytest.param(3, "rank 0", marks=[pytest.mark.processes, pytest.mark.slow]),
+    ],
+)
+def test_a_failed_pipeline_leaves_nothing(workers: int, fails: str) -> None:
+    ends = processes.kept(workers).results(_count_left, fails) if workers > 1 else [_count_left(fails)]
+    for before, first, second in ends:
+        assert second == first == before
 
 
 def test_what_a_drain_has_finished_is_ready() -> None:

@@ -358,6 +358,7 @@ class Pipeline:
             self._loggers.finalize("success")
         else:
             self._session.abort(error)
+            self._training.abandon()
             self._session.close(failed=True)
             with suppress(Exception):  # the error that is raised already says more
                 self._loggers.finalize("failed")

@@ -20,7 +20,7 @@ from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.compensation import BasisRotation
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import DistributedGroup, Group, LocalChannel, LocalGroup, Receiver, Sender
+from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections, connect_groups
 from pipedream.runtime.comm.encoding import with_decoding, with_encoding
 from pipedream.runtime.comm.transport import Transport
@@ -220,7 +220,7 @@ def make_distributed_worker(
             stage,
             blueprint.stages[stage],
             parameters[stage],
-            DistributedGroup(group) if group is not None else None,
+            connections.sum_over(group) if group is not None else None,
             copies=copy_tied(parameters[stage], stage, [weights.among(parameters) for weights in shared]),
             store=store,
             sharding=shardings.get(stage),
@@ -231,7 +231,7 @@ def make_distributed_worker(
     for stage, remote_forward in remote_forwards.items():
         remote_forward.stored = store.open(stage, remote_forward.layout)
     tied: list[tuple[TiedWeights, Group]] = [
-        (weights, DistributedGroup(group))
+        (weights, connections.sum_over(group))
         for weights, group in zip(shared, connections.holders, strict=True)
         if group is not None and rank in weights.ranks(placement)
     ]
@@ -241,7 +241,7 @@ def make_distributed_worker(
         stage_states,
         remote_forwards,
         WorkerChannels(*transport.open_channels(), *transport.open_result_channels()),
-        DistributedGroup(connections.everyone),
+        connections.sum_over(connections.everyone),
         tied,
         connections.process,
         activity,

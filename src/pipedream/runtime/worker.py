@@ -379,6 +379,13 @@ class Worker:
             self._data.stop(stop_reason)
 
 
+def abandon(worker: Worker) -> None:
+    """Makes a worker forget messages that are under way, after a failure: each keeps its connection."""
+    worker._data = None
+    for ends in (worker.senders, worker.receivers, worker.results.senders, worker.results.receivers):
+        ends.clear()
+
+
 def _find_waiting_stages(program: Program) -> set[int]:
     """Returns the stages whose updates wait for other ranks."""
     return {

@@ -27,14 +27,14 @@ def connect_without_rank_2() -> str:
     if dist.get_rank() == 2:
         connections._share_memory = lambda *of: None
     try:
-        connect_groups([(0, 1), (0, 2)], [[0], [1], [2]], [], CPU, CPU)
+        connected = connect_groups([(0, 1), (0, 2)], [[0], [1], [2]], [], CPU, CPU)
     except WorkerError as error:
         outcome = str(error)
     else:
         outcome = "connected"
     dist.barrier()
     if dist.get_rank() == 2:
-        dist.group.WORLD.send([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait()  # its thread still waits
+        connected.everyone.send([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait()  # its thread still waits
     dist.barrier()
     return outcome
 

@@ -69,7 +69,7 @@ def test_one_machines_processes_are_not_shifted(monkeypatch: pytest.MonkeyPatch)
     clock = measured.ClockOffset(group)
     assert clock.to_rank_0([1.0, 100.0]) == [1.0, 100.0]
     answer[0], now[0] = 40.0, 200.0
-    clock.measure()
+    clock.measure(group)
     assert clock.to_rank_0([100.0, 150.0, 200.0]) == pytest.approx([100.0, 170.0, 240.0], abs=1e-3), "linear"
     assert clock.to_rank_0([250.0]) == pytest.approx([290.0], abs=1e-3)
 

@@ -210,7 +210,7 @@ class Writer:
         """Gives the folders free, unless a save that was given up is still writing, and leaves the group."""
         if self._rank == 0 and not failed:
             write_checkpoint("")
-        if self._group is not None and not failed:
+        if self._group is not None:
             leave_group(self._group)
             self._group = None
         if self._thread is None or not self._thread.is_alive():

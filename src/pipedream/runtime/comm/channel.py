@@ -149,25 +149,32 @@ class DistributedGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
+        self._under_way: weakref.WeakSet[_Sum] = weakref.WeakSet()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         group = self._group()
         assert group is not None, "its pipeline is closed"  # without a group torch would sum over all ranks
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None, "this rank is not in the process group"
-        return _Sum(work, tensor)
+        self._under_way.add(under_way := _Sum(work, tensor))
+        return under_way
+
+    def abandon(self) -> None:
+        """Forgets sums that are under way, after a failure: each keeps its connections."""
+        for under_way in self._under_way:
+            del under_way.work
 
 
 class _Sum(Pending[torch.Tensor]):
     def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._work = work
+        self.work = work
         self._tensor = tensor
 
     def ready(self) -> bool:
         return True
 
     def result(self) -> torch.Tensor:
-        self._work.wait()
+        self.work.wait()
         return self._tensor
 
 

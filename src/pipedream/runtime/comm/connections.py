@@ -31,13 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipedream.core.errors import PlanError, WorkerError
 from pipedream.core.plan.mesh import Mesh
+from pipedream.runtime.comm.channel import DistributedGroup
 from pipedream.runtime.comm.process_group import (
     gather_texts,
     groups_of_their_own,
     leave_group,
     machine_address,
     set_timeout,
-    world_group,
 )
 from pipedream.runtime.comm.shared_memory import Listener, MemoryPair
 
@@ -54,7 +54,7 @@ class Connections:
     """Process groups of a run.
 
     Attributes:
-        everyone: gloo group of all ranks: messages to lower ranks, sums of small numbers.
+        everyone: gloo group of all ranks, which ends with the run: messages to lower ranks, sums of small numbers.
         upward: another one, for messages to higher ranks. A group has one connection between two ranks; while one of
             them sends on it, gloo's thread spins until it can read what arrives.
         stages: group of each stage's replicas, if there are several and this rank has one.
@@ -81,6 +81,7 @@ class Connections:
     worker: dist.ProcessGroup | None = None
     mesh_group: dist.ProcessGroup | None = None
     workers: Sequence[range] = field(init=False)
+    _sums: list[DistributedGroup] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", _list_worker_ranks(self.meshes))
@@ -100,6 +101,11 @@ class Connections:
         """This rank within its worker."""
         return self.process - self.workers[self.rank].start
 
+    def sum_over(self, group: dist.ProcessGroup) -> DistributedGroup:
+        """Returns sums over one of these groups, until `close` or `abort`."""
+        self._sums.append(DistributedGroup(group))
+        return self._sums[-1]
+
     def peers(self, worker: int) -> range:
         """Returns the ranks of another worker with which this one has channels."""
         ranks = self.workers[worker]
@@ -108,36 +114,32 @@ class Connections:
 
     def close(self) -> None:
         """Destroys the groups that were made here, but for those of `_make_device_mesh`; every rank calls it."""
-        on_device = () if self.mesh_group is self.worker else (self.mesh_group,)
-        for group in (
-            self.leaders,
-            self.worker,
-            *on_device,
-            self.upward,
-            *self.stages,
-            *self.holders,
-            *self.links.values(),
-        ):
-            if group is not None and group is not self.everyone:
+        of_ranks = (self.everyone, self.leaders, self.worker, self.mesh_group, self.upward)  # some are one group
+        for group in dict.fromkeys((*of_ranks, *self.stages, *self.holders, *self.links.values())):
+            if group is not None:
                 leave_group(group)
         for memory in self.memory.values():
             memory.close()
 
     def abort(self) -> None:
-        """Ends what NCCL has under way after a failure, when other ranks may be gone.
+        """Does the same after a failure, when other ranks may be gone, and ends what NCCL has under way.
 
         At exit torch would abort one communicator after the other, each of which waits for the kernels of the others.
         """
-        if not self.links:
-            return
-        along_mesh = self.mesh.get_all_groups() if self.mesh is not None else ()
-        sums = (*self.stages, *self.holders, self.mesh_group, *along_mesh)
-        groups = {*self.links.values(), *(group for group in sums if group is not None)}
-        aborting = Thread(target=_abort_backends, args=(groups,), daemon=True, name="pipedream-abort")
+        for sums in self._sums:
+            sums.abandon()
+        aborting = Thread(target=self._abort, daemon=True, name="pipedream-abort")  # gloo waits for what is under way
         aborting.start()
         aborting.join(_ABORT_S)
-        if aborting.is_alive():
+        if self.links and aborting.is_alive():
             atexit.register(_end_process)
+
+    def _abort(self) -> None:
+        if self.links:
+            along_mesh = self.mesh.get_all_groups() if self.mesh is not None else ()
+            sums = (*self.stages, *self.holders, self.mesh_group, *along_mesh)
+            _abort_backends({*self.links.values(), *(group for group in sums if group is not None)})
+        self.close()
 
 
 def _abort_backends(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -172,9 +174,10 @@ def connect_groups(
     Raises:
         WorkerError: ranks do not connect in time.
     """
-    everyone = world_group()
-    assert everyone is not None
     with groups_of_their_own():
+        # Not the user's: after a failure it would keep this run's messages, which the next run would take.
+        everyone = _make_group(range(dist.get_world_size()), torch.device("cpu"))
+        assert everyone is not None
         return _connect_all(everyone, pairs, stages, holders, device, weights_device, meshes)
 
 

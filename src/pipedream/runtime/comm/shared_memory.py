@@ -15,7 +15,6 @@ shaped like a network of several machines remains one.
 
 from __future__ import annotations
 
-import mmap
 import os
 import selectors
 import socket
@@ -162,7 +161,8 @@ class _Slots:
 
     def __init__(self, file: int, count: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        whole = torch.frombuffer(mmap.mmap(file, count * slot_bytes), dtype=torch.uint8)
+        # Unlike an mmap object, it keeps no descriptor.
+        whole = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=count * slot_bytes, dtype=torch.uint8)
         self._slots = [whole[i * slot_bytes : (i + 1) * slot_bytes] for i in range(count)]
         self._tensors: list[tuple[MessageFormat | None, list[torch.Tensor | None]]] = [(None, [])] * count
 

@@ -274,6 +274,7 @@ class DataSources:
     def close(self) -> None:
         self._training.close()
         self._evaluation.close()
+        self.channels = DataChannels()  # the others have a group
 
     def _open(self, target: _OpenLoader, request: _DataRequest) -> dict[int, Source]:
         target.close_reader()

@@ -155,6 +155,7 @@ class Heartbeat:
             else:
                 self._exchanged.set()
             if ending:
+                self._store = None  # with its connection
                 return
             self._wake.wait(PERIOD_S)
 

@@ -24,7 +24,7 @@ from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, p
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import set_extra_states
 from pipedream.runtime.checkpoint.remote import AnyPath
-from pipedream.runtime.comm.process_group import gather_texts, world_group
+from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
 from pipedream.runtime.session.local_workers import LocalWorkers
@@ -50,7 +50,6 @@ class Checkpointer:
         self._names = local.names
         self._device = local.blueprint.device
         self._weights_device = local.blueprint.weights_device
-        self._group = world_group() if local.distributed else None
         loss = local.blueprint.settings.loss.module
         self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
         self._generators = find_generators({name: vars(module) for name, module in self._model.named_modules()})
@@ -98,7 +97,7 @@ class Checkpointer:
             if not wait:
                 tensors, wait_for_copies = pieces.copy_for_writing(tensors)
             state = json.dumps([stages, save_rng(self._device)]) if self._is_first else ""
-            texts = [text for text in gather_texts(state, self._group) if text]
+            texts = [text for text in gather_texts(state, self._local.group) if text]
             every = {
                 (stage, replica): decode(SavedStage, state, "a stage")
                 for text in texts
@@ -126,12 +125,12 @@ class Checkpointer:
         Every rank raises the same `ArtifactError` if there is none, or the manifest is damaged.
         """
         with self._local.activity.at("looking for a checkpoint"):
-            path = folders.find_newest_of_all(folders.newest_checkpoint(folder), self._group)
+            path = folders.find_newest_of_all(folders.newest_checkpoint(folder), self._local.group)
         if path is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
         folders.warn_of_unfinished(path, folder, self._local.rank)
         with self._local.activity.at("reading a checkpoint"):
-            manifest, self._owners = folders.read_shared_manifest(path, self._group)
+            manifest, self._owners = folders.read_shared_manifest(path, self._local.group)
         if not manifest.has_checksums and self._local.rank == 0:
             text = f"the checkpoint {path} has no checksums, so damage may go unnoticed"
             warnings.warn(text, stacklevel=3)  # where the user loads it
@@ -167,7 +166,7 @@ class Checkpointer:
             result = action()
         except PipelineError as error:
             failure = str(error)
-        failures = [text for text in gather_texts(failure, self._group) if text]
+        failures = [text for text in gather_texts(failure, self._local.group) if text]
         if failures:
             raise ArtifactError(failures[0])
         return cast(T, result)
@@ -240,7 +239,7 @@ class Checkpointer:
         ]
         requests = [
             (rank, pieces.Share(name, number, tuple(range(*side) for side in box)))
-            for rank, text in enumerate(gather_texts(json.dumps(lacking), self._group))
+            for rank, text in enumerate(gather_texts(json.dumps(lacking), self._local.group))
             for name, number, box in json.loads(text)
         ]
         mine = {share for _, share in requests if self._find_owner(manifest, share) == self._local.rank}
@@ -250,9 +249,9 @@ class Checkpointer:
             owner = self._find_owner(manifest, share)
             if rank == self._local.rank:
                 parts[share] = pieces.make_empty(manifest.tensors[share.name].dtype, share.box)
-                dist.recv(_view_bytes(parts[share]), group=self._group, group_src=owner)
+                dist.recv(_view_bytes(parts[share]), group=self._local.group, group_src=owner)
             elif owner == self._local.rank:
-                dist.send(_view_bytes(parts[share]), group=self._group, group_dst=rank)
+                dist.send(_view_bytes(parts[share]), group=self._local.group, group_dst=rank)
         return pieces.assemble(manifest, boxes, ((share, parts.pop(share)) for share in shares))
 
     def _find_owner(self, manifest: Checkpoint, share: pieces.Share) -> int:

@@ -21,7 +21,7 @@ from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import collect_extra_states
 from pipedream.runtime.comm.channel import run_together
 from pipedream.runtime.comm.connections import Connections
-from pipedream.runtime.comm.process_group import gather_texts, world_group
+from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.failure.activity import Activity
@@ -68,7 +68,7 @@ class LocalWorkers:
     Attributes:
         rank: of this process.
         worker_rank: of its worker; 0 if all workers are here.
-        guard, connections, group: None in a single process.
+        guard, connections, group: None in a single process. The group is of all ranks: the user's after the end.
         shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
         store: of weights that a method keeps in the memory of the machine.
     """
@@ -182,7 +182,7 @@ class LocalWorkers:
 
     def any_rank(self, wish: bool) -> bool:
         """Returns whether a rank asks for something; every rank calls it."""
-        return "yes" in gather_texts("yes" if wish else "", world_group() if self.distributed else None)
+        return "yes" in gather_texts("yes" if wish else "", self.group)
 
     def gather_counts(self, counts: Mapping[int, int]) -> dict[int, int]:
         rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self.group)]

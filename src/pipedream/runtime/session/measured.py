@@ -39,13 +39,12 @@ class ClockOffset:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
         self._measured: list[tuple[float, float]] = []
-        self.measure()
+        self.measure(group)
 
-    def measure(self) -> None:
+    def measure(self, group: dist.ProcessGroup | None) -> None:
         """Every rank calls it."""
-        self._measured.append((time.perf_counter(), self._measure_offset_s() if self._group is not None else 0.0))
+        self._measured.append((time.perf_counter(), 0.0 if group is None else _measure_offset_s(group)))
 
     def to_rank_0(self, seconds: Sequence[float]) -> list[float]:
         """Returns these moments of this process's clock by that of rank 0."""
@@ -53,25 +52,25 @@ class ClockOffset:
         moments: list[float] = (np.asarray(seconds) + np.interp(seconds, at, offsets)).tolist()
         return moments
 
-    def _measure_offset_s(self) -> float:
-        token = torch.zeros(1, dtype=torch.float64)
-        assert self._group is not None
-        if dist.get_rank(self._group) == 0:
-            for other in range(1, dist.get_world_size(self._group)):
-                for _ in range(_PINGS):
-                    dist.recv(token, None, self._group, _PING_TAG, other)
-                    token[0] = time.perf_counter()
-                    dist.send(token, None, self._group, _PING_TAG, other)
-            return 0.0
-        trips: list[tuple[float, float]] = []
-        for _ in range(_PINGS):
-            start = time.perf_counter()
-            dist.send(token, None, self._group, _PING_TAG, 0)
-            dist.recv(token, None, self._group, _PING_TAG, 0)
-            end = time.perf_counter()
-            trips.append((end - start, float(token) - (start + end) / 2))
-        length_s, offset_s = min(trips)
-        return offset_s if abs(offset_s) > length_s / 2 else 0.0
+
+def _measure_offset_s(group: dist.ProcessGroup) -> float:
+    token = torch.zeros(1, dtype=torch.float64)
+    if dist.get_rank(group) == 0:
+        for other in range(1, dist.get_world_size(group)):
+            for _ in range(_PINGS):
+                dist.recv(token, None, group, _PING_TAG, other)
+                token[0] = time.perf_counter()
+                dist.send(token, None, group, _PING_TAG, other)
+        return 0.0
+    trips: list[tuple[float, float]] = []
+    for _ in range(_PINGS):
+        start = time.perf_counter()
+        dist.send(token, None, group, _PING_TAG, 0)
+        dist.recv(token, None, group, _PING_TAG, 0)
+        end = time.perf_counter()
+        trips.append((end - start, float(token) - (start + end) / 2))
+    length_s, offset_s = min(trips)
+    return offset_s if abs(offset_s) > length_s / 2 else 0.0
 
 
 def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch: int) -> Timeline:
@@ -89,7 +88,7 @@ def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch:
             f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
         )
     program = programs[phase]
-    clock.measure()
+    clock.measure(local.group)
     rows: list[Any] = []
     peak_bytes, reserved_bytes = _find_peaks(workers, phase)
     for worker in workers:

@@ -39,6 +39,7 @@ from pipedream.runtime.comm.process_group import (
     join_group,
     peers_may_end,
     wait_for_all,
+    world_group,
 )
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_optimizer
 from pipedream.runtime.comm.transport import Transport
@@ -107,16 +108,15 @@ class Session:
         """Waits for the other ranks, unless a failure ended them."""
         local = self.local
         local.activity.place = "closing the pipeline"
-        self.streams.interrupts.stop()
-        local.data.close()
+        self.streams.close(failed)
         if not failed:
             self.checkpointer.check_saved(wait=True)
             if local.connections is not None:
                 wait_for_all()
                 local.connections.close()
-                local.connections = None
         elif local.connections is not None:
             local.connections.abort()
+        local.connections, local.group = None, world_group() if local.distributed else None
         self.checkpointer.writer.close(failed=failed)
         if not (failed and local.distributed):  # the GPU may wait for another rank
             local.store.close()
@@ -139,6 +139,8 @@ def _build_local_workers(
         _join_others(local, graph, processes, weights)
     except BaseException as error:
         first = local.guard.first_cause(error, local.activity.where)
+        if local.connections is not None:
+            local.connections.abort()
         local.guard.end()
         if isinstance(error, PipelineError) and not isinstance(first, PeerError):
             raise
@@ -165,7 +167,7 @@ def _build_all(local: LocalWorkers, weights: Weights) -> None:
 
 def _join_others(local: LocalWorkers, graph: LayerGraph, processes: int, weights: Weights) -> None:
     blueprint = local.blueprint
-    connections = local.connections = _connect(local, processes)
+    connections = _connect(local, processes)
     local.worker_rank = connections.rank
     local.workers = [_build_worker(local, graph, connections, weights)]
     optimizers = {
@@ -193,7 +195,7 @@ def _connect(local: LocalWorkers, processes: int) -> Connections:
             f"the plan {program.plan.config} needs {ranks} processes, but {processes} were started; start {ranks} "
             f"(--workers or --nproc-per-node), or plan for {processes}"
         )
-    connections = connect(blueprint)
+    connections = local.connections = connect(blueprint)
     local.group = connections.everyone
     check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), local.group)
     check_same_settings(blueprint.settings_to_agree(), local.group)

@@ -19,6 +19,7 @@ from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.session.comparison import Comparison
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage_state import evaluating
+from pipedream.runtime.worker import abandon
 
 LOOP = "the training loop"
 
@@ -119,6 +120,13 @@ class Streams:
     def resume(self) -> None:
         for source in self._sources.values():
             source.resume()
+
+    def close(self, failed: bool) -> None:
+        self.interrupts.stop()
+        self._local.data.close()
+        self._sources = {}
+        for worker in self._local.workers if failed else ():
+            abandon(worker)
 
     def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
         """Returns the means over a loader, equal on every rank."""

@@ -175,6 +175,10 @@ class Training:
         self.ready.clear()
         self.is_running = False
 
+    def abandon(self) -> None:
+        """Forgets the stream, with what it has of the data, after a failure."""
+        self._segment = None
+
     def save(self) -> Position:
         """Returns the position for a checkpoint."""
         data = self._streams.data_state(*self.position)

@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -254,7 +255,7 @@ class HostStore:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, workers: int = 1) -> None:
-        self._group = group
+        self._group = None if group is None else weakref.ref(group)  # which ends with the run
         self._device = device
         self._workers = workers
         self._memory: dict[int, torch.Tensor] = {}
@@ -284,7 +285,8 @@ class HostStore:
         Raises:
             PlanError: ranks are on several machines, or on processors that reorder writes.
         """
-        if self._group is None:
+        group = None if self._group is None else self._group()
+        if group is None:
             return
         if (processor := platform.machine()) not in ("x86_64", "AMD64"):
             # A version's number is written after its weights, and others read both without a lock.
@@ -293,7 +295,7 @@ class HostStore:
                 "an earlier one; run all workers in one process, or choose another method"
             )
         place = [read_machine(), os.getpid(), machine_address()]
-        texts = gather_texts(json.dumps([place, list(self._files.items())]), self._group)
+        texts = gather_texts(json.dumps([place, list(self._files.items())]), group)
         rows = [json.loads(text) for text in texts]
         if len(machines := {machine: address for (machine, _, address), _ in rows}) > 1:
             raise PlanError(
@@ -304,7 +306,7 @@ class HostStore:
             for stage, (file, size) in files:
                 if stage not in self._memory:
                     self._memory[stage] = self._pin(_map_file(f"/proc/{process}/fd/{file}", size))
-        dist.barrier(self._group)
+        dist.barrier(group)
         for file, _ in self._files.values():
             os.close(file)
 
