@@ -76,10 +76,14 @@ def least_need(recompute: str, need: Callable[[bool], IntArray]) -> IntArray:
 
 _CACHE_BYTES = 2**29  # of costs that are kept for further states
 
-_CostKey = tuple[Site, bool] | tuple[PortLoad, ...]
+_CostKey = tuple[Site, int] | tuple[Site, str] | tuple[PortLoad, ...]
 
 State = tuple[int, int]
 """(workers from a stage to the output, replicas of the stage)."""
+
+
+def _count_in_flight(state: State) -> int:
+    return (state[0] - 1) // state[1] + 1
 
 
 def replicated_states(workers: int) -> tuple[State, ...]:
@@ -222,7 +226,7 @@ class DynamicProgram:
     def _compute_cost(self, site: Site, recompute: bool) -> FloatArray:
         weights, before, after = self._bytes
         bare = replace(site, ports=(), memory_bytes=None)
-        compute_s = self._cache_cost((bare, recompute), lambda: self._compute_s(site, recompute))
+        compute_s = self._cache_cost((bare, f"compute, {recompute}"), lambda: self._compute_s(site, recompute))
         port_s = self._cache_cost(site.ports, lambda: np.asarray(site.port_s(weights, before, after)))
         return np.maximum(compute_s, port_s)
 
@@ -248,8 +252,8 @@ class DynamicProgram:
         return cost
 
     def _compute_need(self, state: State, recompute: bool) -> IntArray:
-        workers, replicas = state
-        in_flight, update_delay = (workers - 1) // replicas + 1, self.space.update_delay if replicas > 1 else 0
+        replicas = state[1]
+        in_flight, update_delay = _count_in_flight(state), self.space.update_delay if replicas > 1 else 0
         share = -(-self.space.microbatches // replicas)
         key = (
             self.space.stage_occupancy(in_flight, update_delay, replicas),
@@ -279,7 +283,9 @@ class DynamicProgram:
 
     def _compute_seconds(self, state: State) -> FloatArray:
         site, need = self._sites[state], partial(self._compute_need, state)
-        return limit_costs(self.recompute, site.memory_bytes, partial(self._compute_cost, site), need)
+        key = site, 0 if site.memory_bytes is None else _count_in_flight(state)
+        cost = partial(self._compute_cost, site)
+        return self._cache_cost(key, lambda: limit_costs(self.recompute, site.memory_bytes, cost, need))
 
     def _compute_least_bytes(self, state: State) -> FloatArray:
         return np.where(self._allowed, least_need(self.recompute, partial(self._compute_need, state)), np.inf)
