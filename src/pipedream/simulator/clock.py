@@ -52,13 +52,20 @@ _ALL = -1  # the meeting before a coupled update
 
 
 def simulate(
-    program: Program, costs: Costs, total: int, stragglers: Stragglers | None = None, *, in_turns: bool = False
+    program: Program,
+    costs: Costs,
+    total: int,
+    stragglers: Stragglers | None = None,
+    *,
+    in_turns: bool = False,
+    traces_memory: bool = True,
 ) -> Timeline:
     """Returns the timeline of `total` microbatches, from an empty pipeline to an empty one.
 
     Args:
         stragglers: says how the seconds of ops differ from the costs.
         in_turns: the ranks share a thread, so that only one works at a time.
+        traces_memory: also says which bytes and versions the ranks hold.
 
     Raises:
         DeadlockError: ranks wait for each other for ever; the message lists each with its instruction.
@@ -66,7 +73,8 @@ def simulate(
         ValueError: a slow rank that does not exist.
     """
     with _pause_collection():
-        return _Clock(program, costs.with_compensation(program), total, stragglers or Stragglers(), in_turns).run()
+        clock = _Clock(program, costs.with_compensation(program), total, stragglers or Stragglers(), in_turns)
+        return clock.run(traces_memory)
 
 
 @contextmanager
@@ -165,7 +173,7 @@ class _Clock:
             done.append((code, place, first, stride, limit, letter, seconds))
         return done
 
-    def run(self) -> Timeline:
+    def run(self, traces_memory: bool) -> Timeline:
         self.ready += self.ranks[::-1]
         free_s = 0.0  # when a shared thread is free again
         while self.ready:
@@ -184,7 +192,7 @@ class _Clock:
                 f"program {self.program.name!r}: {describe_message(*lost)} is sent and "
                 "never received; lower the schedule again"
             )
-        return self._build_timeline()
+        return self._build_timeline(traces_memory)
 
     def _advance(self, rank: _Rank) -> None:
         number, spans, draw = rank.number, rank.spans, rank.draw
@@ -326,10 +334,11 @@ class _Clock:
             rank.coupled = update
         return meeting.over_s
 
-    def _build_timeline(self) -> Timeline:
-        program = self.program
-        in_flight = most_in_flight(program, self.total)
-        traces = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
+    def _build_timeline(self, traces_memory: bool) -> Timeline:
+        program, traces = self.program, []
+        if traces_memory:
+            in_flight = most_in_flight(program, self.total)
+            traces = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
         spans: list[Span] = []
         for rank in self.ranks:
             spans += sorted(rank.spans + rank.sends, key=itemgetter(4))

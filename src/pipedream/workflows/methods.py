@@ -50,10 +50,10 @@ def score(plan: Plan) -> planner.Score:
     settled = -(-(4 * admitted) // cycle) * cycle + cycle
     end = settled + max(2 * cycle, -(-(4 * admitted) // cycle) * cycle)
     total = end + (0 if program.flushes else -(-2 * admitted // cycle) * cycle)
-    timeline = simulator.simulate(program, simulator.costs(plan, split=m), total)
-    steady = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
+    timeline = simulator.simulate(program, simulator.costs(plan, split=m), total, traces_memory=False)
+    rate, bubble = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
     samples = round(plan.batch * max(program.updates.per_update) / m)
-    return planner.Score(m / steady.throughput_per_s, steady.bubble, samples)
+    return planner.Score(m / rate, bubble, samples)
 
 
 def takes_long(plan: Plan) -> bool:
