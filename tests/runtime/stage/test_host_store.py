@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -324,10 +325,11 @@ def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
 
 
 def test_a_stage_without_anything_is_stored_too() -> None:
-    empty = stage_of([nn.Tanh()])
+    empty, before = stage_of([nn.Tanh()]), os.listdir("/proc/self/fd")
     stored = HostStore(None, CPU).open(0, lay_out(empty))
     HostVersions(empty.handles, stored).publish()
     assert stored.copy(0) == ({}, [])
+    assert os.listdir("/proc/self/fd") == before, "the memory needs no descriptor"
 
 
 def test_an_error_of_a_remote_forward_names_its_rank_and_stage() -> None:

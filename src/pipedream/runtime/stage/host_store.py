@@ -327,8 +327,12 @@ class HostStore:
         # As for messages (`comm.shared_memory`): in no file system.
         file = os.memfd_create(f"pipedream-stage-{stage}")
         os.ftruncate(file, size)
-        self._files[stage] = file, size
-        return self._pin(_map_file(f"/proc/self/fd/{file}", size))
+        memory = self._pin(_map_file(f"/proc/self/fd/{file}", size))
+        if self._group is None:
+            os.close(file)
+        else:
+            self._files[stage] = file, size
+        return memory
 
 
 class HostVersions(Versions):
