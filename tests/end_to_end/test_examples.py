@@ -28,7 +28,7 @@ LLAMA = FOLDER / "llama70b.py"  # too large to be trained here: tests/test_witho
 TABLE = FOLDER / "partition_table.py"  # what two of them print, no recipe
 PARTITIONED = [FOLDER / "rnn_partition.py", FOLDER / "wide_resnet.py"]
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {LLAMA, TABLE})
-ALIKE = ("gpt2_stdlib", "mesh_gpt", "muon_gpt", "resnet_digits")
+ALIKE = ("gpt2_stdlib", "mesh_gpt", "muon_gpt", "resnet_digits", "soap_gpt")
 """Recipes as others are; continuous integration does not run them."""
 SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
@@ -38,8 +38,14 @@ SUMMARY_KEYS = {
 }
 
 
+def skip_without_package(example: Path) -> None:
+    if example.stem == "soap_gpt":
+        pytest.importorskip("pytorch_optimizer", reason="the example needs pytorch_optimizer, which is not installed")
+
+
 def small(example: Path) -> Recipe:
     """Returns an example's recipe; of its test data a little, so that an evaluation is quick."""
+    skip_without_package(example)
     recipe = load_recipe(str(example))
     return replace(recipe, test=list(recipe.test or ())[:2])
 
@@ -333,6 +339,7 @@ def test_four_ways_to_start_give_the_same_losses(
     ids=lambda value: getattr(value, "stem", value),
 )
 def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path) -> None:
+    skip_without_package(example)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     arguments = (str(example),) if how == "python" else (*torchrun, str(example))
     ended = commands.run(*arguments, folder=tmp_path, timeout_s=900.0)
