@@ -89,6 +89,12 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert ended.err.count("restart 1 of 2 after: rank 1 was ended by SIGKILL") == 1
     assert 10 <= summary["resumed_from"] < 26, "what was saved last may still have been on its way"
     assert summary["minibatches"] == 40
+    failures = summary["failures"]
+    assert failures["restarts"] == 1
+    assert 0 < failures["seconds_lost"] < summary["seconds"] + 60
+    assert 0 < failures["minibatches_repeated"] <= 26 - summary["resumed_from"]
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "restarts after failures" in report
     # The plan was measured by the run that died; with it, nothing that dies gives the same weights, in one process too.
     whole = pipedream.run(
         lambda seed: load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed),

@@ -129,6 +129,11 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         note = f"{memory.get('of')}, predicted {_format_bytes(memory.get('predicted_bytes'))}"
         rows.append(("peak memory", _format_bytes(memory.get("measured_bytes")), note))
     rows.append(("wall time", _format_seconds(summary.get("seconds")), ""))
+    failures = _read_mapping(summary.get("failures"))
+    if failures.get("restarts"):
+        lost = _format_seconds(failures.get("seconds_lost"))
+        note = f"{lost} lost, {failures.get('minibatches_repeated')} minibatches repeated"
+        rows.append(("restarts after failures", str(failures["restarts"]), note))
     if target or "seconds_to_target" in summary:
         note = (
             f"{target['metric']} {_format_metric(str(target['metric']), target.get('value'))}"

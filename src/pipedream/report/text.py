@@ -22,7 +22,7 @@ from rich.text import Text
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.core.units import format_bytes, format_number
+from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.report.style import TERMINAL, colour_class, time_unit
 
 _TICK_SLOTS = 4
@@ -184,6 +184,16 @@ def stage_memory_table(plan: Plan) -> str:
         sizes += [stage.memory.host_bytes] * has_host
         lines.append("  ".join([f"{s:>5}", *(f"{format_bytes(size) if size else '-':>10}" for size in sizes)]))
     return "\n".join(lines)
+
+
+def failures_text(failures: Mapping[str, Any]) -> str:
+    """Returns a line about a summary's restarts, if there were any, after a line break."""
+    if not failures["restarts"]:
+        return ""
+    if failures["seconds_lost"] is None:
+        return f"\nrestarts after failures: {failures['restarts']}"
+    lost = f"{format_seconds(failures['seconds_lost'])} lost, {failures['minibatches_repeated']} minibatches repeated"
+    return f"\nrestarts after failures: {failures['restarts']}, {lost}"
 
 
 def collectives_text(stages: Sequence[Mapping[str, Any]]) -> str:

@@ -23,6 +23,7 @@ from pipedream.recipe import Recipe
 from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.comm.process_group import make_on_rank_0
 from pipedream.runtime.results.results import Done
+from pipedream.training.restarts import Restarts
 
 _EVERY_S = 0.5
 
@@ -85,6 +86,7 @@ class TrainingLoop:
         self.samples_per_s: list[float] = []
         self._evaluated_at = -1
         self._evaluate_every = evaluate_every
+        self._restarts = Restarts(pipeline.rank)
         self._progress = Progress(console, pipeline.plan.workers, pipeline.rank)
         self._console = console
 
@@ -106,6 +108,7 @@ class TrainingLoop:
         """
         start = self._train_began_s = time.perf_counter() - self.train_s
         interrupted = False
+        self._restarts.begin(self.losses, self.pipeline.drain())
         mark: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
@@ -119,6 +122,7 @@ class TrainingLoop:
                 for done in self.pipeline.train(self.recipe.train, until_epoch=until):
                     now = time.perf_counter()
                     self.losses.append((done.number, done.loss))
+                    self._restarts.finish(done.number, done.loss)
                     samples += done.samples
                     if mark is None and done.number >= self._evaluated_at:
                         mark = now, samples
@@ -181,6 +185,7 @@ class TrainingLoop:
             "evaluations": self.evaluations,
             "train_seconds": self.train_s,
             "seconds_to_target": self.seconds_to_target,
+            "failures": self._restarts.figures(),
         }
         if "accuracy" in self.metrics:
             figures["accuracy"] = self.metrics["accuracy"]

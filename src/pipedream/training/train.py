@@ -21,7 +21,7 @@ from pipedream.metrics import run_metrics
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
-from pipedream.report.text import collectives_text
+from pipedream.report.text import collectives_text, failures_text
 from pipedream.runtime.checkpoint.folders import ranks_that_see
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
@@ -326,6 +326,7 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
         f"\npeak memory of {memory['of']}: {peaks['measured_bytes']} of tensors measured, {peaks['predicted_bytes']} "
         f"predicted; the process reserved {peaks['reserved_bytes']}"
         f"{collectives_text(summary['stages'])}"
+        f"{failures_text(summary['failures'])}"
         f"\nseconds: {summary['seconds']:.1f}{target}"
         f"\nrun folder: {job.place}{copied} (open report.html in a browser, trace.json in Perfetto)"
     )

@@ -70,7 +70,7 @@ def test_attempts(
     run: list[tuple[int, int]] = []
     commands: list[list[str]] = []
 
-    def attempt(workers: int, number: int, arguments: list[str], agent: Agent) -> int | _Failure:
+    def attempt(workers: int, number: int, arguments: list[str], agent: Agent, folder: Path) -> int | _Failure:
         run.append((workers, number))
         commands.append(list(arguments))
         end = ends[len(run) - 1]

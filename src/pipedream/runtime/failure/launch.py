@@ -81,15 +81,22 @@ def launch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too, or as the user has chosen
     _remove_abandoned_folders()
-    with Agent(silent=silent, forks=forks) as agent:
-        return _run_attempts(workers, arguments, agent, max_restarts, fewest)
+    # A TemporaryDirectory would be removed by the first worker that ends: it would be the fork's, too.
+    folder = Path(tempfile.mkdtemp(prefix=_begin_folder_name(RankProcess.this())))
+    try:
+        with Agent(silent=silent, forks=forks) as agent:
+            return _run_attempts(workers, arguments, agent, folder, max_restarts, fewest)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_attempts(workers: int, arguments: Sequence[str], agent: Agent, max_restarts: int, fewest: int | None) -> int:
+def _run_attempts(
+    workers: int, arguments: Sequence[str], agent: Agent, folder: Path, max_restarts: int, fewest: int | None
+) -> int:
     restarts = attempt = 0
     extra: list[str] = []
     while True:
-        ended = _run_attempt(workers, attempt, [*arguments, *extra], agent)
+        ended = _run_attempt(workers, attempt, [*arguments, *extra], agent, folder / str(attempt))
         if isinstance(ended, int):
             return ended
         if ended.status == BAD_CALL:
@@ -109,18 +116,14 @@ def _run_attempts(workers: int, arguments: Sequence[str], agent: Agent, max_rest
         attempt += 1
 
 
-def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], agent: Agent) -> int | _Failure:
+def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], agent: Agent, folder: Path) -> int | _Failure:
     """Returns the exit status after success, or after Ctrl-C that the launcher or a worker was sent."""
-    # A TemporaryDirectory would be removed by the first worker that ends: it would be the fork's, too.
-    folder = Path(tempfile.mkdtemp(prefix=_begin_folder_name(RankProcess.this())))
-    try:
-        ended = agent.run(workers, attempt, arguments, folder)
-        if agent.received:
-            return 128 + agent.received[0]
-        failures = [worker for worker in ended if worker.status]
-        return _judge(failures, folder) if failures else 0
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    ended = agent.run(workers, attempt, arguments, folder)
+    if agent.received:
+        return 128 + agent.received[0]
+    failures = [worker for worker in ended if worker.status]
+    return _judge(failures, folder) if failures else 0
 
 
 def _judge(failures: Sequence[Worker], folder: Path) -> int | _Failure:

@@ -170,6 +170,12 @@ def name_launcher() -> str:
     return f"{this.pid} {this.started}"
 
 
+def find_launch_folder() -> Path | None:
+    """Returns the folder that our own launcher keeps until its end; None if it has not started this worker."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parents[2] if file and LAUNCHER in os.environ else None
+
+
 def is_launched_here() -> bool:
     """Returns whether our own launcher started this worker and still runs."""
     is_our_launcher = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
