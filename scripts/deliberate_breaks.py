@@ -165,6 +165,13 @@ BREAKS = (
         ("runtime/stage/test_host_store.py",),
     ),
     Break(
+        "host store: the host runs ahead without a bound",
+        "runtime/stage/host_store.py",
+        "while len(self._dropped) > self._ahead:",
+        "while False:",
+        ("runtime/stage/test_host_store.py",),
+    ),
+    Break(
         "host store: gradients stay on the device",
         "runtime/stage_state.py",
         "self.gradients.replace(*self.versions.take_back(self.gradients.accumulators))",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import processes
@@ -322,6 +324,29 @@ def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
         for readable in (version - 1, version):
             leaves, _ = stored.copy(readable)
             assert torch.equal(leaves["1.bias"].detach(), expected[readable])
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_host_waits_for_parts_that_a_gpu_still_reads(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped parts keep their memory until the GPU has computed with them."""
+    unread, most = list[str](), 0
+
+    def drop(number: int) -> mock.Mock:
+        unread.append(f"slot {number}")
+        return mock.Mock(synchronize=lambda: unread.remove(f"slot {number}"))
+
+    current = mock.Mock(record_event=mock.Mock(side_effect=map(drop, range(9))))
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    copies = DeviceCopies(torch.device("cuda"), ahead)
+    for _ in range(9):
+        part = mock.Mock()
+        copies.bring(part).record_stream.assert_called_once_with(current)
+        most = max(most, len(unread))
+        copies.note_dropped()
+    assert most == ahead
+    assert unread == [f"slot {number}" for number in range(8 - ahead, 9)]
 
 
 def test_a_stage_without_anything_is_stored_too() -> None:
