@@ -190,7 +190,7 @@ class MeshProgram(MeshCosts):
         return self.recompute == "always" or (self.recompute == "auto" and bool(must))
 
 
-_FAR = 1e9  # more workers than any cluster has
+_FAR = 1 << 29  # more workers than any cluster has
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,15 +209,16 @@ class MeshPeriods(MeshProgram):
 
     how: str = "below"
     _rooms: dict[tuple[int, int | None, int, bool, bool], IntArray] = field(default_factory=dict, init=False)
+    _most: dict[tuple[float, int, int, int | None, int], IntArray] = field(default_factory=dict, init=False)
 
     def within(self, period_s: float) -> tuple[StageChoice, ...] | None:
         """Returns the stages of a plan whose stages all keep the period, with the fewest workers; None if none does."""
         fewest = {0: self._end}
-        for state, replicas, lies in self._iterate_stages():
+        self._most.clear()
+        for state, replicas, lies in self._all_stages:
             rest = fewest[state.ranks - replicas * self.space.meshes[state.mesh].size]
-            workers = np.where(self._find_possible(state, replicas, lies, rest, period_s), rest + replicas, _FAR).min(
-                axis=1
-            )
+            possible = self._find_possible(state, replicas, lies, rest, period_s)
+            workers = np.where(possible, rest + replicas, np.int32(_FAR)).min(axis=1)
             fewest[state.ranks] = np.minimum(fewest.get(state.ranks, _FAR), workers)
         total = self._total
         starts = [total] if self.all_ranks else range(1, total + 1)
@@ -225,12 +226,16 @@ class MeshPeriods(MeshProgram):
         return None if not ranks or fewest[ranks][0] >= _FAR else tuple(self._iterate_choices(fewest, ranks, period_s))
 
     @cached_property
-    def _end(self) -> FloatArray:
-        end = np.full(len(self._places), _FAR)
-        end[-1] = 0.0
+    def _all_stages(self) -> list[tuple[MeshState, int, MeshSite]]:
+        return list(self._iterate_stages())
+
+    @cached_property
+    def _end(self) -> IntArray:
+        end = np.full(len(self._places), _FAR, dtype=np.int32)  # small numbers, for speed
+        end[-1] = 0
         return end
 
-    def _iterate_choices(self, fewest: dict[int, FloatArray], ranks: int, period_s: float) -> Iterator[StageChoice]:
+    def _iterate_choices(self, fewest: dict[int, IntArray], ranks: int, period_s: float) -> Iterator[StageChoice]:
         place = 0
         while ranks:
             choice, place = self._find_next(fewest, ranks, place, period_s)
@@ -238,7 +243,7 @@ class MeshPeriods(MeshProgram):
             yield choice
 
     def _find_next(
-        self, fewest: dict[int, FloatArray], ranks: int, place: int, period_s: float
+        self, fewest: dict[int, IntArray], ranks: int, place: int, period_s: float
     ) -> tuple[StageChoice, int]:
         for number, mesh in enumerate(self.space.meshes):
             for replicas in range(1, ranks // mesh.size + 1):
@@ -260,19 +265,26 @@ class MeshPeriods(MeshProgram):
         raise AssertionError("the tables have no such stage")
 
     def _find_possible(
-        self, state: MeshState, replicas: int, lies: MeshSite, rest: FloatArray, period_s: float
+        self, state: MeshState, replicas: int, lies: MeshSite, rest: IntArray, period_s: float
     ) -> BoolArray:
         """Which stages [from, to] keep the period and fit, with so many workers after each end."""
-        in_flight = self._count_in_flight(rest, replicas)
-        possible: BoolArray = np.zeros((len(self._places), len(self._places)), dtype=bool)
-        for recompute in RECOMPUTE[self.recompute]:
-            costs = self._compute_cost(state.mesh, lies, recompute)
-            possible |= (costs <= period_s) & (in_flight <= self._find_room(state, replicas, lies, recompute))
-        return possible & (rest < _FAR)
+        key = period_s, state.mesh, lies.number, lies.site.memory_bytes, replicas
+        if key not in self._most:
+            ways = [
+                np.where(
+                    self._compute_cost(state.mesh, lies, recompute) <= period_s,
+                    self._find_room(state, replicas, lies, recompute),
+                    0,
+                )
+                for recompute in RECOMPUTE[self.recompute]
+            ]
+            self._most[key] = np.maximum.reduce(ways).astype(np.int32)
+        possible: BoolArray = self._count_in_flight(rest, replicas) <= self._most[key]
+        return possible
 
     @staticmethod
-    def _count_in_flight(rest: FloatArray, replicas: int) -> FloatArray:
-        return np.floor((rest + replicas - 1) / replicas) + 1
+    def _count_in_flight(rest: IntArray, replicas: int) -> IntArray:
+        return (rest + (replicas - 1)) // replicas + 1
 
     def _find_room(self, state: MeshState, replicas: int, lies: MeshSite, recompute: bool) -> IntArray:
         """The most in flight for which each stage has memory."""
