@@ -5,14 +5,18 @@ This file is also the recipe that is trained.
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,6 +30,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import Environment, collect_rounds, format_quartiles, format_table, make_parser
 
 MINIBATCHES, EVERY, KILLED_AFTER = 400, 20, 90
+SNAPSHOTS = ", snapshots"
+SNAPSHOT_EVERY = 5
 
 
 class _Batches:
@@ -44,7 +50,7 @@ class _Clock(Callback):
         """Notes when a minibatch has ended, before and after the restart."""
         if pipeline.rank == 0:
             with Path(os.environ["FINISHED"]).open("a") as file:
-                file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {time.time()}\n")
+                file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {done.number} {time.time()}\n")
 
 
 def recipe(seed: int = 0) -> pd.Recipe:
@@ -55,25 +61,70 @@ def recipe(seed: int = 0) -> pd.Recipe:
     return pd.Recipe(nn.Sequential(*layers), loss, optimizer, _Batches(), epochs=1, callbacks=callbacks)
 
 
-def measure(source: Path, workers: int, *more: str) -> float:
-    """Trains, kills the last worker, and returns the seconds until the restarted run has finished a minibatch."""
+def start(folder: Path, source: Path, workers: int, restarts: int, *more: str) -> subprocess.Popen[bytes]:
+    """Starts the run, in which each finished minibatch adds a line to the file ``finished``."""
+    options = ["--workers", str(workers), "--max-restarts", str(restarts), "--checkpoint-every", str(EVERY), *more]
+    command = [sys.executable, "-m", "pipedream", "train", __file__, "--out", str(folder / "run"), *options]
+    variables = {"PYTHONPATH": str(source), "FINISHED": str(folder / "finished")}
+    return subprocess.Popen(command, env=os.environ | variables, stdout=-3, stderr=-3)
+
+
+def measure(name: str, workers: int, *more: str) -> tuple[float, int]:
+    """Trains and kills the last worker.
+
+    Returns the seconds until the restarted run has finished a minibatch, and the minibatches that it repeats.
+    """
+    source, snapshots, _ = name.partition(SNAPSHOTS)
+    more = (*more, "--snapshot-every", str(SNAPSHOT_EVERY)) if snapshots else more
     with TemporaryDirectory() as folder:
-        finished, run = Path(folder, "finished"), str(Path(folder, "run"))
-        options = ["--workers", str(workers), "--max-restarts", "1", "--checkpoint-every", str(EVERY), "--out", run]
-        command = [sys.executable, "-m", "pipedream", "train", __file__, *options, *more]
-        variables = {"PYTHONPATH": str(source), "FINISHED": str(finished)}
-        with subprocess.Popen(command, env=os.environ | variables, stdout=-3, stderr=-3) as launcher:
+        finished = Path(folder, "finished")
+        with start(Path(folder), Path(source), workers, 1, *more) as launcher:
             _wait_until(lambda: len(_read(finished)) >= KILLED_AFTER, launcher)
-            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
             killed_s = time.time()
-            os.kill(int(children[-1]), signal.SIGKILL)
-            _wait_until(lambda: any(attempt == "1" for attempt, _ in _read(finished)), launcher)
+            os.kill(_list_children(launcher)[-1], signal.SIGKILL)
+            _wait_until(lambda: _read(finished)[-1][0] == 1, launcher)
             launcher.send_signal(signal.SIGTERM)
-        return min(float(moment_s) for attempt, moment_s in _read(finished) if attempt == "1") - killed_s
+        rows = _read(finished)
+        first = next(row for row in rows if row[0] == 1)
+        return first[2] - killed_s, max(int(number) for attempt, number, _ in rows if not attempt) - int(first[1]) + 1
 
 
-def _read(file: Path) -> list[list[str]]:
-    return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+def compare_run(source: Path, workers: int, *more: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Returns the training seconds of a run that nothing happens to, and its weights."""
+    with TemporaryDirectory() as folder:
+        with start(Path(folder), source, workers, 1, *more) as launcher:
+            assert launcher.wait() == 0
+        run = Path(folder, "run")
+        return json.loads((run / "summary.json").read_text())["train_seconds"], torch.load(run / "weights.pt")
+
+
+def kill_at_random(source: Path, workers: int, draw: random.Random, *more: str) -> dict[str, torch.Tensor]:
+    """Kills one or several workers of a run at a random moment, up to twice; returns its weights."""
+    with TemporaryDirectory() as folder:
+        with start(Path(folder), source, workers, 2, *more, "--snapshot-every", str(SNAPSHOT_EVERY)) as launcher:
+            _wait_until(lambda: len(_list_children(launcher)) > workers, launcher)
+            for _ in range(draw.choice((1, 1, 2))):
+                time.sleep(draw.uniform(0.0, 6.0))
+                running = _list_children(launcher)[1:]
+                for worker in draw.sample(running, min(len(running), draw.randint(1, workers))):
+                    with suppress(ProcessLookupError):
+                        os.kill(worker, signal.SIGKILL)
+            assert launcher.wait(120) == 0, launcher.returncode
+        left = [path for path in Path("/dev/shm").glob("pipedream-*") if f"-{launcher.pid}-" in path.name]
+        assert not left, left
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
+        print(summary["failures"], summary["resumed_from"], flush=True)
+        return torch.load(Path(folder, "run", "weights.pt"))
+
+
+def _list_children(launcher: subprocess.Popen[bytes]) -> list[int]:
+    """Returns the launcher's processes: with snapshots the one that removes their folder, and then the workers."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+
+def _read(file: Path) -> list[list[float]]:
+    return [[float(word) for word in line.split()] for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _wait_until(is_reached: Any, launcher: subprocess.Popen[bytes]) -> None:
@@ -92,14 +143,37 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--plan", help="a plan's file; by default each run measures and plans first")
+    parser.add_argument("--snapshots", action="store_true", help="each version also with snapshots")
+    parser.add_argument("--cost", action="store_true", help="the time of training with snapshots, and without")
+    parser.add_argument("--kills", action="store_true", help="kills at random moments; compare the weights")
     options = parser.parse_args()
     environment, more = Environment(), ["--plan", options.plan] if options.plan else []
-    seconds = collect_rounds(
-        lambda source: measure(Path(source), options.workers, *more), map(str, options.sources), options.trials
-    )
-    rows = [(name, format_quartiles(each, "{:.2f} s".format), f"{max(each):.2f} s") for name, each in seconds.items()]
-    print(f"{environment.describe(f'{options.trials} trials, {options.workers} workers')}\n")
-    print(format_table("version | median (quartiles) | worst", "lr", rows))
+    sources, workers, trials = list(map(str, options.sources)), options.workers, options.trials
+    if options.kills:
+        every = ("--snapshot-every", str(SNAPSHOT_EVERY))
+        more += ["--minibatches", "150"]
+        _, weights = compare_run(here, workers, *every, *more)
+        for trial in range(trials):
+            killed = kill_at_random(here, workers, random.Random(trial), *more)
+            assert all(torch.equal(killed[name], weights[name]) for name in weights), trial
+        print(f"{trials} runs that were killed at random ended with the weights of one that was not")
+        return 0
+    if options.cost:
+        flags: dict[str, list[str]] = {"without": [], "with": ["--snapshot-every", str(EVERY)]}
+        costs = collect_rounds(lambda name: compare_run(here, workers, *flags[name], *more)[0], list(flags), trials)
+        ratios = [after / before for before, after in zip(costs["without"], costs["with"], strict=True)]
+        print(f"{environment.describe(f'{trials} rounds')}\nratio {format_quartiles(ratios, '{:.3f}'.format)}")
+        return 0
+    if options.snapshots:
+        sources += [source + SNAPSHOTS for source in sources]
+    results = collect_rounds(lambda name: measure(name, workers, *more), sources, trials)
+    rows = []
+    for name, each in results.items():
+        seconds, repeated = zip(*each, strict=True)
+        worst = f"{max(seconds):.2f} s"
+        rows.append((name, format_quartiles(seconds, "{:.2f} s".format), worst, f"{median(repeated):g}"))
+    print(f"{environment.describe(f'{trials} trials, {workers} workers')}\n")
+    print(format_table("version | median (quartiles) | worst | minibatches repeated", "lrrr", rows))
     return 0
 
 

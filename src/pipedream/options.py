@@ -255,6 +255,8 @@ class TrainingOptions(MethodOptions):
         evaluate_every: each evaluation drains the pipeline.
         checkpoint_every: each checkpoint drains the pipeline; None saves whenever an evaluation drains it. They are in
             the run folder (`training.run_folder.CHECKPOINTS`).
+        snapshot_every: each snapshot drains the pipeline. It is a checkpoint in memory of the launcher of `pipedream
+            train`, which restarts from it if no checkpoint is newer.
         resume: may be a URL; another number of workers gets a new plan. After a restart by the launcher the run
             continues from its newest checkpoint without this. With an empty folder `out`, the same options start a run
             and continue it.
@@ -321,6 +323,14 @@ class TrainingOptions(MethodOptions):
         panel=Panel.RUN,
     )
     keep: int = option(2, "Number of checkpoints to keep.", metavar="N", least=1, panel=Panel.RUN)
+    snapshot_every: int | None = option(
+        None,
+        "Minibatches between snapshots in memory, from which the launcher restarts.",
+        metavar="MINIBATCHES",
+        least=1,
+        unset="no snapshots",
+        panel=Panel.FAILURES,
+    )
     resume: str | os.PathLike[str] | None = option(
         None,
         "Continue a run: its run folder, or one of its checkpoints. The folder of --out may still be empty.",

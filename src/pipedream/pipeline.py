@@ -76,9 +76,9 @@ class Pipeline:
         rank: of this process; 0 if it has all workers.
         distributed: the workers are several processes.
         follows_evaluations: the learning-rate scheduler is a ReduceLROnPlateau, which needs evaluations.
-        ready: results that a drain has finished and `train` has yet to yield.
-        drains: minibatch numbers.
+        ready, drains: results that a drain has finished and `train` has yet to yield; minibatch numbers.
         extra: what the loop has given to `save`, or the loaded checkpoint holds.
+        saved_bytes: returns the bytes of a checkpoint's tensors now; every rank calls it.
         check_savable: raises a PipelineError if the optimizer or scheduler could not be saved after a step.
 
     Raises:
@@ -106,7 +106,8 @@ class Pipeline:
         self._options, self._adapt_batch = options, _make_batch_adapter(options)
         self._callbacks = tuple(options.callbacks)
         self._checkpoint: AnyPath | None = None
-        self.check_savable = self._session.checkpointer.check_savable
+        saves = self._session.checkpointer
+        self.check_savable, self.saved_bytes = saves.check_savable, saves.count_bytes
         self.extra: Mapping[str, Any] = {}
         self.rank, self.distributed = self._local.rank, self._local.distributed
         self.follows_evaluations = self._local.follows_evaluations
@@ -234,6 +235,7 @@ class Pipeline:
         keep: int | None = None,
         wait: bool = True,
         extra: Mapping[str, Any] | None = None,
+        report: bool = True,
     ) -> AnyPath:
         """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
@@ -241,23 +243,21 @@ class Pipeline:
         loop. A machine that does not see rank 0's folder keeps its own part in one of the same name.
 
         Args:
-            folder: of this run's checkpoints; or a URL of fsspec, such as ``s3://bucket/run``, which no two runs may
-                share.
+            folder: of this run's checkpoints alone; or a URL of fsspec, such as ``s3://bucket/run``.
             keep: newest checkpoints to keep; None keeps all.
             wait: until it is complete; otherwise training continues meanwhile, and a later call raises its error.
-            extra: numbers, texts, lists and dicts of the loop's own, which `load` puts into `self.extra`; by default
-                `self.extra`.
+            report: callbacks hear of it.
+            extra: numbers, texts, lists and dicts of the loop, by default those in `self.extra`, which `load` sets.
 
         Raises:
             WorkerError: this checkpoint or the one before could not be written; names the rank.
-            ArtifactError: another run has saved a checkpoint of that name, or is writing into the folder; or `extra`
-                cannot be kept.
+            ArtifactError: another run has a checkpoint of that name, or uses the folder; or `extra` cannot be kept.
         """
         self.extra = self.extra if extra is None else dict(extra)
         check_json(self.extra, "extra")
         self._begin_collective_call("save()")
         position = replace(self._training.save(), callbacks=states_of(self._callbacks))
-        listening = [callback for callback in self._callbacks if callback.follows_checkpoints]
+        listening = [callback for callback in self._callbacks if report and callback.follows_checkpoints]
         path = self._session.checkpointer.save(
             any_path(folder), self._request, position, keep=keep, wait=wait or bool(listening), extra=self.extra
         )

@@ -38,6 +38,7 @@ def test_each_restart_is_counted_with_what_was_repeated(
             counted.begin([(number, float(number)) for number in range(at)], at)
             for number in range(at, at + trains):
                 now_s += each_s
+                counted.keep(number, float(number))  # as a snapshot does
                 counted.finish(number, float(number))
                 repeated += number < before
                 if number + 1 == before:

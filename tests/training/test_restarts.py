@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import commands
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pipedream
+from pipedream.core.errors import PlanError, RecipeError
+from pipedream.core.units import format_bytes
 from pipedream.recipe import load_recipe
+from pipedream.runtime.failure import processes
+from pipedream.training import restarts
+from pipedream.training.run_folder import resume_point
 
 pytestmark = pytest.mark.processes
 RECIPE = '''
@@ -109,6 +118,123 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert all(torch.equal(restarted[name], other[name]) for name in restarted)
     losses = [json.loads((f / "run" / "losses.json").read_text()) for f in (tmp_path, tmp_path / "whole")]
     assert losses[0] == losses[1]
+
+
+def test_restarted_from_memory_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """The last checkpoint on disk is of minibatch 0."""
+    (tmp_path / "whole").mkdir()
+    write(tmp_path, ONCE)
+    write(tmp_path / "whole", "False")
+    options = ("--workers", "2", "--max-restarts", "1", "--snapshot-every", "4", "--checkpoint-every", "30")
+    ended, summary = train(tmp_path, *options)
+    assert ended.err.count("restart 1 of 1 after: rank 1 was ended by SIGKILL") == 1
+    assert 16 <= summary["resumed_from"] < 26, "what was saved last may still have been on its way"
+    assert summary["failures"]["restarts"] == 1
+    assert summary["failures"]["minibatches_repeated"] <= 26 - summary["resumed_from"]
+    assert summary["snapshots"]["every"] == 4
+    numbers = 2 * 3 * (3 * (8 * 8 + 8) + 2 * 8 + 2)  # two of weights and AdamW's two moments
+    assert 4 * numbers <= summary["snapshots"]["bytes"] <= 5 * numbers
+    _, undisturbed = train(tmp_path / "whole", *options, "--plan", str(tmp_path / "run" / "plan.json"))
+    assert undisturbed["drains"] == summary["drains"]
+    runs = [folder / "run" for folder in (tmp_path, tmp_path / "whole")]
+    restarted, other = (torch.load(run / "weights.pt", weights_only=True) for run in runs)
+    assert all(torch.equal(restarted[name], other[name]) for name in restarted)
+    losses = [json.loads((run / "losses.json").read_text(encoding="utf-8")) for run in runs]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ("--snapshot-every", "0", "--max-restarts", "1"),
+            "'--snapshot-every': Input should be greater than or equal to 1",
+        ),
+        (
+            ("--snapshot-every", "4"),
+            "--snapshot-every 4 keeps snapshots for restarts, and none were asked for; add --max",
+        ),
+    ],
+)
+def test_snapshots_that_serve_nothing_are_refused(
+    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    write(tmp_path, "False")
+    status, _, error = run_command("train", str(tmp_path / "mortal.py"), "--workers", "2", *options)
+    assert status == 2
+    assert words in error
+
+
+def test_snapshots_need_the_launcher(tmp_path: Path) -> None:
+    write(tmp_path, "False")
+    with pytest.raises(
+        RecipeError, match="snapshot_every=4 keeps snapshots in the memory of the launcher of 'pipedream"
+    ):
+        pipedream.run(
+            lambda seed: load_recipe(str(tmp_path / "mortal.py"), seed=seed),
+            snapshot_every=4,
+            out=tmp_path / "run",
+            quiet=True,
+        )
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """Makes this process look like a restarted worker of a launcher with snapshots; returns their folder."""
+    monkeypatch.setenv(processes.LAUNCHER, "1 1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "launch" / "1" / "0" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for module in (processes, restarts):
+        monkeypatch.setattr(module, "MEMORY", folder)
+    (folder / "launch" / "1" / "0").mkdir(parents=True)
+    return folder / "launch" / "snapshots"
+
+
+@pytest.mark.parametrize("case", ["newer", "older", "damaged"])
+def test_a_restart_takes_what_is_newest_and_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
+) -> None:
+    snapshots, run = launched(monkeypatch, tmp_path), tmp_path / "run"
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    batches = [(torch.ones(2, 4), torch.ones(2, 4))] * 3
+    options = {"loss": torch.nn.functional.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    places = [snapshots, run / "checkpoints"] if case == "older" else [run / "checkpoints", snapshots]
+    plan = pipedream.plan(pipedream.profile(model, batches[0][0]), pipedream.Cluster.flat(2), shape=(1, 1))
+    with pipedream.Pipeline(model, plan, **options) as pipeline:
+        for place in places:
+            list(pipeline.train(batches))
+            pipeline.save(place)
+    if case == "damaged":
+        (file,) = snapshots.glob("*/*.distcp")
+        content = bytearray(file.read_bytes())
+        at = content.index(next(iter(pipeline.state_dict().values())).numpy().tobytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+    point = resume_point(None, run)
+    assert point is not None
+    assert point.is_snapshot is (case == "newer")
+    assert point.manifest.minibatches == (3 if case == "damaged" else 6)
+    assert point.folder == run
+    assert ("is not used" in capsys.readouterr().err) is (case == "damaged")
+    if case == "damaged":
+        assert resume_point(None, run) == point, "it was set aside"
+        assert "is not used" not in capsys.readouterr().err
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**7), st.integers(0, 10**7))
+def test_memory_that_is_missing_is_named(snapshot_bytes: int, in_folder: int, free: int) -> None:
+    status = SimpleNamespace(f_bavail=in_folder, f_frsize=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restarts.os, "statvfs", lambda _: status)
+        if 2 * snapshot_bytes <= in_folder and 3 * snapshot_bytes <= free:
+            restarts.check_memory(4, snapshot_bytes, free)
+            return
+        with pytest.raises(PlanError) as caught:
+            restarts.check_memory(4, snapshot_bytes, free)
+    missing = 2 * snapshot_bytes - in_folder
+    missing = missing if missing > 0 else 3 * snapshot_bytes - free
+    assert f"--snapshot-every 4 takes {format_bytes(2 * snapshot_bytes)[:1]}"[:-1] in str(caught.value)
+    assert f"are free: {format_bytes(missing)} are missing; enlarge" in str(caught.value)
 
 
 @pytest.mark.slow

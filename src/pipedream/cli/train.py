@@ -168,6 +168,8 @@ def _start_processes(recipe: str, options: TrainingOptions, config: str | None, 
     if restarts.elastic:
         for method in _list_methods(options):
             restarts.check(method, count, options.chunks)
+    if options.snapshot_every is not None:
+        _check_snapshots(options.snapshot_every, restarts)
     if count == 1 and not restarts.max_restarts:
         return
     more: tuple[str, ...] = ()
@@ -180,7 +182,24 @@ def _start_processes(recipe: str, options: TrainingOptions, config: str | None, 
         more=more,
         max_restarts=restarts.max_restarts,
         fewest=restarts.min_workers if restarts.elastic else None,
+        in_memory=options.snapshot_every is not None,
     )
+
+
+def _check_snapshots(every: int, restarts: RestartFlags) -> None:
+    """Raises a `PipelineError` if snapshots would serve nothing, or cannot be kept."""
+    from pipedream.runtime.failure.processes import MEMORY
+
+    if not restarts.max_restarts and not restarts.elastic:
+        raise PipelineError(
+            f"--snapshot-every {every} keeps snapshots for restarts, and none were asked for; add --max-restarts N or "
+            "--elastic, or leave it out"
+        )
+    if not os.access(MEMORY, os.W_OK):
+        raise PipelineError(
+            f"--snapshot-every {every} keeps snapshots in {MEMORY}, which this machine does not have, or which cannot "
+            "be written; give --checkpoint-every instead"
+        )
 
 
 def _name_meshes(options: TrainingOptions) -> str:

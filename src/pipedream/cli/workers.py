@@ -41,16 +41,23 @@ def is_rank_0() -> bool:
 
 
 def start_workers(
-    count: int, *modules: str, more: Sequence[str] = (), max_restarts: int = 0, fewest: int | None = None
+    count: int,
+    *modules: str,
+    more: Sequence[str] = (),
+    max_restarts: int = 0,
+    fewest: int | None = None,
+    in_memory: bool = False,
 ) -> NoReturn:
     """Runs this command line, with `more` arguments, in `count` local processes, and exits with their status.
 
     Args:
         modules: what the processes need is imported here, once for all of them.
+        max_restarts, fewest, in_memory: see `launch`.
     """
     from pipedream.runtime.failure.launch import import_for_workers, launch
 
     with importing_torch():
         import_for_workers(modules, count)
     arguments = ["-m", "pipedream", *sys.argv[1:], *more]
-    raise typer.Exit(launch(count, arguments, max_restarts=max_restarts, fewest=fewest, forks=True))
+    status = launch(count, arguments, max_restarts=max_restarts, fewest=fewest, forks=True, in_memory=in_memory)
+    raise typer.Exit(status)

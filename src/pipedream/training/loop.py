@@ -19,11 +19,12 @@ from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.progress import LogTimes, is_live, spell_left
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
+from pipedream.probe import available_bytes
 from pipedream.recipe import Recipe
 from pipedream.runtime.checkpoint.remote import AnyPath
-from pipedream.runtime.comm.process_group import make_on_rank_0
+from pipedream.runtime.comm.process_group import make_on_rank_0, process_device
 from pipedream.runtime.results.results import Done
-from pipedream.training.restarts import Restarts
+from pipedream.training.restarts import Restarts, check_memory
 
 _EVERY_S = 0.5
 
@@ -40,7 +41,7 @@ class CheckpointPolicy:
     every: int | None
     keep: int
 
-    def is_due(self, number: int, drained: bool) -> bool:
+    def is_due(self, number: int, drained: bool = False) -> bool:
         return drained if self.every is None else self.every > 0 and (number + 1) % self.every == 0
 
 
@@ -52,6 +53,7 @@ class TrainingLoop:
 
     Args:
         began_s: when the run began, by `time.perf_counter`.
+        snapshots: those in the launcher's memory.
         evaluate_every: epochs; 0 evaluates only at the end.
 
     Attributes:
@@ -72,10 +74,12 @@ class TrainingLoop:
         evaluate_every: int,
         checkpoints: CheckpointPolicy,
         began_s: float,
+        snapshots: CheckpointPolicy | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.began_s = began_s
-        self._checkpoints = checkpoints
+        self._checkpoints, self._snapshots = checkpoints, snapshots
+        self._snapshot_bytes = 0
         self.recipe = recipe
         self.losses: list[tuple[int, float]] = []
         self.metrics: dict[str, float] = {}
@@ -135,6 +139,8 @@ class TrainingLoop:
                         mark = None
                     if self._checkpoints.is_due(done.number, done.ends_epoch and self._evaluated_at > done.number):
                         self._save()
+                    elif self._snapshots is not None and self._snapshots.is_due(done.number):
+                        self._snapshot(self._snapshots)
                     if is_last:
                         break
             except KeyboardInterrupt:
@@ -153,16 +159,36 @@ class TrainingLoop:
             self._save()
         return interrupted
 
-    def _save(self) -> None:
+    def _snapshot(self, policy: CheckpointPolicy) -> None:
+        self.pipeline.drain()
+        if not self._snapshot_bytes:  # only now the optimizers have their state
+            self._snapshot_bytes = self.pipeline.saved_bytes()
+            self._check_memory(policy)
+        self.pipeline.save(policy.folder, keep=policy.keep, wait=False, extra=self._extra(), report=False)
+        for done in self.pipeline.ready:
+            self._restarts.keep(done.number, done.loss)
+
+    def _check_memory(self, policy: CheckpointPolicy) -> None:
+        def check() -> str:
+            check_memory(policy.every or 0, self._snapshot_bytes, available_bytes(process_device("cpu"), 1))
+            return ""
+
+        make_on_rank_0(check, self.pipeline.rank)
+        taken = format_bytes(2 * self._snapshot_bytes)
+        self._console.print(f"snapshots every {policy.every} minibatches take {taken} of memory, two of them at a time")
+
+    def _extra(self) -> dict[str, Any]:
         now = time.perf_counter()
-        extra = {
+        return {
             "seconds": now - self.began_s,
             "train_seconds": now - self._train_began_s,
             "evaluations": self.evaluations,
             "seconds_to_target": self.seconds_to_target,
             "samples_per_s": self.samples_per_s,
         }
-        self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=extra)
+
+    def _save(self) -> None:
+        self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=self._extra())
         if self.pipeline.rank == 0:
             # The checkpoint includes minibatches that the drain has finished and this loop has yet to be given.
             losses = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
@@ -186,6 +212,7 @@ class TrainingLoop:
             "train_seconds": self.train_s,
             "seconds_to_target": self.seconds_to_target,
             "failures": self._restarts.figures(),
+            "snapshots": self._snapshots and {"every": self._snapshots.every, "bytes": 2 * self._snapshot_bytes},
         }
         if "accuracy" in self.metrics:
             figures["accuracy"] = self.metrics["accuracy"]

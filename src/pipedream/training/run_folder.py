@@ -40,12 +40,16 @@ from pipedream.runtime.checkpoint.folders import (
     complete_checkpoints,
     find_newest_of_all,
     newest_checkpoint,
+    parse_minibatches,
     read_shared_manifest,
+    set_aside,
     warn_of_unfinished,
 )
+from pipedream.runtime.checkpoint.pieces import verify_checkpoint
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.checkpoint.writer import FolderLock
 from pipedream.runtime.comm import process_group
+from pipedream.training.restarts import find_snapshots, read_losses
 
 _SHOWN_MICROBATCHES = 40  # of the begin of a run
 
@@ -298,11 +302,16 @@ def write_report(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from; the folder is the run's, if it is in one."""
+    """The checkpoint that a run continues from; the folder is the run's, if it is in one.
+
+    Attributes:
+        is_snapshot: it is in the memory of the launcher.
+    """
 
     path: AnyPath
     manifest: Checkpoint
     folder: AnyPath | None
+    is_snapshot: bool = False
 
     @property
     def profile(self) -> Profile | None:
@@ -316,6 +325,8 @@ class ResumePoint:
         """(number, loss) before the checkpoint, as far as kept."""
         if self.folder is None:
             return []
+        if self.is_snapshot:
+            return read_losses(self.manifest.minibatches)
         try:
             rows = json.loads((self.folder / "losses.json").read_text(encoding="utf-8"))
             return [(int(number), float(loss)) for number, loss in rows if int(number) < self.manifest.minibatches]
@@ -338,7 +349,9 @@ def checkpoints_of(folder: AnyPath) -> list[AnyPath]:
 
 
 def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None) -> ResumePoint | None:
-    """Returns the requested checkpoint, or after a launcher's restart the run's newest; every rank calls it.
+    """Returns the requested checkpoint, or after a launcher's restart the run's newest, in memory or on disk.
+
+    Every rank calls it.
 
     Args:
         resume: a run folder, a folder of checkpoints, or a checkpoint, on disk or a URL; or None. The folder `out` may
@@ -348,13 +361,16 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
         ArtifactError: there is no complete checkpoint, or it is damaged.
     """
 
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if resume is not None:
         checkpoint = newest_checkpoint(any_path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
     else:
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         checkpoint = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
     group = process_group.world_group()
     path = find_newest_of_all(checkpoint, group)
+    if restarted and out is not None and (snapshot := _find_snapshot(path)) is not None:
+        manifest, _ = read_shared_manifest(snapshot, group)
+        return ResumePoint(snapshot, manifest, any_path(out), is_snapshot=True)
     if path is None:
         # One command may start a run and continue it.
         if resume is None or (out is not None and any_path(out) == any_path(resume)):
@@ -368,6 +384,29 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     inside = path.resolve().parent.name == CHECKPOINTS
     manifest, _ = read_shared_manifest(path, group)
     return ResumePoint(path, manifest, path.parent.parent if inside else None)
+
+
+def _find_snapshot(checkpoint: AnyPath | None) -> Path | None:
+    """Returns the newest snapshot in memory, unless a checkpoint is newer or it is damaged; every rank calls it."""
+    folder = find_snapshots()
+
+    def find() -> str:
+        newest = None if folder is None else newest_checkpoint(folder)
+        if newest is None:
+            return ""
+        saved = -1 if checkpoint is None else parse_minibatches(checkpoint.name) or 0
+        if saved > (parse_minibatches(newest.name) or 0):
+            return ""
+        try:
+            verify_checkpoint(newest)
+        except ArtifactError as error:
+            print(f"pipedream: the snapshot in memory is not used: {error}", file=sys.stderr, flush=True)
+            set_aside(newest)
+            return ""
+        return str(newest)
+
+    found = process_group.make_on_rank_0(find, int(os.environ.get("RANK", "0")))
+    return Path(found) if found else None
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from pipedream.runtime.results.loggers import make_loggers
 from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
+from pipedream.training.restarts import find_snapshots
 from pipedream.training.run_folder import (
     CHECKPOINTS,
     RunFiles,
@@ -103,6 +104,7 @@ def _collect_shared_settings(job: Job) -> dict[str, str]:
         "minibatches": str(options.minibatches),
         "evaluate_every": str(options.evaluate_every),
         "checkpoint_every": str(options.checkpoint_every),
+        "snapshot_every": str(options.snapshot_every),
         "the training data": describe_data(recipe.train),
         "the test data": describe_data(recipe.test),
         "target": str(recipe.target),
@@ -180,14 +182,16 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
             pipeline.check_savable()
-        loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
+        snapshots = _choose_snapshot_policy(options)
+        if snapshots is not None:
+            pipeline.check_savable()
+        loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s, snapshots)
         if job.resumed is not None:
             pipeline.load(job.resumed.path)
             loop.resume(job.resumed.losses)
             manifest = job.resumed.manifest
-            console.print(
-                f"resuming from {job.resumed.path}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n"
-            )
+            place = f"memory, {job.resumed.path}" if job.resumed.is_snapshot else job.resumed.path
+            console.print(f"resuming from {place}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
         simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
         predicted = run_metrics(simulated).samples_per_s
         interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
@@ -214,6 +218,19 @@ def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
             "machines, or put the parts together by 'pipedream checkpoint gather'\n"
         )
     return CheckpointPolicy(folder / CHECKPOINTS, every, job.options.keep)
+
+
+def _choose_snapshot_policy(options: TrainingOptions) -> CheckpointPolicy | None:
+    if options.snapshot_every is None:
+        return None
+    folder = find_snapshots()
+    if folder is None:
+        raise RecipeError(
+            f"snapshot_every={options.snapshot_every} keeps snapshots in the memory of the launcher of 'pipedream "
+            "train' with --max-restarts or --elastic, which has not started this process; start the run by it, or give "
+            "checkpoint_every instead"
+        )
+    return CheckpointPolicy(folder, options.snapshot_every, keep=1)
 
 
 def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan) -> Outcome:

@@ -92,7 +92,7 @@ class Writer:
         self._device = device
         self._thread: threading.Thread | None = None
         self._failure: WorkerError | None = None
-        self._last: tuple[AnyPath, int] | None = None
+        self._last: dict[AnyPath, int] = {}  # folder -> minibatches of the newest checkpoint of this run
         self._locks: dict[AnyPath, FolderLock | RemoteLock] = {}
         self._apart: dict[AnyPath, list[bool]] = {}
 
@@ -118,7 +118,7 @@ class Writer:
             ArtifactError: another run has saved one of that name, or is writing into the folder.
         """
         path = folder / folder_name(manifest.minibatches)
-        if self._last == (path, manifest.minibatches):
+        if self._last.get(folder.resolve()) == manifest.minibatches:
             return path
         failure = ""
         if self._rank == 0:
@@ -132,7 +132,7 @@ class Writer:
         save = _Save(path, manifest, tensors, places or {}, keep, wait_for_tensors)
         if folder not in self._apart:
             self._apart[folder] = [not sees for sees in ranks_that_see(folder, self._rank, self._group)]
-        self._last = (path, manifest.minibatches)
+        self._last[folder.resolve()] = manifest.minibatches
         apart, any_apart = self._apart[folder][self._rank], any(self._apart[folder])
         if apart:
             folder.mkdir(parents=True, exist_ok=True)
@@ -194,8 +194,7 @@ class Writer:
         if folder not in self._locks:
             self._locks[folder] = RemoteLock(folder) if isinstance(folder, RemotePath) else FolderLock(folder)
         self._locks[folder].check()
-        last, number = self._last or (None, 0)
-        if last is not None and last.resolve().parent == folder.resolve():
+        if (number := self._last.get(folder.resolve())) is not None:
             # Resumed from an older one: a later resume must not take those of the course that was left.
             for other in complete_checkpoints(folder):
                 if (parse_minibatches(other.name) or 0) > number:
@@ -232,7 +231,7 @@ class Writer:
             raise failure
 
     def loaded(self, path: AnyPath, minibatches: int) -> None:
-        self._last = (path, minibatches)
+        self._last[path.resolve().parent] = minibatches
         if self._rank == 0:
             write_checkpoint(str(path))
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,17 @@ from pathlib import Path
 
 from pipedream.core.errors import BAD_CALL
 from pipedream.runtime.failure.agent import Agent, Worker, count_threads
-from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, read_error, read_place, read_verdict
+from pipedream.runtime.failure.processes import (
+    LOST_CONNECTION,
+    MEMORY,
+    RankProcess,
+    follow_parent,
+    read_error,
+    read_place,
+    read_verdict,
+)
 
+_REMOVE_S = 5.0
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -64,6 +74,7 @@ def launch(
     max_restarts: int = 0,
     fewest: int | None = None,
     forks: bool = False,
+    in_memory: bool = False,
 ) -> int:
     """Runs ``python ARGUMENTS`` in `workers` local processes.
 
@@ -74,6 +85,8 @@ def launch(
         silent: what they print is not shown.
         max_restarts: after failures (TORCHELASTIC_RESTART_COUNT counts them); not after exit status 2, bad input.
         fewest: after the restarts, start with one worker fewer, down to this number.
+        in_memory: the workers keep snapshots in this process's folder (`find_launch_folder`), which is in `MEMORY` and
+            is removed even if this process is killed.
         forks: where possible, workers are forks of this process, which has computed nothing (`import_for_workers`).
 
     Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first.
@@ -82,12 +95,36 @@ def launch(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too, or as the user has chosen
     _remove_abandoned_folders()
     # A TemporaryDirectory would be removed by the first worker that ends: it would be the fork's, too.
-    folder = Path(tempfile.mkdtemp(prefix=_begin_folder_name(RankProcess.this())))
+    place = MEMORY if in_memory else None
+    folder = Path(tempfile.mkdtemp(prefix=_begin_folder_name(RankProcess.this()), dir=place))
+    remover = _fork_remover(folder) if in_memory else None
     try:
         with Agent(silent=silent, forks=forks) as agent:
             return _run_attempts(workers, arguments, agent, folder, max_restarts, fewest)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if remover is not None:
+            os.kill(remover, signal.SIGKILL)
+            os.waitpid(remover, 0)
+
+
+def _fork_remover(folder: Path) -> int:
+    """Starts a process that removes a folder once this one was killed; returns its id."""
+    launcher, number = os.getpid(), signal.SIGTERM
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+    try:
+        os.setsid()
+        follow_parent(number)
+        while os.getppid() == launcher:
+            signal.sigwait({number})
+        end_s = time.monotonic() + _REMOVE_S
+        while folder.exists() and time.monotonic() < end_s:  # workers that the system kills may still write
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os._exit(0)
 
 
 def _run_attempts(
@@ -151,7 +188,7 @@ def _begin_folder_name(launcher: RankProcess) -> str:
 
 def _remove_abandoned_folders() -> None:
     """Removes the temporary folders of killed launchers of this machine, as far as its process ids are visible here."""
-    for folder in Path(tempfile.gettempdir()).glob("pipedream-*"):
+    for folder in [*Path(tempfile.gettempdir()).glob("pipedream-*"), *MEMORY.glob("pipedream-*")]:
         if name := re.match(r"(pipedream-\w+-)(\d+)-\d+-", folder.name):
             in_its_place = _begin_folder_name(RankProcess.of(int(name[2])))
             if in_its_place.startswith(name[1]) and not folder.name.startswith(in_its_place):

@@ -43,6 +43,8 @@ LOST_CONNECTION = "lost the connection to another worker, which left no message"
 """Message of a worker that does not know more; the launcher may."""
 RUN_ID_PREFIX = "pipedream-"
 """Begins the run ids of our own launcher."""
+MEMORY = Path("/dev/shm")
+"""A folder in the memory of the machine."""
 _PLACE = "place.txt"
 _CHECKPOINT = "checkpoint.txt"
 
@@ -189,7 +191,7 @@ def stay_with_launcher() -> None:
         watch_from_outside()
         return
     pid, started = map(int, text.split())
-    _die_with_parent()
+    follow_parent()
     if os.getppid() != pid:
         if RankProcess.of(pid).started == started:
             return  # a command that a worker has started
@@ -203,7 +205,7 @@ def stay_with_launcher() -> None:
     def after() -> None:
         # The system counts the end of the thread that forked as the parent's.
         if in_main_thread:
-            _die_with_parent()
+            follow_parent()
 
     os.register_at_fork(before=before, after_in_child=after)
     watch_stopped(lambda: [pid], _start_ending_launcher, _LAUNCHER_LOOKED_AT_S)
@@ -240,9 +242,10 @@ def watch_from_outside() -> None:
         _start("worker", os.getpid())
 
 
-def _die_with_parent() -> None:
+def follow_parent(number: int = signal.SIGKILL) -> None:
+    """Lets the system send this process a signal when its parent ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _leave(launcher: int) -> None:
