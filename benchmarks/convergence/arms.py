@@ -51,7 +51,8 @@ class Method:
         at_once: (momentum, D) -> b of v <- m v + g; w <- w - lr (a v + b g), a = 1 - b (1 - m), for momentum SGD.
         feedback: D -> lambda of w <- w - (u_n + lambda (u_n - u_{n-1})), u the update of any optimizer.
         rescheduled: PipeMare's T1, the rate over D^(1 - min(n / K, 1)), for this share of the run.
-        rotates: matrices are stepped in the basis of their gradients (Jung et al., algorithms 1 and 2).
+        rotation: matrices are stepped in the basis of their gradients (Jung et al., algorithms 1 and 2), in the form
+            that the library has under this text; '' for none.
         compensation: what the library is asked for, where a field above changes the update; {updates} stands for K.
     """
 
@@ -66,7 +67,7 @@ class Method:
     at_once: Callable[[float, int], float] | None = None
     feedback: Callable[[int], float] | None = None
     rescheduled: float = 0.0
-    rotates: bool = False
+    rotation: str = ""
     compensation: tuple[str, ...] = ()
 
     def parts(self, p: int) -> int:
@@ -151,15 +152,15 @@ def _add_spike(method: Method) -> Method:
 
 
 def _add_feedback(method: Method) -> Method:
-    return replace(method, feedback=lambda late: 1.0, compensation=("error_feedback:1.0",))
+    return replace(method, feedback=lambda late: 1.0, compensation=(*method.compensation, "error_feedback:1.0"))
 
 
 def _reschedule(method: Method) -> Method:
     return replace(method, rescheduled=0.5, compensation=("t1:{updates}",))
 
 
-def _rotate_basis(method: Method) -> Method:
-    return replace(method, rotates=True, compensation=() if method.flushes else ("basis_rotation",))
+def _rotate_basis(method: Method, form: str = "basis_rotation") -> Method:
+    return replace(method, rotation=form, compensation=() if method.flushes else (form,))
 
 
 PREDICTED = replace(PIPELINED, schedule="pb_lwp", ahead=_count_concurrent)
@@ -276,16 +277,62 @@ ARMS: tuple[Arm, ...] = (
         char_gpt="nadam",
     ),
     *_make_arms("2bw_rotation", _rotate_basis(TWO_BW), "2BW, AdamW in a rotated basis", JUNG, digits="adamw"),
+    *_make_arms(
+        "2bw_ef_rotation",
+        _add_feedback(_rotate_basis(TWO_BW)),
+        "2BW with error feedback, AdamW in a rotated basis",
+        ONE_STEP + ", for SOAP",
+        digits="",
+    ),
+    *_make_arms(
+        "rotation_one_sided",
+        _rotate_basis(PIPEDREAM, "basis_rotation:one_sided"),
+        "the same, the shorter side alone",
+        JUNG,
+        digits="",
+    ),
+    *_make_arms(
+        "rotation_first_moment",
+        _rotate_basis(PIPEDREAM, "basis_rotation:first_moment"),
+        "the same, the basis of the first moments",
+        JUNG,
+        digits="",
+    ),
+    *_make_arms(
+        "rotation_by_delay",
+        _rotate_basis(PIPEDREAM, "basis_rotation:by_delay"),
+        "the same, new bases in proportion to the delay",
+        JUNG,
+        digits="",
+    ),
     *_make_arms("sync_muon", SYNCHRONOUS, "synchronous, Muon", "control", digits="", char_gpt="muon"),
     *_make_arms("pipedream_muon", PIPEDREAM, "PipeDream, Muon", ONE_STEP, digits="", char_gpt="muon"),
     *_make_arms("2bw_muon", TWO_BW, "2BW, Muon", ONE_STEP, digits="", char_gpt="muon"),
     *_make_arms(
         "2bw_ef_muon", _add_feedback(TWO_BW), "2BW with error feedback, Muon", ONE_STEP, digits="", char_gpt="muon"
     ),
+    *_make_arms(
+        "pipedream_ef_muon",
+        replace(PIPEDREAM, feedback=float, compensation=("error_feedback",)),
+        "PipeDream at weights predicted by Muon's last update, T = D",
+        "a study of delayed gradients for Marin, 2026",
+        digits="",
+        char_gpt="muon",
+    ),
     *_make_arms("sync_sgd", SYNCHRONOUS, "synchronous, momentum SGD", "control", digits="", char_gpt="sgd"),
     *_make_arms("pb_sgd", PIPELINED, "pipelined backpropagation, momentum SGD", KOSSON, digits="", char_gpt="sgd"),
     *_make_arms("pb_lwp_sc_sgd", _add_spike(PREDICTED), "the same, LWP and SC", KOSSON, digits="", char_gpt="sgd"),
 )  # fmt: skip
+_AT_SIXTEEN = (
+    "sync pipedream 2bw sync_rotation 2bw_rotation sync_rotation_nadam rotation_nadam "
+    "sync_muon pipedream_muon 2bw_ef_muon pipedream_ef_muon"
+)
+"""The best three arms at eight stages, what they are compared with, and PipeDream with Muon."""
+ARMS += tuple(
+    replace(arm, tasks=("char_gpt_16",))
+    for arm in ARMS
+    if arm.tasks == ("char_gpt",) and arm.name in _AT_SIXTEEN.split()
+)
 
 
 def arms_of(task: str) -> dict[str, Arm]:

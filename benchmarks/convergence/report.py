@@ -7,20 +7,17 @@ import math
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from statistics import median
 
-from arms import Arm, Method, arms_of
+from arms import arms_of
 from effects import EFFECTS, Effect
 from pictures import Line, Panel, panels_svg
 from run import CURVES, LOOKS, SEEDS, STAGES, Curve, Curves, best_step, due, load
+from seconds import pace_of_gpt, times_of
 from tasks import TASKS
 
-import pipedream as pd
-from pipedream import schedules
-from pipedream.core.plan.plan import Plan
+from pipedream.core.variants import format_link
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_table, make_parser
@@ -41,15 +38,25 @@ FAMILIES = {
         "prediction, hybrid": ("sync", "pb", "pb_lwp", "pipeoptim", "hybrid"),
         "PipeMare": ("sync", "pb", "pipemare_t1", "pipemare_t2", "pipemare_t1_t2", "pipemare_t1_t2_t3"),
         "optimizers": ("sync", "pipedream", "2bw", "2bw_ef", "sync_nadam", "nesterov"),
-        "basis rotation": ("sync", "pipedream", "sync_rotation", "rotation", "2bw_rotation"),
+        "basis rotation": ("sync", "pipedream", "sync_rotation", "rotation", "2bw_rotation", "2bw_ef_rotation"),
+        "its forms": ("sync_rotation", "rotation", "rotation_one_sided", "rotation_first_moment", "rotation_by_delay"),
         "basis rotation, NAdam": ("sync_nadam", "nesterov", "sync_rotation_nadam", "rotation_nadam"),
-        "Muon": ("sync_muon", "pipedream_muon", "2bw_muon", "2bw_ef_muon"),
+        "Muon": ("sync_muon", "pipedream_muon", "pipedream_ef_muon", "2bw_muon", "2bw_ef_muon"),
         "momentum SGD": ("sync_sgd", "pb_sgd", "pb_lwp_sc_sgd"),
+    },
+    "char_gpt_16": {
+        "AdamW": ("sync", "pipedream", "2bw"),
+        "basis rotation": ("sync_rotation", "2bw_rotation", "sync_rotation_nadam", "rotation_nadam"),
+        "Muon": ("sync_muon", "pipedream_muon", "pipedream_ef_muon", "2bw_ef_muon"),
     },
 }
 
-_STAGE_TITLES = [f"{p} stages" for p in STAGES]
-RANGE = {"digits": (0.5, 1.0), "char_gpt": (1.8, 3.4)}
+RANGE = {"digits": (0.5, 1.0), "char_gpt": (1.8, 3.4), "char_gpt_16": (1.8, 3.4)}
+TARGETS = (2.1, 2.0)
+RATES_BYTES_PER_S = (25e6 / 8, 100e6 / 8, 400e6 / 8, 1e9 / 8)
+LEAST_SEEDS = 3
+"""Whose spread says whether two arms are alike."""
+KINDS = {"1f1b": "synchronous 1F1B", "pipedream_2bw": "2BW", "pipedream": "PipeDream"}
 
 
 def main() -> int:
@@ -65,7 +72,7 @@ def main() -> int:
     page = options.out / "README.md"
     if not page.exists():
         shutil.copy(CURVES.with_name("README.md"), page)
-    parts = [*_describe_runs(options.curves, curves), *_format_effects(curves)]
+    parts = [*_describe_runs(options.curves, curves), *_format_effects(curves), *_format_times(curves)]
     for task in TASKS:
         if any(run.task == task for run in curves):
             parts += _format_table(curves, task) + _draw_pictures(curves, task, options.out)
@@ -95,20 +102,23 @@ def judged(better: dict[int, float], worse: dict[int, float], spread: float, eve
         even: the effect is that there is none: medians no further apart than the spread.
     """
     seeds = sorted(set(better) & set(worse))
-    if len(seeds) < SEEDS:
-        return "not run"
+    if not seeds or (even and len(seeds) < LEAST_SEEDS):
+        return "not tested"
     mine, theirs = (median(scores[s] for s in seeds) for scores in (better, worse))
     if math.isinf(mine) and math.isinf(theirs):
-        return "no, both diverge"
+        return "not reproduced: both diverge"
     if even:
         if math.isinf(spread):
-            return "no, some seeds diverge"
-        return "yes" if abs(theirs - mine) <= spread else f"no, it is {'worse' if mine > theirs else 'better'}"
-    if mine < theirs and sum(better[s] < worse[s] for s in seeds) >= SEEDS - 1:
-        return "yes"
-    if mine > theirs and sum(better[s] > worse[s] for s in seeds) >= SEEDS - 1:
-        return "no, the contrary"
-    return "no, within the seeds' spread"
+            return "not reproduced: some seeds diverge"
+        if abs(theirs - mine) <= spread:
+            return "reproduced"
+        return f"not reproduced: it is {'worse' if mine > theirs else 'better'}"
+    most = max(len(seeds) - 1, 1)
+    if mine < theirs and sum(better[s] < worse[s] for s in seeds) >= most:
+        return "reproduced"
+    if mine > theirs and sum(better[s] > worse[s] for s in seeds) >= most:
+        return "not reproduced: the contrary"
+    return "not reproduced: within the seeds' spread"
 
 
 def _collect_scores(curves: dict[int, Curve], task: str) -> dict[int, float]:
@@ -121,7 +131,7 @@ def _describe_runs(path: Path, curves: Curves) -> list[str]:
         (task, name, 1 if arm.synchronous else stages)
         for task in TASKS
         for name, arm in arms_of(task).items()
-        for stages in STAGES
+        for stages in TASKS[task].stages
     }
     done = sum(not due(curves, *case, SEEDS) for case in cases)
     took = sum(curve.seconds for curve in curves.values())
@@ -137,30 +147,97 @@ def _describe_runs(path: Path, curves: Curves) -> list[str]:
 def _format_effects(curves: Curves) -> list[str]:
     rows = []
     for effect in EFFECTS:
-        arms = f"{effect.task}: {effect.better} {'=' if effect.even else '>'} {effect.worse}"
+        arms = f"{effect.task}: {effect.better} {'=' if effect.even else '>'} {effect.worse}" if effect.task else "-"
         cells = (_format_cell(curves, effect, p) for p in STAGES)
         rows.append([effect.says, effect.source, effect.published or "not at hand", arms, *cells])
     return [
         "### Published, and here",
         "",
         "Each cell: better arm to worse arm (medians), and whether the effect shows. "
-        f"*yes*: better in the median and for {SEEDS - 1} of {SEEDS} seeds (same first weights, same data); "
-        "for parity (=): the medians are no further apart than the second arm's seeds.",
+        "*reproduced*: better in the median and for all seeds but one (same first weights, same data); for parity (=): "
+        f"the medians are no further apart than the second arm's seeds. There are {SEEDS} seeds; with 16 stages (the "
+        "GPT of 16 blocks) often one, too few to judge parity.",
         "",
-        format_table("|".join(["published", "source", "figures there", "arms", *_STAGE_TITLES]), "l", rows),
+        format_table("|".join(["published", "source", "figures there", "arms", *_title_stages(STAGES)]), "l", rows),
         "",
     ]
 
 
+def _title_stages(stages: Iterable[int]) -> list[str]:
+    return [f"{p} stages" for p in stages]
+
+
 def _format_cell(curves: Curves, effect: Effect, stages: int) -> str:
-    better, worse = (
-        _collect_scores(of_arm(curves, effect.task, arm, stages), effect.task) for arm in (effect.better, effect.worse)
-    )
+    task = next((name for name in (effect.task, f"{effect.task}_{stages}") if _has(name, effect, stages)), None)
+    if task is None:
+        return "not tested"
+    better, worse = (_collect_scores(of_arm(curves, task, arm, stages), task) for arm in (effect.better, effect.worse))
     if not better or not worse:
-        return "not run"
+        return "not tested"
     spread = max(worse.values()) - min(worse.values())
-    shown = " to ".join(_format_score(median(scores.values()), effect.task) for scores in (better, worse))
+    shown = " to ".join(_format_score(median(scores.values()), task) for scores in (better, worse))
     return f"{shown}: {judged(better, worse, spread, effect.even)}"
+
+
+def _has(task: str, effect: Effect, stages: int) -> bool:
+    return task in TASKS and stages in TASKS[task].stages and {effect.better, effect.worse} <= set(arms_of(task))
+
+
+# -- time to a loss --------------------------------------------------------------------------------
+
+
+def _format_times(curves: Curves) -> list[str]:
+    """Returns the table of the GPT's seconds to each of `TARGETS` over links."""
+    parts = [
+        "### Seconds to a loss over slow links",
+        "",
+        "Predicted for the GPT, one block a layer, as one core of an AMD EPYC computes it (2026-11-27): 0.6 ms for a "
+        "forward of a block, twice that for a backward, 0.1 to 1.5 ms for its update; 66 kB a message, 0.1 ms of "
+        "latency. Of each method the arm with the fewest seconds, in brackets; synchronous 1F1B takes p, 2p or 4p "
+        "microbatches, whichever is fastest. A loss is reached when the median of the seeds is below it; the rate "
+        "still falls then, so a shorter run would reach it sooner.",
+        "",
+    ]
+    titles = "|".join(["stages", "links", "one worker", *KINDS.values()])
+    cuts = [(task, p) for task in ("char_gpt", "char_gpt_16") for p in TASKS[task].stages]
+    for target in TARGETS:
+        rows = []
+        for task, p in cuts:
+            for bytes_per_s in RATES_BYTES_PER_S:
+                times = [_find_fastest(curves, task, "1f1b", 1, bytes_per_s, target)]
+                times += [_find_fastest(curves, task, kind, p, bytes_per_s, target) for kind in KINDS]
+                cells = ["not reached" if math.isinf(time[0]) else f"{time[0]:.2f} s ({time[1]})" for time in times]
+                best = times.index(min(times))
+                cells[best] = f"**{cells[best]}**"
+                rows.append([str(p), format_link(bytes_per_s), *cells])
+        parts += [f"To {target} nats a character:", "", format_table(titles, "rrr", rows), ""]
+    return parts
+
+
+def _find_fastest(
+    curves: Curves, task: str, kind: str, stages: int, bytes_per_s: float, target: float
+) -> tuple[float, str]:
+    """Returns the seconds of the fastest arm of a kind of method, and its name; infinite if none reaches the target."""
+    fastest = (math.inf, "")
+    for arm in arms_of(task).values():
+        if [turn.method.schedule for turn in arm.turns] != [kind]:
+            continue
+        updates = _count_updates(of_arm(curves, task, arm.name, stages), task, target)
+        if updates is None:
+            continue
+        pace = pace_of_gpt(arm, TASKS[task].layers // stages, bytes_per_s)
+        for split in (1, 2, 4) if kind == "1f1b" and stages > 1 else (1,):
+            if stages * split <= TASKS[task].batch:
+                seconds = times_of(arm, stages, TASKS[task].updates, [updates], pace, split)[0]
+                fastest = min(fastest, (seconds, arm.name))
+    return fastest
+
+
+def _count_updates(curves: dict[int, Curve], task: str, target: float) -> int | None:
+    """Returns the updates after which the median score of the seeds is below the target; None if it never is."""
+    columns = zip(*(curve.scores(task) for curve in curves.values()), strict=True)
+    look = next((look for look, scores in enumerate(columns, 1) if median(scores) <= target), None)
+    return None if look is None else -(-TASKS[task].updates * look // LOOKS)
 
 
 def _format_score(score: float, task: str) -> str:
@@ -174,7 +251,7 @@ def _format_table(curves: Curves, task: str) -> list[str]:
     rows = []
     for arm in arms_of(task).values():
         cells = []
-        for p in STAGES:
+        for p in TASKS[task].stages:
             arm_stages = of_arm(curves, task, arm.name, p)
             scores = sorted(_collect_scores(arm_stages, task).values())
             if not scores:
@@ -185,14 +262,14 @@ def _format_table(curves: Curves, task: str) -> list[str]:
                 f"{_format_score(median(scores), task)} ({low} to {high}), {next(iter(arm_stages.values())).rate:.3g}"
             )
         if arm.synchronous:
-            cells = [cells[0]] + ["the same"] * (len(STAGES) - 1)
+            cells = [cells[0]] + ["the same"] * (len(cells) - 1)
         rows.append([arm.name, arm.about, arm.source, *cells])
     return [
         f"### {task}: {name} at the end",
         "",
         "Median (least to greatest) of the seeds, and the tuned rate.",
         "",
-        format_table("|".join(["arm", "what", "source", *_STAGE_TITLES]), "lllr", rows),
+        format_table("|".join(["arm", "what", "source", *_title_stages(TASKS[task].stages)]), "lllr", rows),
         "",
     ]
 
@@ -206,7 +283,7 @@ def _draw_pictures(curves: Curves, task: str, folder: Path) -> list[str]:
                 Panel(
                     f"{title}, {p} stages", [line for name in names for line in _make_lines(curves, task, name, p, by)]
                 )
-                for p in STAGES
+                for p in TASKS[task].stages
             ]
             if any(panel.lines for panel in row):
                 rows.append(row)
@@ -234,46 +311,6 @@ def _make_lines(curves: Curves, task: str, arm: str, stages: int, by: str) -> It
         columns = [[1 - score for score in reversed(scores)] for scores in columns]
     points = [(x, scores[0], median(scores), scores[-1]) for x, scores in zip(xs, columns, strict=True)]
     yield Line(arm, points)
-
-
-# -- simulated time ---------------------------------------------------------------------------------
-# Stages are equal and messages cost nothing. The unit is a forward of a whole minibatch at one stage; a backward takes
-# 2. A method that splits a minibatch has p microbatches of 1/p of that; that small microbatches are less efficient is
-# left out. A change of methods drains the pipeline, and fills it again.
-
-SETTLED = 32
-"""Minibatches after which a pipeline of at most eight stages repeats itself."""
-
-
-def times_of(arm: Arm, stages: int, updates: int, at: list[int]) -> list[float]:
-    """Returns the time at which each of these numbers of updates has been made, of so many in all."""
-    times, begin, first = [], 0.0, 0
-    for turn in arm.turns:
-        last = round(turn.until * updates)
-        period, fill = _find_paces(turn.method, stages)
-        times += [begin + fill + (n - first) * period for n in at if first < n <= last]
-        begin, first = begin + fill + (last - first) * period, last
-    return times
-
-
-@cache
-def _find_paces(method: Method, p: int) -> tuple[float, float]:
-    """Returns the time of an update in a full pipeline, and what filling and draining one takes beside that."""
-    m = method.microbatches(p) or 1
-    plan = Plan.uniform(p, 1 / m, 2 / m)
-    if method.rule == "recompute":
-        plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-    # What differs in the weights alone has the same order, at the depth of its own clock.
-    late = tuple(method.late(p, s) for s in range(p))
-    name = "1f1b" if method.flushes else "pipedream_2bw" if m > 1 else "pipedream"
-    if name == "pipedream" and late[0] > p - 1:
-        plan = replace(plan, in_flight=tuple(count + 1 for count in late), depth_mode="hand")
-    schedule = schedules.build(name, plan, m if m > 1 else None)
-    if method.flushes:
-        return pd.simulate(plan, schedule=schedule).makespan_s, 0.0
-    some, more = (pd.simulate(plan, schedule=schedule, minibatches=n).makespan_s for n in (SETTLED, 2 * SETTLED))
-    period = (more - some) / SETTLED
-    return period, some - SETTLED * period
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from arms import Arm, Method
 from torch import Tensor, nn
 
-from pipedream.core.schedule.compensation import BasisRotation
+from pipedream.core.schedule.compensation import Compensation
 from pipedream.runtime.update.rotation import RotatedStep
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -50,11 +50,8 @@ class Stage:
         self._handles = [nn.Parameter(part) for part in _split_flat(self.weights, self._leaves)]
         for leaf, part in zip(self._leaves, _split_flat(self._read, self._leaves), strict=True):
             leaf.data = part
-        names = {id(handle): name for (name, _), handle in zip(named, self._handles, strict=True)}
-        self._optimizer = optimizer([(names[id(handle)], handle) for handle in self._handles])
-        self._rotated = RotatedStep(
-            BasisRotation(), self._optimizer, names, {name: {} for name, _ in named}, lambda group: False
-        )
+        self._names = {id(handle): name for (name, _), handle in zip(named, self._handles, strict=True)}
+        self._optimizer = optimizer([(self._names[id(handle)], handle) for handle in self._handles])
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
     def begin(self, method: Method, p: int, s: int, annealed: int) -> None:
@@ -73,6 +70,11 @@ class Stage:
         self._last_update = torch.zeros_like(self.weights) if self._feedback else None
         self._weights_before: deque[Tensor] = deque([self.weights.clone()], maxlen=self._staleness + 1)
         self._newest = self.weights
+        self._step = self._optimizer.step
+        if method.rotation:
+            form = Compensation.of_text(method.rotation).at_stage(s, [method.staleness(p, i) for i in range(p)])
+            sides: dict[str, dict[str, Tensor]] = {name: {} for name in self._names.values()}
+            self._step = RotatedStep(form, self._optimizer, self._names, sides, lambda group: False).step
 
     def read_forward(self, k: int) -> None:
         """Writes what the forward of microbatch k reads into the layers."""
@@ -102,7 +104,7 @@ class Stage:
             handle.grad, leaf.grad = leaf.grad, None
         self._set_rates(factor)
         before = self.weights.clone()
-        (self._rotated if self._method.rotates else self._optimizer).step()
+        self._step()
         if self._method.at_once:
             self._move_at_once(before)
         if self._last_update is not None:

@@ -1,7 +1,8 @@
-"""The two tasks: handwritten digits by a deep narrow convolutional network, characters of source code by a small GPT.
+"""The tasks: handwritten digits by a deep narrow convolutional network, characters of source code by a small GPT.
 
-Both have eight layers that are alike, one a stage at eight stages. They are normalised sample by sample (GroupNorm,
-LayerNorm), so that no statistics couple the samples of a minibatch. There is no dropout.
+Both have eight layers that are alike, one a stage at eight stages; the GPT for sixteen stages has sixteen. They are
+normalised sample by sample (GroupNorm, LayerNorm), so that no statistics couple the samples of a minibatch. There is no
+dropout.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from sysconfig import get_path
 
@@ -36,6 +37,8 @@ class Task:
         rates: optimizer -> the rate in the middle of those that are tried.
         updates: of a run.
         warmup: share of them over which rates rise.
+        stages: numbers of them in which it is cut.
+        layers: of the model.
     """
 
     name: str
@@ -47,6 +50,8 @@ class Task:
     rates: dict[str, float]
     updates: int = 300
     warmup: float = 0.1
+    stages: tuple[int, ...] = (2, 4, 8)
+    layers: int = UNITS
 
     def model(self, seed: int) -> list[nn.Module]:
         """Returns fresh layers; the same seed gives the same weights."""
@@ -170,13 +175,18 @@ def measure_per_token(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
+_GPT_RATES = {"sgd": 0.1, "adamw": 0.004, "nadam": 0.004, "muon": 0.008}
+
 TASKS = {
     "digits": Task(
         "digits", digits_units, digits, F.cross_entropy, metric="accuracy", batch=32,
         rates={"sgd": 0.0125, "adamw": 0.005},
     ),
     "char_gpt": Task(
-        "char_gpt", char_gpt_units, characters, measure_per_token, metric="loss", batch=16,
-        rates={"sgd": 0.1, "adamw": 0.004, "nadam": 0.004, "muon": 0.008},
+        "char_gpt", char_gpt_units, characters, measure_per_token, metric="loss", batch=16, rates=_GPT_RATES
+    ),
+    "char_gpt_16": Task(
+        "char_gpt_16", partial(char_gpt_units, count=16), characters, measure_per_token, metric="loss", batch=16,
+        rates=_GPT_RATES, stages=(16,), layers=16,
     ),
 }  # fmt: skip
