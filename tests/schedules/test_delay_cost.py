@@ -19,8 +19,10 @@ from run import CURVES, load
 ARMS = {
     ("pipedream", "AdamW"): {"": "pipedream", "basis_rotation": "rotation"},
     ("pipedream", "NAdam of beta_1 0.99"): {"": "nesterov", "basis_rotation": "rotation_nadam"},
+    ("pipedream", "Muon"): {"": "pipedream_muon", "error_feedback": "pipedream_ef_muon"},
     ("pipedream", "momentum SGD"): {"": "pipedream", "nesterov": "nesterov"},
     ("pipedream_2bw", "AdamW"): {"": "2bw", "error_feedback": "2bw_ef", "basis_rotation": "2bw_rotation"},
+    ("pipedream_2bw", "Muon"): {"": "2bw_muon", "error_feedback": "2bw_ef_muon"},
     ("pipedream_2bw", "momentum SGD"): {"": "2bw"},
 }
 CURVES_OF_ARMS = load(CURVES)
@@ -37,7 +39,8 @@ def test_the_costs_are_those_of_the_benchmark(key: tuple[str, str]) -> None:
     assert delay_cost._COSTS[key].keys() == ARMS[key].keys()
     optimizer = key[1]
     task, bound = ("digits", 0.06) if "SGD" in optimizer else ("char_gpt", 0.006)
-    reference = score(task, "sync_nadam" if "NAdam" in optimizer else "sync", 1)
+    synchronous = {"Muon": "sync_muon", "NAdam of beta_1 0.99": "sync_nadam"}
+    reference = score(task, synchronous.get(optimizer, "sync"), 1)
     for compensation, arm in ARMS[key].items():
         measured = [score(task, arm, stages) - reference for stages in (2, 4, 8)]
         assert delay_cost._COSTS[key][compensation] == pytest.approx(measured, abs=bound), arm

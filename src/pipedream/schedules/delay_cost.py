@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-_ADAM, _NADAM, _SGD = "AdamW", "NAdam of beta_1 0.99", "momentum SGD"
+_ADAM, _NADAM, _MUON, _SGD = "AdamW", "NAdam of beta_1 0.99", "Muon", "momentum SGD"
 
 _STAGES = (2, 4, 8)
-_UNITS = {_ADAM: "nats per character", _NADAM: "nats per character", _SGD: "points of error"}
+_UNITS = {**dict.fromkeys((_ADAM, _NADAM, _MUON), "nats per character"), _SGD: "points of error"}
 _COSTS: dict[tuple[str, str], dict[str, tuple[float, float, float]]] = {
     ("pipedream", _ADAM): {"": (0.06, 0.18, 0.37), "basis_rotation": (-0.09, 0.0, 0.14)},
     ("pipedream", _NADAM): {"": (0.0, 0.07, 0.22), "basis_rotation": (-0.12, -0.06, 0.05)},
+    ("pipedream", _MUON): {"": (0.09, 0.18, 0.24), "error_feedback": (0.03, 0.11, 0.20)},
     ("pipedream", _SGD): {"": (0.4, 1.6, 3.8), "nesterov": (-0.6, 0.1, 3.8)},
     ("pipedream_2bw", _ADAM): {
         "": (0.12, 0.12, 0.12),
         "error_feedback": (0.05, 0.05, 0.05),
         "basis_rotation": (-0.05, -0.05, -0.05),
     },
+    ("pipedream_2bw", _MUON): {"": (0.12, 0.12, 0.12), "error_feedback": (0.06, 0.06, 0.06)},
     ("pipedream_2bw", _SGD): {"": (0.3, 0.3, 0.3)},
 }
 """Method and optimizer -> compensation -> the cost at each of `_STAGES`."""
