@@ -74,10 +74,13 @@ class Workers:
 
 
 @contextmanager
-def worker_processes(network: Network, count: int, *command: str, limit_bytes: int | None = None) -> Iterator[Workers]:
+def worker_processes(
+    network: Network, count: int, *command: str, limit_bytes: int | None = None, computes: bool = True
+) -> Iterator[Workers]:
     """Starts so many workers: a Python file and its arguments, on each of the first hosts.
 
     Args:
+        computes: two workers have a core each; otherwise they go where there is room, as more do.
         limit_bytes: of a worker's memory, with Python and torch; what does not fit is refused by the kernel.
     """
     limit = () if limit_bytes is None else ("prlimit", f"--data={limit_bytes}")
@@ -85,8 +88,7 @@ def worker_processes(network: Network, count: int, *command: str, limit_bytes: i
     workers: list[subprocess.Popen[str]] = []
     try:
         for rank, host in enumerate(network.hosts[:count]):
-            # Those that compute have a core each; those that wait go where there is room.
-            pinned = ("taskset", "-c", str(cores[rank])) if count <= min(REAL, len(cores)) else ()
+            pinned = ("taskset", "-c", str(cores[rank])) if computes and count <= min(REAL, len(cores)) else ()
             variables = network.variables(rank, port=29500 + count) | {
                 "WORLD_SIZE": str(count),
                 "OMP_NUM_THREADS": "1",
