@@ -51,7 +51,7 @@ def main() -> int:
         if name in parts:
             print(f"## {name}\n\n{parts[name]['environment']}\n\n{PARTS[name].tables(parts[name]['rows'])}\n")
             for picture, svg in getattr(PARTS[name], "pictures", lambda rows: {})(parts[name]["rows"]).items():
-                (options.out / picture).write_text(svg)
+                (options.out / ("sleeping_" * (name == "sleeping") + picture)).write_text(svg)
     return 0
 
 
