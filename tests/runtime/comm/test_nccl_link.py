@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import mishaps
 import processes
@@ -213,11 +214,18 @@ def test_a_link_does_what_nccl_needs_and_the_stand_in_refuses_the_rest() -> None
 
 
 def training_that_fails() -> list[bool]:
-    """Returns whether this rank has aborted each of its communicators."""
-    with strict.installed(on_one_machine=True):
+    """Returns of each communicator that this rank has destroyed whether it was aborted before."""
+    ended, end = list[bool](), strict._Communicator.end
+
+    def note(communicator: strict._Communicator) -> None:
+        ended.append(communicator.aborted)
+        end(communicator)
+
+    with strict.installed(on_one_machine=True), mock.patch.object(strict._Communicator, "end", note):
         with pytest.raises(PipelineError):
             mishaps.train("forward", 2)
-        return [communicator.aborted for communicator in strict._communicators]
+        assert not strict._communicators
+        return ended
 
 
 @pytest.mark.processes
