@@ -265,7 +265,7 @@ ARMS: tuple[Arm, ...] = (
         _rotate_basis(SYNCHRONOUS),
         "synchronous, NAdam, beta_1 0.99, in a rotated basis",
         "control",
-        digits="",
+        digits="nadam",
         char_gpt="nadam",
     ),
     *_make_arms(
@@ -273,7 +273,7 @@ ARMS: tuple[Arm, ...] = (
         _rotate_basis(PIPEDREAM),
         "PipeDream, NAdam, beta_1 0.99, in a rotated basis",
         JUNG,
-        digits="",
+        digits="nadam",
         char_gpt="nadam",
     ),
     *_make_arms("2bw_rotation", _rotate_basis(TWO_BW), "2BW, AdamW in a rotated basis", JUNG, digits="adamw"),
@@ -283,6 +283,14 @@ ARMS: tuple[Arm, ...] = (
         "2BW with error feedback, AdamW in a rotated basis",
         ONE_STEP + ", for SOAP",
         digits="",
+    ),
+    *_make_arms(
+        "2bw_rotation_nadam",
+        _rotate_basis(TWO_BW),
+        "2BW, NAdam, beta_1 0.99, in a rotated basis",
+        JUNG,
+        digits="",
+        char_gpt="nadam",
     ),
     *_make_arms(
         "rotation_one_sided",

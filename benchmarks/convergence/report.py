@@ -32,6 +32,7 @@ FAMILIES = {
         "others": ("sync", "pipedream", "nesterov", "spectrain", "paci", "hybrid"),
         "AdamW": ("sync_adamw", "2bw_adamw", "2bw_ef", "pipedream_adamw"),
         "basis rotation": ("sync_adamw", "pipedream_adamw", "sync_rotation", "rotation", "2bw_rotation"),
+        "basis rotation, NAdam": ("sync_adamw", "sync_rotation_nadam", "rotation_nadam"),
     },
     "char_gpt": {
         "which weights": ("sync", "naive", "naive_recompute", "pipedream", "vertical_sync", "2bw"),
@@ -40,7 +41,13 @@ FAMILIES = {
         "optimizers": ("sync", "pipedream", "2bw", "2bw_ef", "sync_nadam", "nesterov"),
         "basis rotation": ("sync", "pipedream", "sync_rotation", "rotation", "2bw_rotation", "2bw_ef_rotation"),
         "its forms": ("sync_rotation", "rotation", "rotation_one_sided", "rotation_first_moment", "rotation_by_delay"),
-        "basis rotation, NAdam": ("sync_nadam", "nesterov", "sync_rotation_nadam", "rotation_nadam"),
+        "basis rotation, NAdam": (
+            "sync_nadam",
+            "nesterov",
+            "sync_rotation_nadam",
+            "rotation_nadam",
+            "2bw_rotation_nadam",
+        ),
         "Muon": ("sync_muon", "pipedream_muon", "pipedream_ef_muon", "2bw_muon", "2bw_ef_muon"),
         "momentum SGD": ("sync_sgd", "pb_sgd", "pb_lwp_sc_sgd"),
     },

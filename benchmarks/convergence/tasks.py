@@ -180,7 +180,7 @@ _GPT_RATES = {"sgd": 0.1, "adamw": 0.004, "nadam": 0.004, "muon": 0.008}
 TASKS = {
     "digits": Task(
         "digits", digits_units, digits, F.cross_entropy, metric="accuracy", batch=32,
-        rates={"sgd": 0.0125, "adamw": 0.005},
+        rates={"sgd": 0.0125, "adamw": 0.005, "nadam": 0.005},
     ),
     "char_gpt": Task(
         "char_gpt", char_gpt_units, characters, measure_per_token, metric="loss", batch=16, rates=_GPT_RATES
