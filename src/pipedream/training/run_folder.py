@@ -387,7 +387,10 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
 
 
 def _find_snapshot(checkpoint: AnyPath | None) -> Path | None:
-    """Returns the newest snapshot in memory, unless a checkpoint is newer or it is damaged; every rank calls it."""
+    """Returns the newest snapshot in memory, if it is whole and newer than the checkpoint; every rank calls it.
+
+    From a snapshot that is as new a run that was at its end would save that checkpoint again.
+    """
     folder = find_snapshots()
 
     def find() -> str:
@@ -395,7 +398,7 @@ def _find_snapshot(checkpoint: AnyPath | None) -> Path | None:
         if newest is None:
             return ""
         saved = -1 if checkpoint is None else parse_minibatches(checkpoint.name) or 0
-        if saved > (parse_minibatches(newest.name) or 0):
+        if saved >= (parse_minibatches(newest.name) or 0):
             return ""
         try:
             verify_checkpoint(newest)
@@ -405,8 +408,8 @@ def _find_snapshot(checkpoint: AnyPath | None) -> Path | None:
             return ""
         return str(newest)
 
-    found = process_group.make_on_rank_0(find, int(os.environ.get("RANK", "0")))
-    return Path(found) if found else None
+    path = process_group.make_on_rank_0(find, int(os.environ.get("RANK", "0")))
+    return Path(path) if path else None
 
 
 @contextmanager
