@@ -174,8 +174,8 @@ class TrainingLoop:
             return ""
 
         make_on_rank_0(check, self.pipeline.rank)
-        taken = format_bytes(2 * self._snapshot_bytes)
-        self._console.print(f"snapshots every {policy.every} minibatches take {taken} of memory, two of them at a time")
+        size = format_bytes(2 * self._snapshot_bytes)
+        self._console.print(f"snapshots every {policy.every} minibatches take {size} of memory, two of them at a time")
 
     def _extra(self) -> dict[str, Any]:
         now = time.perf_counter()

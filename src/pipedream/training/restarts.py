@@ -74,11 +74,11 @@ class Restarts:
 
         The latter two are None where they are not known.
         """
-        known = self._file is not None or not self._count
+        has_figures = self._file is not None or not self._count
         return {
             "restarts": self._count,
-            "seconds_lost": self._lost_s if known else None,
-            "minibatches_repeated": self._repeated if known else None,
+            "seconds_lost": self._lost_s if has_figures else None,
+            "minibatches_repeated": self._repeated if has_figures else None,
         }
 
     def _catch_up(self) -> None:
@@ -121,10 +121,10 @@ def check_memory(every: int, snapshot_bytes: int, free_bytes: int) -> None:
     """
     status = os.statvfs(MEMORY)
     folder = find_snapshots()
-    taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder is not None else 0
+    used_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder is not None else 0
     places = {
-        f"in {MEMORY}": (2 * snapshot_bytes, status.f_bavail * status.f_frsize + taken),
-        "in memory": (3 * snapshot_bytes, free_bytes + taken),
+        f"in {MEMORY}": (2 * snapshot_bytes, status.f_bavail * status.f_frsize + used_bytes),
+        "in memory": (3 * snapshot_bytes, free_bytes + used_bytes),
     }
     for place, (needed, free) in places.items():
         if needed > free:

@@ -47,37 +47,37 @@ def prune_places(
         return pipelines
     low, high = 0.0, first_plan.slowest_stage_s
     before, after = fewest_workers(space, high, sites, workers)
-    kept = before + after <= workers
+    is_kept = before + after <= workers
     # What is counted exactly has a plan: all counted stages are allowed, wherever they are, and memory is unlimited.
     every = {(w, count) for w in range(1, workers + 1) for count in sites if count <= w}
     is_exact = space.cluster.is_flat and not space.cluster.is_limited and pipelines.recompute != "always"
     is_exact &= pipelines.starts is None and set(pipelines.states) == every
     work_s = float(sum(space.passes_s(0, len(space.profile.layers))))
-    while not is_enough(kept.sum()) and high - low > _CLOSE * high:
+    while not is_enough(is_kept.sum()) and high - low > _CLOSE * high:
         low = low or work_s / workers / max(site.speed for row in sites.values() for site in row)
         middle = (low + high) / 2
         before, after = fewest_workers(space, middle, sites, workers, allow_single_stage=single)
         if before[-1] > workers:
             low = middle
         elif is_exact:
-            high, kept = middle, before + after <= workers
+            high, is_kept = middle, before + after <= workers
         else:
-            left = _keep(pipelines, before + after <= workers)
-            if min(left.periods.values()) <= middle:
-                return left
+            pruned = _keep(pipelines, before + after <= workers)
+            if min(pruned.periods.values()) <= middle:
+                return pruned
             low = middle
-    left = _keep(pipelines, kept)
-    if not space.is_complete and space.cluster.is_flat and kept.sum() > _MOST:
+    pruned = _keep(pipelines, is_kept)
+    if not space.is_complete and space.cluster.is_flat and is_kept.sum() > _MOST:
         # Still fewer places will do if they have as good a plan.
-        few = replace(pipelines, space=replace(space, positions=_thin_out(left.space, _MOST)))
+        few = replace(pipelines, space=replace(space, positions=_thin_out(pruned.space, _MOST)))
         if min(few.periods.values()) <= high * (1 + _CLOSE):
             return few
-    return left
+    return pruned
 
 
-def _keep(pipelines: DynamicProgram, kept: BoolArray) -> DynamicProgram:
-    kept[[0, -1]] = True
-    positions = tuple(place for place, keep in zip(pipelines.space.positions, kept, strict=True) if keep)
+def _keep(pipelines: DynamicProgram, is_kept: BoolArray) -> DynamicProgram:
+    is_kept[[0, -1]] = True
+    positions = tuple(place for place, keep in zip(pipelines.space.positions, is_kept, strict=True) if keep)
     return replace(pipelines, space=replace(pipelines.space, positions=positions))
 
 
@@ -130,12 +130,12 @@ def _find_least_replicas(
             # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
             weight_bytes, forward_s = parameters[j[tried]] - parameters[i[tried]], forward[j[tried]] - forward[i[tried]]
             sum_s = all_reduce_s(weight_bytes * site.sum_costs.share, count, site.sum_bytes_per_s, how=site.sums)
-            seen = tried[sum_s + forward_s / site.speed <= count * period_s]
-            a, b = i[seen], j[seen]
+            pairs = tried[sum_s + forward_s / site.speed <= count * period_s]
+            a, b = i[pairs], j[pairs]
             passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
             fits = space.period_s(passes_s, places[a], places[b], site) <= period_s
             least[a[fits], b[fits]] = count
-            needs[seen[fits]] = np.inf
+            needs[pairs[fits]] = np.inf
             tried = tried[needs[tried] <= count]
     return least
 

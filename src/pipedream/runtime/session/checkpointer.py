@@ -122,8 +122,8 @@ class Checkpointer:
     def count_bytes(self) -> int:
         """Returns the bytes of the tensors that a checkpoint has now; every rank calls it."""
         tensors, _, _ = self._collect()
-        here = sum(tensor.nbytes for tensor in tensors.values())
-        return sum(map(int, gather_texts(str(here), self._local.group)))
+        local_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return sum(map(int, gather_texts(str(local_bytes), self._local.group)))
 
     def read_newest(self, folder: AnyPath) -> tuple[AnyPath, Checkpoint]:
         """Returns the newest checkpoint in a folder, or the folder if it is one, with its manifest.

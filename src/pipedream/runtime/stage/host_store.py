@@ -178,17 +178,17 @@ class DeviceCopies:
             return tensors, None
         stream = self._streams[1]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        taken = list(tensors)
+        copied = list(tensors)
         with torch.cuda.stream(stream):
             for number, tensor in enumerate(tensors):
                 if tensor is None or not tensor.is_cuda:
                     continue
                 if tensor.layout is torch.strided:
-                    taken[number] = places[number].copy_(tensor, non_blocking=True)
+                    copied[number] = places[number].copy_(tensor, non_blocking=True)
                     tensor.record_stream(stream)
                 else:
-                    taken[number] = tensor.cpu()
-            return taken, stream.record_event()
+                    copied[number] = tensor.cpu()
+            return copied, stream.record_event()
 
 
 class StoredStage:
