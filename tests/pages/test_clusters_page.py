@@ -134,7 +134,8 @@ def wait_for(what: str, ready: Any, started: list[Started], most_s: float = 120.
     end = time.monotonic() + most_s
     while not ready():
         assert time.monotonic() < end, f"no {what} after {most_s} s"
-        assert all(process.processes() for process in started), f"it ended without {what}"
+        if any(process.ended() for process in started):
+            pytest.fail(f"no {what}:\n" + "\n".join(process.end(10.0).err for process in started))
         time.sleep(0.05)
 
 

@@ -99,6 +99,9 @@ class Started:
             time.sleep(0.02)
         return path
 
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def processes(self) -> dict[int, str]:
         """Returns the processes that come from this start and still run: id -> command line."""
         commands = {}

@@ -223,7 +223,7 @@ def test_a_worker_that_stays_stopped_is_killed_from_outside() -> None:
 
 
 FORKED = """
-import json, os, random, sys
+import json, os, random, sys, time
 from pathlib import Path
 imported, started_by = "torch" in sys.modules, os.getppid()
 import numpy, torch
@@ -239,7 +239,10 @@ facts = {
     "store": torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False).num_keys() >= 0,
     "variables": {name: text for name, text in os.environ.items() if name not in BEFORE},
 }
-Path(f"facts{attempt}{rank}.json").write_text(json.dumps(facts))
+Path("partial" + rank).write_text(json.dumps(facts))
+Path("partial" + rank).rename(f"facts{attempt}{rank}.json")
+while rank == "1" and not Path(f"facts{attempt}0.json").exists():
+    time.sleep(0.01)  # the launcher ends rank 0 when this one has ended
 if (rank, attempt) == ("1", "0"):
     os.kill(os.getpid(), 9)
 sys.exit(int(rank) * 3 if attempt == "1" else 0)
