@@ -214,7 +214,7 @@ def test_two_processes_train_as_the_plain_trainer(tmp_path: Path) -> None:
     """Every rank ends with the same weights, figures and evaluations, also after a resume."""
     plain = make_trainer("plain", tmp_path / "plain")
     plain.train()
-    for ended in processes.results(train_as_a_rank, 2, tmp_path / "run", timeout_s=120.0):
+    for ended in processes.results(train_as_a_rank, 2, tmp_path / "run", timeout_s=240.0):
         for history, weights in ended:
             for key in ("loss", "eval_loss", "eval_accuracy"):
                 expected, actual = (

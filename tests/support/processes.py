@@ -39,7 +39,7 @@ class End:
     seconds: float
 
 
-def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 60.0) -> list[End]:
+def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 120.0) -> list[End]:
     """Runs ``function(*args)`` in as many processes as there are workers; never raises what they raise."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pipedream.pipeline"])
@@ -80,7 +80,7 @@ def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: fl
     return [End(*ends[rank], codes[rank], at[rank]) for rank in range(workers)]
 
 
-def results(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def results(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Returns what the function returned in each process; raises the first exception of any."""
     ends = launch(function, workers, *args, timeout_s=timeout_s)
     for rank, end in enumerate(ends):
@@ -144,11 +144,11 @@ class Team:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def results(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def results(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Returns what the function returned in each process; raises the first exception of any."""
         return values(self.launch(function, *args, timeout_s=timeout_s))
 
-    def launch(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[End]:
+    def launch(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[End]:
         """Runs ``function(*args)`` in all of them; never raises what they raise."""
         if not self._processes:
             self._start()
