@@ -33,7 +33,7 @@ from pipedream.runtime.failure.processes import (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _ADDRESS = "127.0.0.1"
 _GRACE_S = 30.0
-_PERIOD_S = 0.1
+_PERIOD_S = 0.02  # a restart waits for two of them
 
 
 @dataclass
