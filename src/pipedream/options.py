@@ -255,8 +255,8 @@ class TrainingOptions(MethodOptions):
         evaluate_every: each evaluation drains the pipeline.
         checkpoint_every: each checkpoint drains the pipeline; None saves whenever an evaluation drains it. They are in
             the run folder (`training.run_folder.CHECKPOINTS`).
-        snapshot_every: each snapshot drains the pipeline. It is a checkpoint in memory of the launcher of
-            `pipedream train`, which restarts from it if no checkpoint is as new.
+        snapshot_every: each snapshot drains the pipeline. It is a checkpoint in the memory of the machines, of which
+            each also has another one's part; a restart takes it if no checkpoint is as new.
         resume: may be a URL; another number of workers gets a new plan. After a restart by the launcher the run
             continues from its newest checkpoint without this. With an empty folder `out`, the same options start a run
             and continue it.
@@ -325,7 +325,7 @@ class TrainingOptions(MethodOptions):
     keep: int = option(2, "Number of checkpoints to keep.", metavar="N", least=1, panel=Panel.RUN)
     snapshot_every: int | None = option(
         None,
-        "Minibatches between snapshots in memory, from which the launcher restarts.",
+        "Minibatches between snapshots in memory, from which a restart continues.",
         metavar="MINIBATCHES",
         least=1,
         unset="no snapshots",

@@ -78,7 +78,7 @@ class Pipeline:
         follows_evaluations: the learning-rate scheduler is a ReduceLROnPlateau, which needs evaluations.
         ready, drains: results that a drain has finished and `train` has yet to yield; minibatch numbers.
         extra: what the loop has given to `save`, or the loaded checkpoint holds.
-        saved_bytes: returns the bytes of a checkpoint's tensors now; every rank calls it.
+        saved_bytes: returns the bytes of tensors that each rank has in a checkpoint now; every rank calls it.
         check_savable: raises a PipelineError if the optimizer or scheduler could not be saved after a step.
 
     Raises:
@@ -235,7 +235,7 @@ class Pipeline:
         keep: int | None = None,
         wait: bool = True,
         extra: Mapping[str, Any] | None = None,
-        report: bool = True,
+        snapshot: bool = False,
     ) -> AnyPath:
         """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
@@ -246,8 +246,9 @@ class Pipeline:
             folder: of this run's checkpoints alone; or a URL of fsspec, such as ``s3://bucket/run``.
             keep: newest checkpoints to keep; None keeps all.
             wait: until it is complete; otherwise training continues meanwhile, and a later call raises its error.
-            report: callbacks hear of it.
             extra: numbers, texts, lists and dicts of the loop, by default those in `self.extra`, which `load` sets.
+            snapshot: the folder is in each machine's memory, which also keeps what another one saves. Callbacks do not
+                hear of it.
 
         Raises:
             WorkerError: this checkpoint or the one before could not be written; names the rank.
@@ -257,10 +258,9 @@ class Pipeline:
         check_json(self.extra, "extra")
         self._begin_collective_call("save()")
         position = replace(self._training.save(), callbacks=states_of(self._callbacks))
-        listening = [callback for callback in self._callbacks if report and callback.follows_checkpoints]
-        path = self._session.checkpointer.save(
-            any_path(folder), self._request, position, keep=keep, wait=wait or bool(listening), extra=self.extra
-        )
+        listening = [callback for callback in self._callbacks if callback.follows_checkpoints and not snapshot]
+        options: dict[str, Any] = {"wait": wait or bool(listening), "extra": self.extra, "is_snapshot": snapshot}
+        path = self._session.checkpointer.save(any_path(folder), self._request, position, keep=keep, **options)
         if path != self._checkpoint:
             _report_checkpoint(self, listening, cast(Path, path))
         self._checkpoint = path

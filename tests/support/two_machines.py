@@ -19,9 +19,14 @@ def machines() -> Iterator[Network]:
         yield network
 
 
-def within(machine: Host) -> tuple[str, ...]:
-    """Returns the prefix that runs a command on a machine, where it sees that machine's processes alone."""
-    return machine.inside("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+def within(machine: Host, memory: Path | None = None) -> tuple[str, ...]:
+    """Returns the prefix that runs a command on a machine, where it sees that machine's processes alone.
+
+    Args:
+        memory: a folder that is its /dev/shm; by default this machine's.
+    """
+    mounted = () if memory is None else ("sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(memory))
+    return machine.inside("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *mounted)
 
 
 def on_both(machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path) -> list[Ended]:
@@ -33,8 +38,10 @@ def on_both(machines: Network, rendezvous: str, program: tuple[str, ...], folder
     return ends
 
 
-def started_on_both(machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path) -> list[Started]:
-    """Starts torchrun on both machines, one worker each."""
+def started_on_both(
+    machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path, *, own_memory: bool = False
+) -> list[Started]:
+    """Starts torchrun on both machines, one worker each; with `own_memory` folders are their /dev/shm."""
     started = []
     first = machines.hosts[0].address
     for rank, host in enumerate(machines.hosts):
@@ -46,13 +53,14 @@ def started_on_both(machines: Network, rendezvous: str, program: tuple[str, ...]
             ),
         }[rendezvous]
         machine_folder = folder / f"machine{rank}"
-        machine_folder.mkdir()
+        memory = machine_folder / "memory" if own_memory else None
+        (memory or machine_folder).mkdir(parents=True, exist_ok=True)
         started.append(
             commands.start(
                 *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet, *program),
                 folder=machine_folder,
                 environment={"GLOO_SOCKET_IFNAME": LINK},
-                within=within(host),
+                within=within(host, memory),
             )
         )
     return started

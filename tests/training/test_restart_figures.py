@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,11 @@ def test_each_restart_is_counted_with_what_was_repeated(
             if behind and at == furthest:
                 lost_s += now_s - furthest_s
                 behind = False
-            counted.begin([(number, float(number)) for number in range(at)], at)
+            counted.begin(at)
             for number in range(at, at + trains):
                 now_s += each_s
-                counted.keep(number, float(number))  # as a snapshot does
-                counted.finish(number, float(number))
+                counted.keep(number)  # as a snapshot does
+                counted.finish(number)
                 repeated += number < before
                 if number + 1 == before:
                     lost_s += now_s - furthest_s
@@ -62,15 +61,15 @@ def test_attempts_that_trained_nothing_are_lost(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "2" / "0" / "error.json"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     counted = Restarts(0)
-    counted.begin([], 0)
+    counted.begin(0)
     assert counted.figures() == {"restarts": 2, "seconds_lost": 20.0, "minibatches_repeated": 0}
 
 
 def test_under_another_launcher_only_restarts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LAUNCHER, raising=False)
     counted = Restarts(0)
-    counted.begin([], 0)
-    counted.finish(0, time.time())
+    counted.begin(0)
+    counted.finish(0)
     assert counted.figures() == {"restarts": 0, "seconds_lost": 0.0, "minibatches_repeated": 0}
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     assert Restarts(0).figures() == {"restarts": 3, "seconds_lost": None, "minibatches_repeated": None}

@@ -6,21 +6,16 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import commands
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import pipedream
-from pipedream.core.errors import PlanError, RecipeError
-from pipedream.core.units import format_bytes
 from pipedream.recipe import load_recipe
 from pipedream.runtime.failure import processes
-from pipedream.training import restarts
+from pipedream.training import snapshots
 from pipedream.training.run_folder import resume_point
 
 pytestmark = pytest.mark.processes
@@ -166,25 +161,12 @@ def test_snapshots_that_serve_nothing_are_refused(
     assert words in error
 
 
-def test_snapshots_need_the_launcher(tmp_path: Path) -> None:
-    write(tmp_path, "False")
-    with pytest.raises(
-        RecipeError, match="snapshot_every=4 keeps snapshots in the memory of the launcher of 'pipedream"
-    ):
-        pipedream.run(
-            lambda seed: load_recipe(str(tmp_path / "mortal.py"), seed=seed),
-            snapshot_every=4,
-            out=tmp_path / "run",
-            quiet=True,
-        )
-
-
 def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     """Makes this process look like a restarted worker of a launcher with snapshots; returns their folder."""
     monkeypatch.setenv(processes.LAUNCHER, "1 1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "launch" / "1" / "0" / "error.json"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for module in (processes, restarts):
+    for module in (processes, snapshots):
         monkeypatch.setattr(module, "MEMORY", folder)
     (folder / "launch" / "1" / "0").mkdir(parents=True)
     return folder / "launch" / "snapshots"
@@ -194,11 +176,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
 def test_a_restart_takes_what_is_newest_and_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
 ) -> None:
-    snapshots, run = launched(monkeypatch, tmp_path), tmp_path / "run"
+    memory, run = launched(monkeypatch, tmp_path), tmp_path / "run"
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     batches = [(torch.ones(2, 4), torch.ones(2, 4))] * 3
     options = {"loss": torch.nn.functional.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
-    places = [snapshots, run / "checkpoints"] if case == "older" else [run / "checkpoints", snapshots]
+    places = [memory, run / "checkpoints"] if case == "older" else [run / "checkpoints", memory]
     plan = pipedream.plan(pipedream.profile(model, batches[0][0]), pipedream.Cluster.flat(2), shape=(1, 1))
     with pipedream.Pipeline(model, plan, **options) as pipeline:
         for place in places:
@@ -206,7 +188,7 @@ def test_a_restart_takes_what_is_newest_and_whole(
                 list(pipeline.train(batches))
             pipeline.save(place)
     if case == "damaged":
-        (file,) = snapshots.glob("*/*.distcp")
+        (file,) = memory.glob("*/*.distcp")
         content = bytearray(file.read_bytes())
         at = content.index(next(iter(pipeline.state_dict().values())).numpy().tobytes())
         content[at] ^= 1
@@ -220,22 +202,6 @@ def test_a_restart_takes_what_is_newest_and_whole(
     if case == "damaged":
         assert resume_point(None, run) == point, "it was set aside"
         assert "is not used" not in capsys.readouterr().err
-
-
-@given(st.integers(1, 10**6), st.integers(0, 10**7), st.integers(0, 10**7))
-def test_memory_that_is_missing_is_named(snapshot_bytes: int, in_folder: int, free: int) -> None:
-    status = SimpleNamespace(f_bavail=in_folder, f_frsize=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restarts.os, "statvfs", lambda _: status)
-        if 2 * snapshot_bytes <= in_folder and 3 * snapshot_bytes <= free:
-            restarts.check_memory(4, snapshot_bytes, free)
-            return
-        with pytest.raises(PlanError) as caught:
-            restarts.check_memory(4, snapshot_bytes, free)
-    missing = 2 * snapshot_bytes - in_folder
-    missing = missing if missing > 0 else 3 * snapshot_bytes - free
-    assert f"--snapshot-every 4 takes {format_bytes(2 * snapshot_bytes)[:1]}"[:-1] in str(caught.value)
-    assert f"are free: {format_bytes(missing)} are missing; enlarge" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -19,12 +19,12 @@ from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.progress import LogTimes, is_live, spell_left
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
-from pipedream.probe import available_bytes
 from pipedream.recipe import Recipe
 from pipedream.runtime.checkpoint.remote import AnyPath
-from pipedream.runtime.comm.process_group import make_on_rank_0, process_device
+from pipedream.runtime.comm.process_group import make_on_rank_0
 from pipedream.runtime.results.results import Done
-from pipedream.training.restarts import Restarts, check_memory
+from pipedream.training.restarts import Restarts
+from pipedream.training.snapshots import check_memory
 
 _EVERY_S = 0.5
 
@@ -53,7 +53,7 @@ class TrainingLoop:
 
     Args:
         began_s: when the run began, by `time.perf_counter`.
-        snapshots: those in the launcher's memory.
+        snapshots: those in memory.
         evaluate_every: epochs; 0 evaluates only at the end.
 
     Attributes:
@@ -82,6 +82,7 @@ class TrainingLoop:
         self._snapshot_bytes = 0
         self.recipe = recipe
         self.losses: list[tuple[int, float]] = []
+        self._saved_losses = 0  # those in losses.json
         self.metrics: dict[str, float] = {}
         self.evaluations: list[dict[str, Any]] = []
         self.seconds_to_target: float | None = None
@@ -95,9 +96,14 @@ class TrainingLoop:
         self._console = console
 
     def resume(self, losses: list[tuple[int, float]]) -> None:
-        """Continues the figures of the checkpoint that the pipeline has loaded; those of version 0.1 have none."""
-        self.losses = losses
+        """Continues the figures of the checkpoint that the pipeline has loaded; those of version 0.1 have none.
+
+        Args:
+            losses: those that are on disk.
+        """
         before = self.pipeline.extra
+        self.losses, self._saved_losses = losses, len(losses)
+        self.losses += [(number, loss) for number, loss in before.get("losses", ())]
         self.began_s -= before.get("seconds", 0.0)
         self.train_s = before.get("train_seconds", 0.0)
         self.evaluations = list(before.get("evaluations", ()))
@@ -112,7 +118,7 @@ class TrainingLoop:
         """
         start = self._train_began_s = time.perf_counter() - self.train_s
         interrupted = False
-        self._restarts.begin(self.losses, self.pipeline.drain())
+        self._restarts.begin(self.pipeline.drain())
         mark: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
@@ -126,7 +132,7 @@ class TrainingLoop:
                 for done in self.pipeline.train(self.recipe.train, until_epoch=until):
                     now = time.perf_counter()
                     self.losses.append((done.number, done.loss))
-                    self._restarts.finish(done.number, done.loss)
+                    self._restarts.finish(done.number)
                     samples += done.samples
                     if mark is None and done.number >= self._evaluated_at:
                         mark = now, samples
@@ -161,21 +167,24 @@ class TrainingLoop:
 
     def _snapshot(self, policy: CheckpointPolicy) -> None:
         self.pipeline.drain()
+        assert policy.every is not None
+        assert isinstance(policy.folder, Path)
         if not self._snapshot_bytes:  # only now the optimizers have their state
-            self._snapshot_bytes = self.pipeline.saved_bytes()
-            self._check_memory(policy)
-        self.pipeline.save(policy.folder, keep=policy.keep, wait=False, extra=self._extra(), report=False)
+            saved_bytes = self.pipeline.saved_bytes()
+            self._snapshot_bytes = check_memory(policy.every, policy.folder, saved_bytes, self.pipeline.rank)
+            size = format_bytes(self._snapshot_bytes)
+            text = f"snapshots every {policy.every} minibatches take {size} of memory, two of them at a time"
+            self._console.print(text)
+        losses = self._all_losses()[self._saved_losses :]
+        self.pipeline.save(
+            policy.folder, keep=policy.keep, wait=False, extra=self._extra() | {"losses": losses}, snapshot=True
+        )
         for done in self.pipeline.ready:
-            self._restarts.keep(done.number, done.loss)
+            self._restarts.keep(done.number)
 
-    def _check_memory(self, policy: CheckpointPolicy) -> None:
-        def check() -> str:
-            check_memory(policy.every or 0, self._snapshot_bytes, available_bytes(process_device("cpu"), 1))
-            return ""
-
-        make_on_rank_0(check, self.pipeline.rank)
-        size = format_bytes(2 * self._snapshot_bytes)
-        self._console.print(f"snapshots every {policy.every} minibatches take {size} of memory, two of them at a time")
+    def _all_losses(self) -> list[tuple[int, float]]:
+        """Returns losses with those that the drain has finished and this loop has yet to be given."""
+        return [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
 
     def _extra(self) -> dict[str, Any]:
         now = time.perf_counter()
@@ -189,9 +198,9 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=self._extra())
+        losses = self._all_losses()
+        self._saved_losses = len(losses)
         if self.pipeline.rank == 0:
-            # The checkpoint includes minibatches that the drain has finished and this loop has yet to be given.
-            losses = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
             path = self._checkpoints.folder.parent / "losses.json"
             try:
                 if isinstance(path, Path):
@@ -212,7 +221,7 @@ class TrainingLoop:
             "train_seconds": self.train_s,
             "seconds_to_target": self.seconds_to_target,
             "failures": self._restarts.figures(),
-            "snapshots": self._snapshots and {"every": self._snapshots.every, "bytes": 2 * self._snapshot_bytes},
+            "snapshots": self._snapshots and {"every": self._snapshots.every, "bytes": self._snapshot_bytes},
         }
         if "accuracy" in self.metrics:
             figures["accuracy"] = self.metrics["accuracy"]

@@ -42,14 +42,12 @@ from pipedream.runtime.checkpoint.folders import (
     newest_checkpoint,
     parse_minibatches,
     read_shared_manifest,
-    set_aside,
     warn_of_unfinished,
 )
-from pipedream.runtime.checkpoint.pieces import verify_checkpoint
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.checkpoint.writer import FolderLock
 from pipedream.runtime.comm import process_group
-from pipedream.training.restarts import find_snapshots, read_losses
+from pipedream.training.snapshots import find_newest_snapshot, find_snapshots
 
 _SHOWN_MICROBATCHES = 40  # of the begin of a run
 
@@ -305,13 +303,21 @@ class ResumePoint:
     """The checkpoint that a run continues from; the folder is the run's, if it is in one.
 
     Attributes:
-        is_snapshot: it is in the memory of the launcher.
+        is_snapshot: it is in memory.
+        elsewhere: ranks whose part of it is in the memory of another machine.
     """
 
     path: AnyPath
     manifest: Checkpoint
     folder: AnyPath | None
     is_snapshot: bool = False
+    elsewhere: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.is_snapshot:
+            return str(self.path)
+        ranks = f"rank{'s' * (len(self.elsewhere) > 1)} {', '.join(map(str, self.elsewhere))}"
+        return f"memory, {self.path}" + f" ({ranks} from the memory of another machine)" * bool(self.elsewhere)
 
     @property
     def profile(self) -> Profile | None:
@@ -322,14 +328,13 @@ class ResumePoint:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """(number, loss) before the checkpoint, as far as kept."""
+        """(number, loss) before the checkpoint, as far as kept on disk; what a snapshot has itself is left out."""
         if self.folder is None:
             return []
-        if self.is_snapshot:
-            return read_losses(self.manifest.minibatches)
+        first, _ = next(iter(self.manifest.extra.get("losses", ())), (self.manifest.minibatches, 0.0))
         try:
             rows = json.loads((self.folder / "losses.json").read_text(encoding="utf-8"))
-            return [(int(number), float(loss)) for number, loss in rows if int(number) < self.manifest.minibatches]
+            return [(int(number), float(loss)) for number, loss in rows if int(number) < first]
         except (OSError, ValueError, TypeError):
             return []
 
@@ -362,15 +367,19 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     """
 
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    run = out if restarted and out is not None else resume
     if resume is not None:
         checkpoint = newest_checkpoint(any_path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
     else:
         checkpoint = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
     group = process_group.world_group()
     path = find_newest_of_all(checkpoint, group)
-    if restarted and out is not None and (snapshot := _find_snapshot(path)) is not None:
+    folder = None if run is None else find_snapshots(any_path(run))
+    saved = -1 if path is None else parse_minibatches(path.name) or 0
+    if run is not None and folder is not None and (newest := find_newest_snapshot(folder, saved)) is not None:
+        snapshot, elsewhere = newest
         manifest, _ = read_shared_manifest(snapshot, group)
-        return ResumePoint(snapshot, manifest, any_path(out), is_snapshot=True)
+        return ResumePoint(snapshot, manifest, any_path(run), is_snapshot=True, elsewhere=tuple(elsewhere))
     if path is None:
         # One command may start a run and continue it.
         if resume is None or (out is not None and any_path(out) == any_path(resume)):
@@ -384,32 +393,6 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     inside = path.resolve().parent.name == CHECKPOINTS
     manifest, _ = read_shared_manifest(path, group)
     return ResumePoint(path, manifest, path.parent.parent if inside else None)
-
-
-def _find_snapshot(checkpoint: AnyPath | None) -> Path | None:
-    """Returns the newest snapshot in memory, if it is whole and newer than the checkpoint; every rank calls it.
-
-    From a snapshot that is as new a run that was at its end would save that checkpoint again.
-    """
-    folder = find_snapshots()
-
-    def find() -> str:
-        newest = None if folder is None else newest_checkpoint(folder)
-        if newest is None:
-            return ""
-        saved = -1 if checkpoint is None else parse_minibatches(checkpoint.name) or 0
-        if saved >= (parse_minibatches(newest.name) or 0):
-            return ""
-        try:
-            verify_checkpoint(newest)
-        except ArtifactError as error:
-            print(f"pipedream: the snapshot in memory is not used: {error}", file=sys.stderr, flush=True)
-            set_aside(newest)
-            return ""
-        return str(newest)
-
-    path = process_group.make_on_rank_0(find, int(os.environ.get("RANK", "0")))
-    return Path(path) if path else None
 
 
 @contextmanager

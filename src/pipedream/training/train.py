@@ -30,7 +30,6 @@ from pipedream.runtime.results.loggers import make_loggers
 from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.restarts import find_snapshots
 from pipedream.training.run_folder import (
     CHECKPOINTS,
     RunFiles,
@@ -44,6 +43,7 @@ from pipedream.training.run_folder import (
     summarise,
     write_run,
 )
+from pipedream.training.snapshots import open_snapshots, remove_snapshots
 from pipedream.workflows.simulate import simulate_program
 
 
@@ -88,6 +88,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
             outcome = run_job(planned, process, policy)
             activity.place = "writing the run folder"
             summary = report(planned, outcome, process)
+        remove_snapshots(job.place)
         process_group.wait_for_all()  # they watch rank 0 until its last file is written
     if outcome.interrupted:
         raise KeyboardInterrupt
@@ -182,7 +183,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
             pipeline.check_savable()
-        snapshots = _choose_snapshot_policy(options)
+        snapshots = _choose_snapshot_policy(job)
         if snapshots is not None:
             pipeline.check_savable()
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s, snapshots)
@@ -190,8 +191,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             pipeline.load(job.resumed.path)
             loop.resume(job.resumed.losses)
             manifest = job.resumed.manifest
-            place = f"memory, {job.resumed.path}" if job.resumed.is_snapshot else job.resumed.path
-            console.print(f"resuming from {place}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
+            console.print(f"resuming from {job.resumed}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
         simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
         predicted = run_metrics(simulated).samples_per_s
         interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
@@ -220,17 +220,12 @@ def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
     return CheckpointPolicy(folder / CHECKPOINTS, every, job.options.keep)
 
 
-def _choose_snapshot_policy(options: TrainingOptions) -> CheckpointPolicy | None:
-    if options.snapshot_every is None:
+def _choose_snapshot_policy(job: Job) -> CheckpointPolicy | None:
+    every = job.options.snapshot_every
+    if every is None:
         return None
-    folder = find_snapshots()
-    if folder is None:
-        raise RecipeError(
-            f"snapshot_every={options.snapshot_every} keeps snapshots in the memory of the launcher of 'pipedream "
-            "train' with --max-restarts or --elastic, which has not started this process; start the run by it, or give "
-            "checkpoint_every instead"
-        )
-    return CheckpointPolicy(folder, options.snapshot_every, keep=1)
+    folder = open_snapshots(every, job.place, is_named=job.options.out is not None, is_resumed=job.resumed is not None)
+    return CheckpointPolicy(folder, every, keep=1)
 
 
 def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan) -> Outcome:

@@ -93,10 +93,10 @@ def warn_of_unfinished(path: AnyPath, requested: AnyPath, rank: int) -> None:
             )
 
 
-def read_manifest(path: AnyPath) -> Checkpoint:
-    """Reads a manifest; raises an `ArtifactError` if it is damaged, or a file is missing or truncated."""
+def read_manifest(path: AnyPath, *, whole: bool = True) -> Checkpoint:
+    """Reads a manifest; raises an `ArtifactError` if it is damaged or, with `whole`, a file is missing or truncated."""
     try:
-        return _read_manifest(path)
+        return _read_manifest(path) if whole else _load_manifest(path)
     except ArtifactError as error:
         raise ArtifactError(f"{error}; {advise_other(path)}") from None
 
@@ -128,19 +128,19 @@ def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tupl
     return manifest, {name: ranks[0] for name, ranks in ranks_by_file.items()}
 
 
-def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) -> list[bool]:
-    """Returns for each rank whether it sees rank 0's folder, which exists; every rank calls it.
+def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None, owner: int = 0) -> list[bool]:
+    """Returns for each rank whether it sees the folder of one of them, which exists; every rank calls it.
 
     Raises:
-        ArtifactError: the same on every rank: rank 0 cannot write into it, or it is a URL that a rank does not see.
+        ArtifactError: the same on every rank: the owner cannot write into it, or it is a URL that a rank does not see.
     """
     mark, token, failure = folder / ".shared", uuid4().hex, ""
-    if rank == 0:
+    if rank == owner:
         try:
             mark.write_text(token, encoding="utf-8")
         except OSError as error:
             failure = f"cannot write into the folder {folder}: {error}; choose another one"
-    token, failure = json.loads(broadcast_text(json.dumps([token, failure]), group))
+    token, failure = json.loads(gather_texts(json.dumps([token, failure]), group)[owner])
     if failure:
         raise ArtifactError(failure)
     seen, why = False, "another file is there"
@@ -149,7 +149,7 @@ def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) 
     except OSError as error:
         why = str(error)
     rows = gather_texts("" if seen else why, group)
-    if rank == 0:
+    if rank == owner:
         mark.unlink(missing_ok=True)
     for other, problem in enumerate(rows):
         if problem and isinstance(folder, RemotePath):
@@ -158,6 +158,17 @@ def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) 
                 "machines reach, with the same credentials"
             )
     return [not problem for problem in rows]
+
+
+def list_machines(folder: Path, rank: int, group: dist.ProcessGroup | None) -> list[list[int]]:
+    """Returns the ranks that share a folder of this name, which exists at each of them; every rank calls it."""
+    machines: list[list[int]] = []
+    left = list(range(1 if group is None else dist.get_world_size(group)))
+    while left:
+        sees = ranks_that_see(folder, rank, group, left[0])
+        machines.append([other for other in left if sees[other]])
+        left = [other for other in left if not sees[other]]
+    return machines
 
 
 def _read_manifest(path: AnyPath) -> Checkpoint:
@@ -242,9 +253,14 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
 def commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
     """Adds manifest and metadata to a written folder, and gives it its name."""
     (scratch / ".metadata").write_bytes(pickle.dumps(_make_metadata(manifest)))
+    publish(scratch, path, manifest.to_json())
+
+
+def publish(scratch: AnyPath, path: AnyPath, manifest: str) -> None:
+    """Adds the manifest to a written folder, and gives it its name."""
     page = scratch / MANIFEST
     with page.open("wb") as file:
-        file.write(manifest.to_json().encode() + b"\n")
+        file.write(manifest.encode() + b"\n")
         flush(page, file)
     move(scratch, path)
     if isinstance(path, Path):

@@ -9,6 +9,9 @@ Life of a checkpoint:
    checkpoint exists. A folder with a dot is never read, and the next save removes it.
 4. The oldest beyond `keep` are renamed and then removed.
 
+A snapshot is a checkpoint in the memory of each machine. Each machine has the parts of its own ranks, those of the
+machine before it in a ring, and the manifest. The one before is removed once all machines have renamed the new one.
+
 Torch's `save` agrees on a plan first, in four times the CPU time, which training has to do without.
 
 Two runs do not write into a folder at the same time. Its lock is the kernel's (`flock` on the file ``.lock``), so a run
@@ -29,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -39,16 +42,19 @@ from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.plan.mesh import Box
+from pipedream.runtime.checkpoint.copies import exchange_copies, find_neighbours
 from pipedream.runtime.checkpoint.folders import (
     MANIFEST,
     commit,
     complete_checkpoints,
     folder_name,
+    list_machines,
     move,
     name_scratch,
     newest_checkpoint,
     parse_minibatches,
     prune,
+    publish,
     ranks_that_see,
     remove_leftovers,
     remove_tree,
@@ -71,6 +77,7 @@ class _Save:
     places: Mapping[str, tuple[Box, Sequence[int]]]
     keep: int | None
     wait_for_tensors: Callable[[], None] | None
+    is_snapshot: bool
 
     @property
     def scratch(self) -> AnyPath:
@@ -94,7 +101,8 @@ class Writer:
         self._failure: WorkerError | None = None
         self._last: dict[AnyPath, int] = {}  # folder -> minibatches of the newest checkpoint of this run
         self._locks: dict[AnyPath, FolderLock | RemoteLock] = {}
-        self._apart: dict[AnyPath, list[bool]] = {}
+        self._apart: dict[AnyPath, set[int]] = {}
+        self._machines: list[list[int]] = []  # ranks that share the memory with the snapshots
 
     def begin(
         self,
@@ -104,6 +112,7 @@ class Writer:
         keep: int | None,
         places: Mapping[str, tuple[Box, Sequence[int]]] | None = None,
         wait_for_tensors: Callable[[], None] | None = None,
+        is_snapshot: bool = False,
     ) -> AnyPath:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
 
@@ -113,6 +122,7 @@ class Writer:
             keep: complete checkpoints to keep; None keeps all.
             places: for tensors that are parts: which part, and the shape of the whole.
             wait_for_tensors: called by the thread that writes, before it reads the tensors.
+            is_snapshot: the folder is in the memory of each machine, and a copy goes to the next one.
 
         Raises:
             ArtifactError: another run has saved one of that name, or is writing into the folder.
@@ -120,20 +130,22 @@ class Writer:
         path = folder / folder_name(manifest.minibatches)
         if self._last.get(folder.resolve()) == manifest.minibatches:
             return path
+        if is_snapshot and not self._machines:
+            self._machines = list_machines(cast(Path, folder), self._rank, self._group)
         failure = ""
-        if self._rank == 0:
+        if self._is_first_of_machine if is_snapshot else self._rank == 0:
             try:
-                self._prepare(folder, path)
+                self._prepare(folder, path, is_snapshot)
             except (ArtifactError, OSError) as error:
                 failure = str(error)
-        failure = broadcast_text(failure, self._group)
-        if failure:
+        if failure := next(filter(None, gather_texts(failure, self._group)), ""):
             raise ArtifactError(failure)
-        save = _Save(path, manifest, tensors, places or {}, keep, wait_for_tensors)
-        if folder not in self._apart:
-            self._apart[folder] = [not sees for sees in ranks_that_see(folder, self._rank, self._group)]
+        save = _Save(path, manifest, tensors, places or {}, keep, wait_for_tensors, is_snapshot)
         self._last[folder.resolve()] = manifest.minibatches
-        apart, any_apart = self._apart[folder][self._rank], any(self._apart[folder])
+        if folder not in self._apart:
+            sees = [] if is_snapshot else ranks_that_see(folder, self._rank, self._group)
+            self._apart[folder] = {rank for rank, sees_it in enumerate(sees) if not sees_it}
+        apart, any_apart = self._rank in self._apart[folder], bool(self._apart[folder])
         if apart:
             folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
@@ -159,16 +171,22 @@ class Writer:
         try:
             if save.wait_for_tensors is not None:
                 save.wait_for_tensors()
-            written = write_tensors(scratch / f"__{self._rank}_0.distcp", save.tensors, save.places)
+            written = write_tensors(scratch / name_file(self._rank), save.tensors, save.places)
         except Exception as error:
             failure = _describe_failure(error, path)
         try:
             rows = self._wait_until_written(failure, written)
+            if save.is_snapshot:
+                self._copy_to_neighbour(save, rows)
         except _SaveError:
-            if apart or self._rank == 0:  # nobody writes any more, and space may be what is missing
+            # Nobody writes any more, and space may be what is missing.
+            if apart or (self._is_first_of_machine if save.is_snapshot else self._rank == 0):
                 with suppress(OSError):
                     remove_tree(scratch)
             raise
+        if save.is_snapshot:
+            self._publish_snapshot(save, rows)
+            return
         if apart:
             with suppress(FileNotFoundError):  # another rank of this machine has done it
                 move(scratch, path)
@@ -181,6 +199,34 @@ class Writer:
             write_checkpoint(str(path))
             prune(path.parent, save.keep)
 
+    @property
+    def _is_first_of_machine(self) -> bool:
+        return any(ranks[0] == self._rank for ranks in self._machines)
+
+    def _copy_to_neighbour(self, save: _Save, rows: list[Any]) -> None:
+        """Raises the `_SaveError` of the first rank that cannot write a copy."""
+        neighbours = find_neighbours(self._machines)
+        if self._group is None or not neighbours:
+            return
+        sizes = merge_rows(rows)["files"]
+        files = {rank: (name, sizes[name]) for rank in neighbours if (name := name_file(rank)) in sizes}
+        error = exchange_copies(cast(Path, save.scratch), files, neighbours, self._group)
+        self._wait_until_written("" if error is None else _describe_failure(error, save.path), [])
+
+    def _publish_snapshot(self, save: _Save, rows: list[Any]) -> None:
+        """Makes a snapshot exist on each machine; those before it are removed when it does on all."""
+        manifest = replace(save.manifest, **merge_rows(rows)).to_json() if self._rank == 0 else ""
+        manifest = broadcast_text(manifest, self._group)
+        failure = ""
+        try:
+            if self._is_first_of_machine:
+                publish(save.scratch, save.path, manifest)
+        except OSError as error:
+            failure = _describe_failure(error, save.path)
+        self._wait_until_written(failure, [])
+        if self._is_first_of_machine:
+            prune(save.path.parent, save.keep)
+
     def _wait_until_written(self, failure: str, written: list[Any]) -> list[Any]:
         """Waits for all ranks; returns what each has written, or raises the `_SaveError` of the first that failed."""
         rows = [json.loads(text) for text in gather_texts(json.dumps([failure, written]), self._group)]
@@ -189,16 +235,17 @@ class Writer:
                 raise _SaveError(rank, failed)
         return [pieces for _, pieces in rows]
 
-    def _prepare(self, folder: AnyPath, path: AnyPath) -> None:
+    def _prepare(self, folder: AnyPath, path: AnyPath, is_snapshot: bool) -> None:
         """Locks the folder for this run, and removes what a killed save has left."""
         if folder not in self._locks:
             self._locks[folder] = RemoteLock(folder) if isinstance(folder, RemotePath) else FolderLock(folder)
         self._locks[folder].check()
-        if (number := self._last.get(folder.resolve())) is not None:
+        # After a resume from disk no snapshot counts.
+        if (number := self._last.get(folder.resolve(), -1 if is_snapshot else None)) is not None:
             # Resumed from an older one: a later resume must not take those of the course that was left.
-            for other in complete_checkpoints(folder):
+            for other in complete_checkpoints(folder, parts=is_snapshot):
                 if (parse_minibatches(other.name) or 0) > number:
-                    set_aside(other)
+                    (remove_tree if is_snapshot else set_aside)(other)
         if (path / MANIFEST if isinstance(path, RemotePath) else path).exists():
             raise ArtifactError(
                 f"a checkpoint {path} exists already; resume from it (--resume), or save into another folder"
@@ -251,6 +298,11 @@ class Writer:
             what = f"saving the checkpoint of minibatch {save.manifest.minibatches}"
             advice = _advise_after_failure(save.path.parent)
             self._failure = WorkerError(failed.rank, what, failed.cause, advice)
+
+
+def name_file(rank: int) -> str:
+    """Returns the name of a rank's file in a checkpoint."""
+    return f"__{rank}_0.distcp"
 
 
 class _SaveError(Exception):

@@ -77,6 +77,7 @@ class Checkpointer:
         keep: int | None,
         wait: bool,
         extra: Mapping[str, Any],
+        is_snapshot: bool = False,
     ) -> AnyPath:
         """Writes a checkpoint.
 
@@ -84,6 +85,7 @@ class Checkpointer:
             extra: of the training loop, in JSON; rank 0's is written.
             keep: complete checkpoints to keep; None keeps all.
             wait: False writes a copy in the background.
+            is_snapshot: into the memory of each machine, and of the next one.
 
         Raises:
             WorkerError: it, or the one before, could not be written.
@@ -114,16 +116,16 @@ class Checkpointer:
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
             )
-            path = self.writer.begin(folder, manifest, tensors, keep, places, wait_for_copies)
+            path = self.writer.begin(folder, manifest, tensors, keep, places, wait_for_copies, is_snapshot)
             if wait:
                 self.writer.finish()
             return path
 
-    def count_bytes(self) -> int:
-        """Returns the bytes of the tensors that a checkpoint has now; every rank calls it."""
+    def count_bytes(self) -> list[int]:
+        """Returns the bytes of the tensors that each rank has in a checkpoint now; every rank calls it."""
         tensors, _, _ = self._collect()
         local_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return sum(map(int, gather_texts(str(local_bytes), self._local.group)))
+        return list(map(int, gather_texts(str(local_bytes), self._local.group)))
 
     def read_newest(self, folder: AnyPath) -> tuple[AnyPath, Checkpoint]:
         """Returns the newest checkpoint in a folder, or the folder if it is one, with its manifest.

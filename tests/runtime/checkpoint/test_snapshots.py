@@ -1,0 +1,141 @@
+"""Snapshots: checkpoints in the memory of each machine, with a copy in that of the next one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.runtime.checkpoint import copies, folders, pieces
+from pipedream.runtime.checkpoint.copies import find_neighbours
+from pipedream.training.snapshots import find_newest_snapshot
+from tests.runtime.checkpoint import saving
+
+MEMORY = Path("memory")
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_one_lost_machine_loses_nothing(machine_of: list[int]) -> None:
+    machines = [[r for r, other in enumerate(machine_of) if other == m] for m in dict.fromkeys(machine_of)]
+    neighbours = find_neighbours(machines)
+    assert set(neighbours) == (set(range(len(machine_of))) if len(machines) > 1 else set())
+    for rank, neighbour in neighbours.items():
+        assert machine_of[rank] != machine_of[neighbour]
+    for ranks in machines[: len(machines) * (len(machines) > 1)]:
+        sizes = [sum(neighbour == rank for neighbour in neighbours.values()) for rank in ranks]
+        assert max(sizes) - min(sizes) <= 1, "the work is shared"
+
+
+MACHINES = {0: "one", 1: "two", 2: "two", 3: "three"}
+NAME = folders.folder_name(15)
+
+
+def train(epochs: int, taken: Path | None = None) -> dict[str, torch.Tensor]:
+    """Trains, from a snapshot if given, with a snapshot after each epoch; returns the weights."""
+    animal = saving.zoo.make("mlp")
+    with saving.pipeline(animal, (2, 2)) as pipeline:
+        if taken is not None:
+            pipeline.load(taken)
+        for done in pipeline.train(animal.batches, until_epoch=epochs):
+            if done.ends_epoch:
+                pipeline.save(MEMORY, keep=1, wait=False, snapshot=True)
+        return pipeline.state_dict()
+
+
+def take_from(base: Path, case: str) -> tuple[Path, list[int]] | None:
+    """Returns what is taken after losses, of which this machine makes its own."""
+    home, saved = MACHINES[dist.get_rank()], base / "saved"
+    dist.barrier()
+    if dist.get_rank() in (0, 1, 3):  # one of each machine
+        shutil.rmtree(MEMORY)
+        shutil.copytree(saved / home / MEMORY, MEMORY)
+        if home in {"two is lost": "two", "two and three are lost": "two three"}.get(case, "").split():
+            shutil.rmtree(MEMORY)
+        if case == "two is damaged" and home == "two":
+            damage(MEMORY / NAME / "__2_0.distcp")
+        if case == "the manifest of one is damaged" and home == "one":
+            page = MEMORY / NAME / "checkpoint.json"
+            page.write_bytes(page.read_bytes().replace(b'"seed": 0', b'"seed": 1'))
+        if case == "all are damaged" and home != "one":
+            damage(MEMORY / NAME / "__2_0.distcp")
+        if case == "only one has renamed":
+            (MEMORY / NAME).rename(MEMORY / (NAME if home == "one" else f".{NAME}"))
+            shutil.copytree(saved / "before" / home / MEMORY, MEMORY, dirs_exist_ok=True)
+    dist.barrier()
+    return find_newest_snapshot(MEMORY, 15 if case == "as new on disk" else 9)
+
+
+def damage(file: Path) -> None:
+    """Changes a bit of a tensor's values."""
+    manifest = folders.read_manifest(file.parent, whole=False)
+    name = next(n for n, stored in manifest.tensors.items() if all(p.file == file.name for p in stored.pieces))
+    content = bytearray(file.read_bytes())
+    content[content.index(pieces.read_tensors(file.parent, manifest, [name])[name].numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+
+
+CASES = {
+    "all live": (NAME, []),
+    "two is lost": (NAME, [2]),
+    "two is damaged": (NAME, [2]),
+    "the manifest of one is damaged": (NAME, []),
+    "two and three are lost": None,
+    "all are damaged": None,
+    "as new on disk": None,
+    "only one has renamed": (folders.folder_name(10), []),
+}
+
+
+def try_cases(base: Path) -> tuple[Any, ...]:
+    """Trains on three machines, whose memories are folders; returns what is kept, and what is taken in each case."""
+    home = base / MACHINES[dist.get_rank()]
+    home.mkdir(exist_ok=True)
+    os.environ["RANK"] = str(dist.get_rank())
+    os.chdir(home)
+    MEMORY.mkdir(exist_ok=True)
+    copies._SENT_BYTES = 1000  # so that files are sent in several parts
+    for epochs, folder in ((2, base / "saved" / "before"), (3, base / "saved")):
+        train(epochs, None if epochs == 2 else MEMORY)
+        dist.barrier()
+        shutil.copytree(MEMORY, folder / home.name / MEMORY, dirs_exist_ok=True)
+    taken = {case: take_from(base, case) for case in CASES}
+    point = take_from(base, "two is lost")
+    assert point is not None
+    continued = train(4, point[0])
+    again = None
+    if take_from(base, "two and three are lost") is None:
+        again = train(4)  # over what is left in memory
+    return taken, continued, again
+
+
+@pytest.mark.processes
+def test_what_is_lost_or_damaged_is_read_from_the_next_machine(tmp_path: Path) -> None:
+    taken, continued, again = processes.results(try_cases, 4, tmp_path, timeout_s=120.0)[0]
+    saved = {machine: tmp_path / "saved" / machine / MEMORY / NAME for machine in MACHINES.values()}
+    kept = {machine: sorted(path.name for path in place.iterdir()) for machine, place in saved.items()}
+    assert kept == {  # the second replicas, ranks 1 and 3, have nothing of their own that would be sent
+        "one": ["__0_0.distcp", "checkpoint.json"],
+        "two": ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "checkpoint.json"],
+        "three": ["__2_0.distcp", "__3_0.distcp", "checkpoint.json"],
+    }
+    assert len({(place / "checkpoint.json").read_bytes() for place in saved.values()}) == 1
+    assert (saved["one"] / "__0_0.distcp").read_bytes() == (saved["two"] / "__0_0.distcp").read_bytes()
+    assert taken == {case: result and (MEMORY / result[0], result[1]) for case, result in CASES.items()}
+    for machine in saved:
+        (left,) = folders.complete_checkpoints(tmp_path / machine / MEMORY, parts=True)
+        assert left.name == folders.folder_name(20), "the one before is removed"
+        assert not list((tmp_path / machine / MEMORY).glob(".minibatch*"))
+    os.chdir(tmp_path)
+    with saving.pipeline(saving.zoo.make("mlp"), (2, 2)) as whole:
+        list(whole.train(saving.zoo.make("mlp").batches, epochs=4))
+        weights = whole.state_dict()
+    assert all(torch.equal(continued[name], weights[name]) for name in weights)
+    assert all(torch.equal(again[name], weights[name]) for name in weights)

@@ -1,0 +1,170 @@
+"""Where snapshots are, who removes them, and what memory they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import commands
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from two_machines import machines, started_on_both
+
+import pipedream
+from pipedream.core.errors import RecipeError
+from pipedream.core.units import format_bytes
+from pipedream.recipe import load_recipe
+from pipedream.runtime.failure.processes import MEMORY
+from pipedream.slow_links import Network
+from pipedream.training import snapshots
+from pipedream.training.snapshots import find_snapshots, open_snapshots, remove_snapshots
+from tests.training.test_restarts import ONCE, write
+
+__all__ = ["machines"]  # the fixture
+
+
+def test_snapshots_need_a_launcher(tmp_path: Path) -> None:
+    write(tmp_path, "False")
+    with pytest.raises(RecipeError, match="this process was not started by 'pipedream train' with"):
+        pipedream.run(
+            lambda seed: load_recipe(str(tmp_path / "mortal.py"), seed=seed),
+            snapshot_every=4,
+            out=tmp_path / "run",
+            quiet=True,
+        )
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Makes this process look like a worker of torchrun, on a machine with this memory."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setattr(snapshots, "MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+def test_under_torchrun_the_run_folder_names_the_snapshots(memory: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert find_snapshots(run) is None
+    with pytest.raises(RecipeError, match="none was given; add --out DIR"):
+        open_snapshots(4, run, is_named=False, is_resumed=False)
+    folder = open_snapshots(4, run, is_named=True, is_resumed=False)
+    assert folder.parent == memory
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert find_snapshots(run) == folder
+    assert open_snapshots(4, run, is_named=True, is_resumed=True) == folder
+    (folder / "minibatch-00000004").mkdir()
+    new = open_snapshots(4, run, is_named=True, is_resumed=False)
+    assert new != folder, "a run that begins again takes nothing from the one before"
+    assert list(memory.iterdir()) == [new]
+    remove_snapshots(run)
+    assert not list(memory.iterdir())
+    assert not list(run.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text", ["../elsewhere", "/etc", "pipedream-snapshots-0", "pipedream-snapshots-" + "0" * 32 + "/.."]
+)
+def test_the_run_folder_names_no_other_place(memory: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "snapshots.txt").write_text(text)
+    assert find_snapshots(tmp_path) is None
+
+
+def test_what_nobody_continued_is_removed_after_a_day(memory: Path, tmp_path: Path) -> None:
+    folders = {}
+    for name, age_s in (("old", 90_000.0), ("recent", 80_000.0), ("used", 90_000.0)):
+        folders[name] = open_snapshots(4, tmp_path / name, is_named=True, is_resumed=False)
+        if name == "used":
+            lock = snapshots.FolderLock(folders[name])
+        os.utime(folders[name], (time.time() - age_s,) * 2)
+    new = open_snapshots(4, tmp_path / "new", is_named=True, is_resumed=False)
+    assert set(memory.iterdir()) == {folders["recent"], folders["used"], new}
+    lock.release()
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(0, 10**7), st.integers(0, 10**7))
+def test_memory_that_is_missing_is_named(snapshot_bytes: int, copied_bytes: int, in_folder: int, free: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots.os, "statvfs", lambda _: SimpleNamespace(f_bavail=in_folder, f_frsize=1))
+        patch.setattr(snapshots, "available_bytes", lambda *_: free)
+        text = snapshots.describe_missing(4, Path("nothing"), snapshot_bytes, copied_bytes)
+    missing = 2 * snapshot_bytes - in_folder, 2 * snapshot_bytes + copied_bytes - free
+    if max(missing) <= 0:
+        assert not text
+        return
+    assert text.startswith("--snapshot-every 4 takes ")
+    assert f"are free: {format_bytes(next(size for size in missing if size > 0))} are missing; enlarge" in text
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_torchrun_restarts_from_memory(tmp_path: Path) -> None:
+    """Of one machine; nothing is left in its memory."""
+    write(tmp_path, ONCE)
+    before = set(MEMORY.iterdir())
+    ended = commands.run(
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "-m", "pipedream", "train", "mortal.py"),
+        *("--out", "run", "--checkpoint-every", "0", "--snapshot-every", "4"),
+        folder=tmp_path,
+    )
+    assert ended.status == 0, ended.err
+    assert "resuming from memory, /dev/shm/pipedream-snapshots-" in ended.out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert 16 <= summary["resumed_from"] < 26
+    assert [number for number, _ in json.loads((tmp_path / "run" / "losses.json").read_text())] == list(range(40))
+    assert not set(MEMORY.iterdir()) - before
+
+
+@pytest.mark.network
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "lost", [(0,), pytest.param((1,), marks=pytest.mark.slow), pytest.param((0, 1), marks=pytest.mark.slow)]
+)
+def test_a_machine_that_is_lost_is_read_from_the_other_ones_memory(
+    machines: Network, tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    """Of a machine that is lost, others have what was in memory; its disk is lost too, unless nothing else is left."""
+    write(tmp_path, ONCE)
+    program = ("-m", "pipedream", "train", str(tmp_path / "mortal.py"), "--out", "run", "--resume", "run")
+    program += ("--snapshot-every", "4", "--checkpoint-every", "10" if lost == (0, 1) else "0")
+    started = started_on_both(machines, "static", program, tmp_path, own_memory=True)
+    ends = [process.end() for process in started]
+    assert all(ended.status for ended in ends)
+    homes = [tmp_path / f"machine{number}" for number in (0, 1)]
+    plan = pipedream.Plan.load(homes[0] / "run" / "plan.json")
+    for number in lost:
+        shutil.rmtree(homes[number] / "memory")
+        if len(lost) == 1:
+            shutil.rmtree(homes[number] / "run")
+    (homes[1] / "dead").touch()
+    ends = [process.end() for process in started_on_both(machines, "static", program, tmp_path, own_memory=True)]
+    assert [ended.status for ended in ends] == [0, 0], ends[0].err
+    source = r"run/checkpoints/minibatch-\d{8}"
+    if len(lost) == 1:
+        source = r"memory, /dev/shm/pipedream-snapshots-\w{32}/minibatch-\d{8} \(rank "
+        source += f"{lost[0]} from the memory of another machine\\)"
+    resumed = re.search(rf"^resuming from {source}: minibatch (\d+), epoch 1$", ends[0].out, re.M)
+    assert resumed is not None, ends[0].out
+    assert 10 <= int(resumed[1]) < 26
+    assert not [path for home in homes for path in (home / "memory").iterdir()]
+    whole = pipedream.run(
+        lambda seed: load_recipe(str(tmp_path / "mortal.py"), seed=seed),
+        plan=plan,
+        checkpoint_every=4,
+        out=tmp_path / "whole",
+        quiet=True,
+    )
+    assert whole["minibatches"] == 40
+    weights, others = (torch.load(run / "weights.pt") for run in (homes[0] / "run", tmp_path / "whole"))
+    assert lost == (0, 1) or all(torch.equal(weights[name], others[name]) for name in others)
+    losses = json.loads((homes[0] / "run" / "losses.json").read_text())
+    assert [number for number, _ in losses] == list(range(40))
+    assert lost == (0, 1) or losses == json.loads((tmp_path / "whole" / "losses.json").read_text())
