@@ -71,7 +71,7 @@ def test_reading_the_heap_takes_a_bounded_share_of_a_phase(monkeypatch: pytest.M
         return 1
 
     monkeypatch.setattr(memory, "_read_heap_bytes", read_slowly)
-    monkeypatch.setattr(memory, "time", SimpleNamespace(perf_counter=lambda: now_s, thread_time=lambda: spent_s))
+    monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: now_s))
     meter = MemoryMeter(CPU)
     for ops, phase_s in ((40, 0.0), (100_000, 100.0)):  # the first ops of a phase are all read, then 0.3% of its time
         reads = 0

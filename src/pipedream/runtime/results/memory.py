@@ -16,7 +16,7 @@ from torch import nn
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _FIRST_OPS = 32  # whose peak does not count if there are more: modules are imported, kernels set up
-_FIRST_READS_S, _READING_SHARE = 0.01, 0.003  # what reading may take of a phase, in CPU time
+_FIRST_READS_S, _READING_SHARE = 0.01, 0.003  # what reading may take of a phase's CPU time: a stage may mostly wait
 
 
 class Peak(NamedTuple):
@@ -46,7 +46,7 @@ class MemoryMeter:
     def reset(self) -> None:
         """Begins a phase, at a drain."""
         self._ops = self._most_bytes = 0
-        self._begin_s, self._reading_s = time.perf_counter(), 0.0
+        self._begin_s, self._reading_s = time.process_time(), 0.0
         self._trains = True
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -66,10 +66,10 @@ class MemoryMeter:
         """Reads the heap of a CPU, also inside an op, as `sample` does."""
         if self._device is not None or not self._trains:
             return
-        if self._reading_s <= _FIRST_READS_S + _READING_SHARE * (time.perf_counter() - self._begin_s):
-            before_s = time.thread_time()
+        before_s = time.process_time()
+        if self._reading_s <= _FIRST_READS_S + _READING_SHARE * (before_s - self._begin_s):
             self._most_bytes = max(self._most_bytes, _read_heap_bytes())
-            self._reading_s += time.thread_time() - before_s
+            self._reading_s += time.process_time() - before_s
 
     def at_drain(self) -> Peak:
         self._trains = False
