@@ -36,6 +36,9 @@ class Content(IntEnum):
     END = 2  # no further microbatch; `microbatch` is their count
 
 
+_CONTENTS = tuple(Content)
+
+
 class StopReason(IntEnum):
     """Why a stream of minibatches ended."""
 
@@ -327,7 +330,7 @@ class Header(NamedTuple):
         self, message_format: MessageFormat, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[float, ...]
     ) -> Message:
         return Message(
-            self.microbatch, Content(self.content), tensors, message_format.structure, message_format.wants,
+            self.microbatch, _CONTENTS[self.content], tensors, message_format.structure, message_format.wants,
             self.minibatch, self.epoch, self.samples, self.version, self.flags, self.loss_weight, self.share, numbers,
         )  # fmt: skip
 

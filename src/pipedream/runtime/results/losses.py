@@ -79,6 +79,9 @@ class Loss:
         self.function = loss
         self.weight = weight
         self._unwrap, self._keywords = _unwrap(loss)
+        average, reduce = (self._keywords.get(name) for name in ("size_average", "reduce"))  # deprecated
+        is_legacy = average is not None or reduce is not None
+        self._legacy_reduction = _Reduction.legacy_get_string(average, reduce, emit_warning=False) if is_legacy else ""
         self._is_torch_loss = is_torch_loss(loss)
         self._is_of_classes = _is_one_of(self._unwrap, _CLASS_LOSSES, _CLASS_MODULES)
         self._is_of_elements = _is_one_of(self._unwrap, _ELEMENT_LOSSES, _ELEMENT_MODULES)
@@ -312,10 +315,7 @@ class Loss:
 
     @property
     def _reduction(self) -> str:
-        average, reduce = (self._keywords.get(name) for name in ("size_average", "reduce"))
-        if average is not None or reduce is not None:  # deprecated
-            return _Reduction.legacy_get_string(average, reduce, emit_warning=False)
-        return str(self._read_option("reduction", "mean"))
+        return self._legacy_reduction or str(self._read_option("reduction", "mean"))
 
     def _read_option(self, name: str, default: Any) -> Any:
         if isinstance(self._unwrap, nn.Module):
