@@ -6,7 +6,7 @@ calls at each end, and wakes nobody but its receiver; gloo has a thread for that
 the cores. A process that ends closes its sockets, which ends the other's wait.
 
 The memory is in no file system (`memfd_create`): nothing is left by a process that is killed, and the size of /dev/shm
-is no limit. It has as many slots as messages may be unread, and one more. A message that is too large for a slot gets
+is no limit. It has as many slots as messages may be unread, and two more. A message that is too large for a slot gets
 new memory with larger ones; what was sent before is read from the old memory first, because messages keep their order.
 
 Processes find each other by Unix sockets without a file, which reach as far as a network namespace does; so what is
@@ -176,7 +176,7 @@ class _Slots:
 
 
 class SharedMemorySender(ConnectionSender):
-    """The sending end, with room for `max_unread` messages and the next one.
+    """The sending end, with room for `max_unread` messages, the one read last and the next one.
 
     Args:
         peer: the other end's rank.
@@ -186,7 +186,7 @@ class SharedMemorySender(ConnectionSender):
     def __init__(self, connection: socket.socket, peer: int, max_unread: int, separate: str = "") -> None:
         self._connection = connection
         self._peer = peer
-        self._count = max_unread + 1
+        self._count = max_unread + 2
         self._formats = SentFormats(separate)
         self._slots: _Slots | None = None
         self._free: list[int] = []
@@ -252,25 +252,21 @@ class SharedMemorySender(ConnectionSender):
         return file
 
     def _free_slot(self) -> int:
-        if not self._free:
-            while self._take_back(wait=not self._free):
-                pass
+        while not self._free:
+            self._take_back()
         return self._free.pop()
 
-    def _take_back(self, wait: bool) -> bool:
-        """Takes the number of a slot that has been read; returns whether there was one."""
+    def _take_back(self) -> None:
+        """Takes the number of a slot that has been read."""
         try:
-            if not self._connection.recv_into(self._number, 0, 0 if wait else socket.MSG_DONTWAIT):
+            if not self._connection.recv_into(self._number):
                 raise _make_lost_error(self._peer)
-        except BlockingIOError:
-            return False
         except OSError as error:
             raise _make_lost_error(self._peer) from error
         if self._read_from_old:
             self._read_from_old -= 1
         else:
             self._free.append(_SLOT.unpack(self._number)[0])
-        return True
 
     @property
     def sent_bytes(self) -> int:
@@ -294,8 +290,10 @@ class SharedMemoryReceiver(ConnectionReceiver):
         self._packets = [bytearray(_SOCKET_BYTES)]
         self._head = memoryview(self._packets[0])[_SLOT.size :]
         self._extra_bytes = socket.CMSG_SPACE(4)  # of a file descriptor
+        self._read_slot = _NO_SLOT
 
     def take(self) -> tuple[Message, MessageFormat, int]:
+        self._give_back()
         header, extra = self._receive_header()
         head = self._head
         if extra:
@@ -307,7 +305,7 @@ class SharedMemoryReceiver(ConnectionReceiver):
         else:
             assert self._slots is not None
             tensors = [None if t is None else t.clone() for t in self._slots.tensors(slot, message_format)]
-            self._give_back(slot)
+            self._read_slot = slot
         tensors = restore_device(tensors, message_format, self._device)
         return header.message(message_format, tuple(tensors), header.numbers_in(head)), message_format, header.channel
 
@@ -320,9 +318,12 @@ class SharedMemoryReceiver(ConnectionReceiver):
             raise _make_lost_error(self._peer)
         return Header.read(self._head), extra
 
-    def _give_back(self, slot: int) -> None:
-        with suppress(OSError):  # of a sender that has ended, nobody needs it
-            self._connection.send(_SLOT.pack(slot))
+    def _give_back(self) -> None:
+        """Gives the last message's slot back, when the next message may have to be waited for."""
+        slot, self._read_slot = self._read_slot, _NO_SLOT
+        if slot != _NO_SLOT:
+            with suppress(OSError):  # of a sender that has ended, nobody needs it
+                self._connection.send(_SLOT.pack(slot))
 
     def _map_memory(self, descriptor: bytes, count: int, slot_bytes: int) -> _Slots:
         (file,) = struct.unpack("=i", descriptor)
