@@ -76,7 +76,7 @@ class BackwardRunner:
                 )
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
         self._send_back(stage, index, saved, input_gradients, message)
-        self._recorder.note("B", stage, self._stream.number(index), start)
+        self._recorder.note("B", stage, self._stream.first + index, start)
         self._activity.end()
 
     def run_inputs(self, stage: int, index: int) -> None:
@@ -91,7 +91,7 @@ class BackwardRunner:
                 stage_state.check.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
         self._send_back(stage, index, saved, input_gradients, message)
-        self._recorder.note("I", stage, self._stream.number(index), start)
+        self._recorder.note("I", stage, self._stream.first + index, start)
         self._activity.end()
 
     def run_weights(self, stage: int, index: int) -> None:
@@ -104,7 +104,7 @@ class BackwardRunner:
             with stage_state.backward_context(saved), stage_state.module.counting("weights' backward"):
                 weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
-        self._recorder.note("W", stage, self._stream.number(index), start)
+        self._recorder.note("W", stage, self._stream.first + index, start)
         self._activity.end()
 
     def _start(self, stage: int, index: int, task: str) -> tuple[StageState, Moment]:

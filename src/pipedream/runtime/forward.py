@@ -32,14 +32,14 @@ class DataStream:
 
     Attributes:
         split: microbatches of a minibatch.
-        base: minibatches before this stream.
+        first: microbatches before this stream, since the start of training.
         trains: backwards follow.
         predicts: outputs are returned, not scored.
         ema: forwards without backwards read averaged weights.
     """
 
     split: int = 1
-    base: int = 0
+    first: int = 0
     trains: bool = False
     predicts: bool = False
     ema: bool = False
@@ -47,10 +47,6 @@ class DataStream:
     def minibatch(self, index: int) -> int:
         """Returns the minibatch of a microbatch, both counted in this stream."""
         return index // self.split
-
-    def number(self, index: int) -> int:
-        """Returns a microbatch's number since the start of training."""
-        return self.base * self.split + index
 
 
 class ForwardRunner:
@@ -116,7 +112,7 @@ class ForwardRunner:
     def _run_later(self, pending: Pending[None], stage: int, index: int, message: Message) -> Waiting[Any]:
         start = self._recorder.mark()
         yield from wait_for(pending)
-        self._recorder.note("wait", stage, self._stream.number(index), start)
+        self._recorder.note("wait", stage, self._stream.first + index, start)
         yield from self._run(stage, index, message) or ()
 
     def _run(self, stage: int, index: int, message: Message) -> Waiting[Any] | None:
@@ -139,7 +135,7 @@ class ForwardRunner:
             self._mailbox.drop(Carries.INPUT, stage, index)
         self._activity.end()
         stage_state.next_forward = index + self._replicas[stage]
-        self._recorder.note("F", stage, stream.number(index), start)
+        self._recorder.note("F", stage, stream.first + index, start)
         if stage == self._last and stream.trains:
             minibatch = stream.minibatch(index)
             # The next forward of this replica may belong to a later minibatch: this one's results are complete then.
@@ -225,10 +221,10 @@ class ForwardRunner:
                 saved.gradient_crossings = with_crossings("", gradient_crossings)
             if index == 0 and not again and isinstance(stage_state, StageState):
                 # Before the stage's own forward, which may write into its input and its buffers.
-                stage_state.check.before_forward(value, self._stream.number(index), stage == 0, message, targets)
+                stage_state.check.before_forward(value, self._stream.first + index, stage == 0, message, targets)
             read = stage_state.read_again(saved) if again else weights
             with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
-                output = stage_state.forward(value, read, self._stream.number(index), stage == 0)
+                output = stage_state.forward(value, read, self._stream.first + index, stage == 0)
             if targets is None:
                 structure, saved.outputs = stage_state.module.sent(output, message.samples)
                 wants = tuple(tensor.requires_grad for tensor in saved.outputs)
@@ -261,7 +257,7 @@ class ForwardRunner:
             else:
                 value = to_device(module.value_of(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
             with self._scorer.watching(value, message.samples, trains=False) if scores else nullcontext():
-                output = module.forward(value, leaves, self._stream.number(index), stage == 0)
+                output = module.forward(value, leaves, self._stream.first + index, stage == 0)
             if stage < self._last:
                 return message.with_tensors(*module.sent(output, message.samples))
             output = module.whole(output)

@@ -190,7 +190,7 @@ class Worker:
                 cause.
         """
         not_finite = find_not_finite(self.stage_states) if self.results.raises_on_nan else {}
-        stream = DataStream(self.program.microbatches, self.done_minibatches, trains=True)
+        stream = DataStream(self.program.microbatches, self.done_minibatches * self.program.microbatches, trains=True)
         self._begin(stream, data, self.program.round_minibatches, until)
         self._mailbox.begin(trains=True)
         for stage_state in self.stage_states.values():
@@ -308,8 +308,8 @@ class Worker:
         gradient_versions = stage_state.update(self.program, Op(Kind.UPDATE, stage, index), present_share, self._total)
         self._activity.end()
         for microbatch, *versions in gradient_versions:
-            self.recorder.note_gradient_versions(stage, self._stream.number(microbatch), *versions)
-        before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[stage]
+            self.recorder.note_gradient_versions(stage, self._stream.first + microbatch, *versions)
+        before_drain = self._stream.first // self.program.updates.per_update[stage]
         self.recorder.note("U", stage, before_drain + index, start)
         yield from stage_state.average(self.recorder, stage, index)
         if stop_requests:
@@ -345,14 +345,14 @@ class Worker:
 
     def _note_arrival(self, message: Message, number: int, index: int, start: Moment) -> None:
         ended = self._mailbox.arrived(number, index, message)
-        self.recorder.note("wait", self.program.channels[number].target, self._stream.number(index), start)
+        self.recorder.note("wait", self.program.channels[number].target, self._stream.first + index, start)
         if ended is not None and self._total is None:
             self._end(*ended)
 
     def _send(self, number: int, index: int) -> None:
         start = self.recorder.mark()
         self._mailbox.send(number, index)
-        self.recorder.note("send", self.program.channels[number].source, self._stream.number(index), start)
+        self.recorder.note("send", self.program.channels[number].source, self._stream.first + index, start)
 
     def _end(self, total: int, stop_reason: StopReason) -> None:
         self._total = total
@@ -365,7 +365,7 @@ class Worker:
         self._data = data
         if data is not None:
             replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)
-            data.begin(stream.split, replica, stream.base, cycle, until)
+            data.begin(stream.split, replica, stream.first // stream.split, cycle, until)
         self._stream = stream
         self._total = None
         self._mailbox.begin()

@@ -90,7 +90,7 @@ class Recorder:
         self._loose.append((self.phase, code, stage, index, start, end))
         if code < len(WORK):
             self.memory.sample(kind == "F")
-        if kind == "F" and isinstance(end, GpuMoment) and self._gpu is not None:
+        if self._gpu is not None and kind == "F" and isinstance(end, GpuMoment):
             self._gpu.limit(end, self._most_ahead)
         if len(self._loose) >= _MOST_LOOSE:
             self._settle(wait=len(self._loose) >= _MOST_KEPT)
@@ -147,7 +147,11 @@ class Recorder:
 
         Returns the present moment in seconds; on a GPU that of the last mark that is over.
         """
-        now_s = time.perf_counter() if self._gpu is None else self._gpu.settle(wait)
+        if self._gpu is None:
+            self._spans.add(list(self._loose))
+            self._loose.clear()
+            return time.perf_counter()
+        now_s = self._gpu.settle(wait)
         over = []
         while self._loose and (end_s := _read_seconds(self._loose[0][5])) == end_s:
             *numbers, start, _ = self._loose.popleft()
