@@ -100,6 +100,14 @@ def test_a_good_plan_is_predicted(edited: Callable[..., tuple[int, str]]) -> Non
     assert "predicted: " in out
 
 
+@pytest.mark.parametrize(("factor", "differs"), [(1.005, False), (1.02, True)])
+def test_figures_may_differ_by_a_percent(factor: float, differs: bool) -> None:
+    plan = pd.plan(CHAIN, pd.Cluster.flat(4))
+    first, *rest = plan.stages
+    edited = replace(plan, stages=(replace(first, forward_s=factor * first.forward_s), *rest))
+    assert bool(check_plan(edited, profile=CHAIN).differences) is differs
+
+
 def test_a_bound_that_a_plan_is_faster_than_proves_nothing() -> None:
     plan = pd.plan(CHAIN, pd.Cluster.flat(4))
     assert plan.gap == pytest.approx(0.0, abs=1e-6)

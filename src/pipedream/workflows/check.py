@@ -24,7 +24,8 @@ from pipedream.planner import Score, SearchSpace
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.methods import check_no_remote_stages, occupancy_of, resolve_method, score
 
-_SAME = 0.01  # relative; smaller differences are not reported
+_SAME_FIGURE = 0.01  # relative; smaller differences between plan and profile are not reported
+_SAME_CLAIM = 1e-9
 _COMPARED = (
     "forward_s",
     "backward_s",
@@ -196,7 +197,7 @@ def _list_differences(stage: Stage, row: Stage) -> list[str]:
         )
     for name in _COMPARED:
         planned, profiled = getattr(stage, name), getattr(row, name)
-        if abs(planned - profiled) > _SAME * max(planned, profiled):
+        if abs(planned - profiled) > _SAME_FIGURE * max(planned, profiled):
             shown = format_seconds if name.endswith("_s") else format_bytes
             lines.append(f"{name}: {shown(planned)} in the plan, {shown(profiled)} in the profile")
     return lines
@@ -260,7 +261,6 @@ def _advise_rotation(plan: Plan, s: int, usage: StageOccupancy) -> str:
     return f"{rotation} keeps {format_bytes(kept)} there; "
 
 
-_SAME = 1e-9
 _SHOWN = {"in_flight": "in flight", "makespan_s": "makespan in seconds"}
 
 
@@ -343,7 +343,7 @@ def check_claims(name: str, workers: int, microbatches: int | None = None, chunk
         f"{_SHOWN.get(what, what)} of {where}: claimed {claimed:.6g}, simulated {value:.6g}"
         for what, rows in pairs.items()
         for where, claimed, value in rows
-        if abs(claimed - value) > _SAME * max(1.0, abs(value))
+        if abs(claimed - value) > _SAME_CLAIM * max(1.0, abs(value))
     )
     return ClaimCheck(
         built.name, p, m, claims.assumption, tuple(pairs), differences, tuple(_list_omitted(built, p, set(pairs)))
