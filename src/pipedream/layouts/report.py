@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
+from pipedream.core.display import align
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
@@ -159,19 +160,19 @@ def format_partitions(comparison: Mapping[str, Any]) -> str:
     ]
     if cuts:
         numbered = [(f"{at + 1}", f"{cut['pairs']}", f"{cut['elements']:,}") for at, cut in enumerate(cuts)]
-        lines += ["", *_format_table(("cut", "pairs", "elements of a pair"), numbered, "rrr")]
-        lines += ["", *_format_schemes(comparison["tensors"])]
+        lines += ["", align([("cut", "pairs", "elements of a pair"), *numbered], words=0)]
+        lines += ["", _format_schemes(comparison["tensors"])]
     rows = [
         (name, f"{row['elements']:,}", f"{row['sent_elements']:,}", format_bytes(row["sent_bytes"]))
         for name, row in comparison["methods"].items()
     ]
-    lines += ["", *_format_table(("method", "elements", "on the wire", "bytes"), rows, "lrrr")]
+    lines += ["", align([("method", "elements", "on the wire", "bytes"), *rows])]
     if comparison["refused"]:
         lines += ["", f"left out: {', '.join(comparison['refused'])} (--json says why)"]
     return "\n".join(lines)
 
 
-def _format_schemes(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _format_schemes(tensors: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns a row for each of the largest shapes and its cuts."""
     equal: dict[tuple[tuple[int, ...], tuple[int | None, ...]], list[str]] = {}
     for name, tensor in tensors.items():
@@ -186,7 +187,7 @@ def _format_schemes(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for (shape, cuts), names in largest[:_MOST_TENSORS]
     ]
     head = "tensor" if len(largest) <= _MOST_TENSORS else "largest tensors"
-    return _format_table((head, "shape", "dimension of each cut"), rows, "lll")
+    return align([(head, "shape", "dimension of each cut"), *rows], words=3)
 
 
 def format_layouts(report: Mapping[str, Any]) -> str:
@@ -195,7 +196,10 @@ def format_layouts(report: Mapping[str, Any]) -> str:
     least = "least peak memory" if report["objective"] == "memory" else "least time"
     lines = [f"{rules or 'no name is sharded'} on the mesh {report['mesh'] or '-'}, {least}", ""]
     both = report["layout"], report["none"]
-    names = [("peak of a rank, elements", *(f"{column['peak_elements']:,}" for column in both))]
+    names = [
+        ("", "layout", "no layout"),
+        ("peak of a rank, elements", *(f"{column['peak_elements']:,}" for column in both)),
+    ]
     names.append(("  in bytes", *(format_bytes(column["peak_bytes"]) for column in both)))
     names.append(("operations of all ranks", *(f"{column['done']:,}" for column in both)))
     names.append(("  without duplicates", *(f"{column['unique']:,}" for column in both)))
@@ -204,24 +208,9 @@ def format_layouts(report: Mapping[str, Any]) -> str:
         names.append((f"{key[0]} over {key[1]}, elements", *(f"{column.get(key, 0):,}" for column in moved)))
     if both[0]["seconds"] is not None:
         names.append(("time", *(format_seconds(column["seconds"]) for column in both)))
-    lines += _format_table(("", "layout", "no layout"), names, "lrr")
+    lines.append(align(names))
     free = [name for name in report["names"] if f"{name}:" not in f",{rules}"]
     if free:
         shown = ", ".join(free[:_MOST_NAMES]) + (f" and {len(free) - _MOST_NAMES} more" * (len(free) > _MOST_NAMES))
         lines += ["", f"not sharded: {shown}"]
     return "\n".join(lines)
-
-
-def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Returns aligned lines.
-
-    Args:
-        sides: "l" or "r" for each column.
-    """
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
-    return [
-        "  ".join(
-            f"{word:{'<' if side == 'l' else '>'}{width}}" for word, side, width in zip(row, sides, widths, strict=True)
-        ).rstrip()
-        for row in (head, *rows)
-    ]

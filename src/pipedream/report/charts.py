@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 
 from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_number, format_seconds
 from pipedream.report.style import COLOURS, LINES, length, line_style, ticks, time_unit
-from pipedream.report.svg import frame, line, polyline, text
+from pipedream.report.svg import frame, line, polyline, rect, text, y_axis
 
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
 _MOST_POINTS, _MOST_OF_SEVERAL = 200, 50
@@ -61,23 +60,21 @@ def curve_svg(
                 bottom - (y - low) / (high - low) * (bottom - top),
             )
 
-        for tick in ticks(low, high, 5):
-            y = at(left_x, tick)[1]
-            parts += [_draw_line("tick", _LEFT, y, right, y, "line")]
-            parts += [text(_LEFT - 8, y + 4, format_number(tick), colour="faint", anchor="end")]
+        parts += y_axis(ticks(low, high, 5), lambda tick: at(left_x, tick)[1], _LEFT, right, format_number)
         for tick in ticks(left_x, right_x, max(2, int(width_px / 100))):
             x = at(tick, low)[0]
             anchor = "end" if x > right - _HALF_LABEL else "middle"
             parts.append(text(x, bottom + 15, format_number(tick), colour="faint", anchor=anchor))
         for mark in marks:
             if left_x <= mark <= right_x:
-                parts.append(_draw_line("drain", at(mark, low)[0], top, at(mark, low)[0], bottom, "faint", "3 4"))
+                x = at(mark, low)[0]
+                parts.append(line("drain", x, x, top, bottom, COLOURS["faint"][0], ' stroke-dasharray="3 4"'))
         for mark, word in named:
             if left_x <= mark <= right_x:
                 x = at(mark, low)[0]
                 side = ("end", -4) if x > right - 7 * len(word) else ("start", 4)
                 label = text(x + side[1], top + 11, word, colour="faint", anchor=side[0])
-                parts += [_draw_line("phase", x, top, x, bottom, "faint"), label]
+                parts += [line("phase", x, x, top, bottom, COLOURS["faint"][0]), label]
         parts += (
             _draw_curves(means, at, right, top) if several else _draw_means(average_neighbours(kept), at, len(kept))
         )
@@ -130,8 +127,9 @@ def _draw_curves(
     return parts
 
 
-def _draw_means(means: list[tuple[float, float, float, float]], at: object, count: int) -> list[str]:
-    assert callable(at)
+def _draw_means(
+    means: list[tuple[float, float, float, float]], at: Callable[[float, float], tuple[float, float]], count: int
+) -> list[str]:
     parts = []
     if count > len(means):
         over = [",".join(map(length, at(x, most))) for x, _, _, most in means]
@@ -145,14 +143,6 @@ def _draw_means(means: list[tuple[float, float, float, float]], at: object, coun
     return parts
 
 
-def _draw_line(kind: str, x1: float, y1: float, x2: float, y2: float, colour: str, dashes: str = "") -> str:
-    broken = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return (
-        f'<line class="{kind}" x1="{length(x1)}" y1="{length(y1)}" x2="{length(x2)}" y2="{length(y2)}" '
-        f'stroke="{COLOURS[colour][0]}"{broken}/>'
-    )
-
-
 def profile_svg(profile: Profile) -> str:
     """Returns the picture of the seconds of each layer, for one minibatch."""
     rows = zip(profile.graph.layers, profile.layers, strict=True)
@@ -161,20 +151,21 @@ def profile_svg(profile: Profile) -> str:
     unit, size = time_unit(most_s)
     wide, bottom = (_COLUMNS_WIDTH - _COLUMNS_LEFT - _RIGHT) / len(passes), _COLUMNS_TOP + _COLUMNS_HEIGHT
     parts = [text(_COLUMNS_LEFT, 21, f"{profile.model}: seconds of each layer", size=14, weight=600)]
-    for tick in ticks(0.0, most_s / size, 5):
-        y = bottom - tick * size / most_s * _COLUMNS_HEIGHT
-        parts.append(line("tick", _COLUMNS_LEFT, _COLUMNS_WIDTH - _RIGHT, y, y, COLOURS["line"][0]))
-        parts.append(text(_COLUMNS_LEFT - 8, y + 4, f"{format_number(tick)} {unit}", colour="faint", anchor="end"))
+    parts += y_axis(
+        ticks(0.0, most_s / size, 5),
+        lambda tick: bottom - tick * size / most_s * _COLUMNS_HEIGHT,
+        _COLUMNS_LEFT,
+        _COLUMNS_WIDTH - _RIGHT,
+        lambda tick: f"{format_number(tick)} {unit}",
+    )
     for i, (name, *seconds) in enumerate(passes):
-        y = bottom
+        y: float = bottom
         for colour, word, pass_s in zip(("F0", "B0"), ("forward", "backward"), seconds, strict=True):
             tall = pass_s / most_s * _COLUMNS_HEIGHT
             y -= tall
-            parts.append(
-                f'<rect class="{colour}" x="{length(_COLUMNS_LEFT + i * wide)}" y="{length(y)}" '
-                f'width="{length(max(wide - 1, 0.5))}" height="{length(tall)}" fill="{COLOURS[colour][0]}">'
-                f"<title>{escape(name)}: {word} {format_seconds(pass_s)}</title></rect>"
-            )
+            story = f"{name}: {word} {format_seconds(pass_s)}"
+            x, width = _COLUMNS_LEFT + i * wide, max(wide - 1, 0.5)
+            parts.append(rect(colour, x, y, width, tall, fill=COLOURS[colour][0], title=story))
     words = f"{len(passes)} layers, from {passes[0][0]} to {passes[-1][0]}; forward blue, backward green"
     parts.append(text(_COLUMNS_LEFT, bottom + 20, words, colour="faint"))
     return frame("".join(parts), _COLUMNS_WIDTH, bottom + _COLUMNS_FOOT, f"Profile of {profile.model}", standalone=True)

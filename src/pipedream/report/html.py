@@ -14,7 +14,7 @@ from pipedream.core.artifact import write_text
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.units import format_bytes, format_number, format_seconds
+from pipedream.core.units import format_number, format_seconds
 from pipedream.report.charts import curve_svg
 from pipedream.report.html_tables import (
     NOTHING,
@@ -27,6 +27,7 @@ from pipedream.report.html_tables import (
     plan_table,
     profile_table,
     scroll,
+    size,
     stage_table,
 )
 from pipedream.report.lanes import Window, match_waits, middle_window, start_window
@@ -126,8 +127,8 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows.append(("bubble", percent(bubble.get("measured")), note))
     memory = _read_mapping(summary.get("memory"))
     if memory:
-        note = f"{memory.get('of')}, predicted {_format_bytes(memory.get('predicted_bytes'))}"
-        rows.append(("peak memory", _format_bytes(memory.get("measured_bytes")), note))
+        note = f"{memory.get('of')}, predicted {size(memory.get('predicted_bytes'))}"
+        rows.append(("peak memory", size(memory.get("measured_bytes")), note))
     rows.append(("wall time", _format_seconds(summary.get("seconds")), ""))
     failures = _read_mapping(summary.get("failures"))
     if failures.get("restarts"):
@@ -284,11 +285,6 @@ def _format_seconds(value: Any) -> str:
         hours, minutes = divmod(minutes, 60)
         return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     return format_seconds(number)
-
-
-def _format_bytes(value: Any) -> str:
-    number = _read_number(value)
-    return NOTHING if number is None else format_bytes(int(number))
 
 
 def _read_number(value: Any) -> float | None:

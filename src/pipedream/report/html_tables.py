@@ -182,8 +182,8 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
                 _write_layers(tuple(map(str, stage.get("layers") or ()))),
                 ranks,
                 *shares,
-                _write_bytes(stage.get("bytes_sent")),
-                *(_write_bytes(stage.get(f"{word}_bytes")) for word in ("peak", "predicted_peak", "reserved")),
+                size(stage.get("bytes_sent")),
+                *(size(stage.get(f"{word}_bytes")) for word in ("peak", "predicted_peak", "reserved")),
                 amount(stage.get("versions")),
                 amount(stage.get("staleness")),
                 amount(stage.get("learning_rate")),
@@ -204,8 +204,8 @@ def collectives_table(stages: Sequence[Mapping[str, Any]]) -> str:
         for name, measured in (sources.get("measured") or {}).items() if number not in seen else ():
             sides = [_sum_by_kind((predicted or {}).get(name, ())), _sum_by_kind(measured)]
             for key in sorted({*sides[0], *sides[1]}):
-                (count, size), (measured_count, measured_size) = (side.get(key, (0, 0)) for side in sides)
-                cells = (NOTHING, NOTHING) if predicted is None else (str(count), format_bytes(size))
+                (count, total), (measured_count, measured_size) = (side.get(key, (0, 0)) for side in sides)
+                cells = (NOTHING, NOTHING) if predicted is None else (str(count), format_bytes(total))
                 numbers = (cells[0], str(measured_count), cells[1], format_bytes(measured_size))
                 rows.append((number, *map(amount, (stage.get("mesh"), name, *key)), *numbers))
         seen.add(number)
@@ -220,8 +220,8 @@ def _sum_by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tup
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for row in rows:
         key = str(row.get("kind", "")), str(row.get("over", ""))
-        count, size = totals.get(key, (0, 0))
-        totals[key] = count + row.get("count", 0), size + row.get("size_bytes", 0)
+        count, total = totals.get(key, (0, 0))
+        totals[key] = count + row.get("count", 0), total + row.get("size_bytes", 0)
     return totals
 
 
@@ -232,5 +232,6 @@ def _write_layers(names: tuple[str, ...]) -> str:
     return f'<span title="{escape(", ".join(names))}">{escape(short)}</span>'
 
 
-def _write_bytes(value: Any) -> str:
+def size(value: Any) -> str:
+    """Formats bytes; what is no number as `-`."""
     return format_bytes(value) if isinstance(value, (int, float)) else NOTHING

@@ -111,6 +111,29 @@ def line(kind: str, x1: float, x2: float, y1: float, y2: float, stroke: str, loo
     return f'<line class="{kind}" {ends} stroke="{stroke}"{look}{closing}'
 
 
+def rect(
+    kind: str, x: float, y: float, width: float, height: float, *, rx: str = "", fill: str = "", title: str = ""
+) -> str:
+    """Returns a rectangle of a class; without a fill it has that of its group."""
+    shape = f'x="{length(x)}" y="{length(y)}" width="{length(width)}" height="{length(height)}"'
+    look = (f' rx="{rx}"' if rx else "") + (f' fill="{fill}"' if fill else "")
+    return f'<rect class="{kind}" {shape}{look}' + (f"><title>{escape(title)}</title></rect>" if title else "/>")
+
+
+def y_axis(
+    marks: Iterable[float], y: Callable[[float], float], left: float, right: float, write: Callable[[float], str]
+) -> list[str]:
+    """Returns a line at each mark, and its words to the left of it."""
+    return [
+        part
+        for mark in marks
+        for part in (
+            line("tick", left, right, y(mark), y(mark), COLOURS["line"][0]),
+            text(left - 8, y(mark) + 4, write(mark), colour="faint", anchor="end"),
+        )
+    ]
+
+
 def polyline(kind: str, points: Iterable[tuple[float, float]], stroke: str, width: float, look: str = "") -> str:
     """Returns a line through points; `look` as in `line`."""
     path = " ".join(f"{length(x)},{length(y)}" for x, y in points)
@@ -138,10 +161,7 @@ def _draw_lanes(timeline: Timeline, y: Callable[[int], float], lane_px: float, r
     parts = []
     for rank in range(timeline.workers):
         middle = y(rank) + lane_px / 2
-        parts.append(
-            f'<rect class="lane" x="{LEFT}" y="{length(y(rank))}" width="{length(right - LEFT)}" '
-            f'height="{length(lane_px)}" fill="{COLOURS["lane"][0]}"/>'
-        )
+        parts.append(rect("lane", LEFT, y(rank), right - LEFT, lane_px, fill=COLOURS["lane"][0]))
         parts.append(text(LEFT - 10, middle - 1, f"rank {rank}", anchor="end", weight=600))
         if stages[rank]:
             names = f"stage {', '.join(map(str, sorted(stages[rank])))}"
@@ -171,11 +191,8 @@ def _draw_boxes(
             thick = max(right - left - (0.8 if right - left > 4 else 0), 1.5)
             inset = 6 if span.kind == "wait" else 0
             kind = "op" if span.kind in WORK else "idle"
-            parts.append(
-                f'<rect class="{kind}" x="{length(left)}" y="{length(y(span.rank) + inset)}" '
-                f'width="{length(thick)}" height="{length(lane_px - 2 * inset)}" rx="{2 if thick > 5 else 0}">'
-                f"<title>{escape(_tell_span(span, read(span), *waits.get(span, ())))}</title></rect>"
-            )
+            story, rx = _tell_span(span, read(span), *waits.get(span, ())), "2" if thick > 5 else "0"
+            parts.append(rect(kind, left, y(span.rank) + inset, thick, lane_px - 2 * inset, rx=rx, title=story))
         parts.append("</g>")
     return parts
 
@@ -241,10 +258,7 @@ def _draw_legend(kinds: list[str], y: float) -> list[str]:
     for kind in kinds:
         name = {"wait": "wait", "send": "send"}.get(kind, f"{kind}0")
         height = 3 if kind == "send" else 10
-        parts.append(
-            f'<rect class="{name}" x="{length(x)}" y="{length(y + 10 - height / 2)}" width="14" height="{height}" '
-            f'rx="1.5" fill="{COLOURS[name][0]}"/>'
-        )
+        parts.append(rect(name, x, y + 10 - height / 2, 14, height, rx="1.5", fill=COLOURS[name][0]))
         parts.append(text(x + 20, y + 14, SPAN_NAMES[kind], colour="faint"))
         x += 38 + 6.2 * len(SPAN_NAMES[kind])
     return parts

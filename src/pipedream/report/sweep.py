@@ -14,7 +14,7 @@ from pipedream.core.sweep import DATA_PARALLEL, Crossover, MethodComparison, Poi
 from pipedream.core.units import format_bytes, format_number, format_rate
 from pipedream.report.html_tables import NOTHING, document, percent, scroll, table
 from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks, ticks
-from pipedream.report.svg import frame, line, polyline, text
+from pipedream.report.svg import frame, line, polyline, text, y_axis
 
 _LEFT, _GAP, _WIDTH, _HEIGHT, _TOP, _FOOT = 74, 44, 290, 150, 70, 44
 _POINTS_WIDTH, _POINTS_HEIGHT, _POINTS_RIGHT = 560, 320, 130
@@ -104,10 +104,11 @@ def methods_svg(comparison: MethodComparison) -> str:
     heading, stroke = f"Bubble over memory, {comparison.workers} workers with equal stages", COLOURS["line"][0]
     parts = [f"<style>{line_style()}</style>", text(16, 24, heading, size=14, weight=600)]
     parts.append(text(8, _TOP - 12, "bubble", colour="faint"))
-    for mark in ticks(0.0, highest, 6):
-        y = bottom - mark / highest * _POINTS_HEIGHT
-        parts.append(line("tick", _LEFT, right, y, y, stroke))
-        parts.append(text(_LEFT - 8, y + 4, f"{100 * mark:.3g}%", colour="faint", anchor="end"))
+
+    def up(bubble: float) -> float:
+        return bottom - bubble / highest * _POINTS_HEIGHT
+
+    parts += y_axis(ticks(0.0, highest, 6), up, _LEFT, right, lambda mark: f"{100 * mark:.3g}%")
     for mark in ticks(0.0, most, 8):
         x = _LEFT + mark / most * _POINTS_WIDTH
         parts.append(line("tick", x, x, _TOP, bottom + 4, stroke))
@@ -116,7 +117,7 @@ def methods_svg(comparison: MethodComparison) -> str:
     parts.append(text(_LEFT + _POINTS_WIDTH / 2, bottom + 36, under, colour="faint", anchor="middle"))
     labels: list[tuple[float, float, float]] = []  # left, right, height
     for activations, bubble, weights, name, number in points:
-        x, y = _LEFT + activations / most * _POINTS_WIDTH, bottom - bubble / highest * _POINTS_HEIGHT
+        x, y = _LEFT + activations / most * _POINTS_WIDTH, up(bubble)
         label = name if weights == 1 else f"{name} (weights x{weights:.3g})"
         wide, height = 6.4 * len(label), y + 4
         left = x + 8 if x + 8 + wide < right + _POINTS_RIGHT else x - 8 - wide

@@ -14,8 +14,7 @@ from typing import Any
 from pipedream.core.artifact import write_text
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.report.lanes import assign_rows
-
-_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
+from pipedream.report.svg import SPAN_NAMES
 
 
 def trace(*timelines: Timeline) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
             {
                 "ph": "X",
                 "name": span.kind if span.kind == "wait" else f"{span.stage}{letter}{span.index}",
-                "cat": _WORDS.get(span.kind, span.kind),
+                "cat": SPAN_NAMES[span.kind] if span.kind in WORK else span.kind,
                 "pid": run,
                 "tid": tid,
                 "ts": _round_us(span.start_s),
@@ -112,7 +111,7 @@ def _write_flows(run: int, timeline: Timeline) -> list[dict[str, Any]]:
         if after is None:
             continue
         number += 1
-        common = {"name": f"{_WORDS[kind]} {index}", "cat": "microbatch", "id": run << 32 | number, "pid": run}
+        common = {"name": f"{SPAN_NAMES[kind]} {index}", "cat": "microbatch", "id": run << 32 | number, "pid": run}
         events.append(common | {"ph": "s", "tid": span.rank * _ROOM, "ts": _round_us(span.start_s)})
         events.append(common | {"ph": "f", "bp": "e", "tid": after.rank * _ROOM, "ts": _round_us(after.start_s)})
     return events

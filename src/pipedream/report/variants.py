@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from html import escape
 
 from pipedream.core.units import format_number
 from pipedream.core.variants import DDP, ONE_WORKER, OverLink, RecipeComparison, Variant, format_link, format_ratio
 from pipedream.report.html_tables import document, scroll, table
 from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks
-from pipedream.report.svg import frame, line, polyline, text
+from pipedream.report.svg import frame, line, polyline, rect, text
 
 _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224, 18
 _NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
@@ -37,7 +36,9 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
         )
     links = sorted(comparison.links, key=lambda link: link.bytes_per_s[-1], reverse=True)
     rates = [link.bytes_per_s[-1] for link in links]
-    base = next((name for name in (ONE_WORKER, DDP) if _is_known(name, links)), "")
+    measured = [(link, variant) for link in links for variant in link.variants if variant.samples_per_s]
+    bases = (name for name in (ONE_WORKER, DDP) if all(link.compare_with(name, variant) for link, variant in measured))
+    base = next(bases, "")
     meaning = f"speed-up over {base}" if base else "samples per second"
     title = f"{comparison.recipe}, {comparison.workers_text}: {meaning}"
     lines: dict[str, Points] = {}
@@ -121,10 +122,7 @@ def _draw_bars(link: OverLink, title: str, standalone: bool) -> str:
         weight = 600 if variant.name == ONE_WORKER else 400
         parts.append(text(_NAME - 10, top + 13, variant.name, weight=weight, anchor="end"))
         wide = _BAR * (variant.samples_per_s or 0.0) / most
-        parts.append(
-            f'<rect class="{colour}" x="{_NAME}" y="{length(top)}" width="{length(wide)}" height="{_ROW - 8}" '
-            f'fill="{LINES[colour][0]}"><title>{escape(_tell_figures(variant))}</title></rect>'
-        )
+        parts.append(rect(colour, _NAME, top, wide, _ROW - 8, fill=LINES[colour][0], title=_tell_figures(variant)))
         if variant.predicted_per_s:
             x = _NAME + _BAR * variant.predicted_per_s / most
             look = ' stroke-width="1.6" stroke-dasharray="3 2"'
@@ -132,10 +130,6 @@ def _draw_bars(link: OverLink, title: str, standalone: bool) -> str:
         words = "did not run" if variant.samples_per_s is None else format_number(variant.samples_per_s)
         parts.append(text(_NAME + _BAR + 12, top + 13, words, colour="faint"))
     return frame("".join(parts), _NAME + _BAR + 100, _BARS_TOP + _ROW * len(link.variants) + 8, title, standalone)
-
-
-def _is_known(base: str, links: Sequence[OverLink]) -> bool:
-    return all(link.compare_with(base, variant) for link in links for variant in link.variants if variant.samples_per_s)
 
 
 def _tell_figures(variant: Variant) -> str:
