@@ -134,10 +134,9 @@ class PlainModel:
         for hook in self._hooks:
             hook.remove()
         layers = {id(layer): layer for layer in self._captured.layers}.values()
+        # `restoring_state` removes the last ones.
         self._hooks = [layer.register_forward_pre_hook(enter, prepend=True) for layer in layers]
-        self._hooks += [
-            layer.register_forward_hook(leave) for layer in layers
-        ]  # `restoring_state` removes the last ones
+        self._hooks += [layer.register_forward_hook(leave) for layer in layers]
         several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)  # as a stage calls its layers
         output = self.model(*inputs) if several else self.model(inputs)
         if ran != expected and not is_model:
@@ -173,7 +172,7 @@ class PlainModel:
         every = list({id(m): m for root in modules for m in root.modules()}.values())
         devices = self._devices = sorted({p.device.index for m in every for p in m.parameters(False) if p.is_cuda})
         tensors = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
-        copy = _copy_to_cpu if copies_on_cpu else torch.clone
+        copy = partial(torch.Tensor.to, device="cpu", copy=True) if copies_on_cpu else torch.clone
         kept = [(p, p.data, copy(p.detach()), p.grad) for p in tensors.values()]
         slots = [(m._parameters, dict(m._parameters)) for m in every]
         python, numpy = random.getstate(), np.random.get_state()
@@ -205,10 +204,6 @@ class PlainModel:
         """Returns a function that returns whether Python's or NumPy's generators have drawn since."""
         before = read_python_generators()
         return lambda: read_python_generators() != before
-
-
-def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu", copy=True)
 
 
 def _list_from(names: list[str], others: list[str]) -> str:

@@ -80,9 +80,11 @@ class _Objects:
         elif isinstance(value, (list, deque)):
             inner = list(value)
             self._restore.append(partial(_refill_list, value, inner))
-        elif isinstance(value, (MutableMapping, MutableSet)):
-            inner = list(value.values()) if isinstance(value, MutableMapping) else ()
-            self._restore.append(partial(_refill, value, _copy_shallow(value)))
+        elif isinstance(value, MutableMapping):
+            inner = list(value.values())
+            self._restore.append(partial(_refill, value, dict(value)))
+        elif isinstance(value, MutableSet):
+            self._restore.append(partial(_refill, value, set(value)))
         elif isinstance(value, tuple):
             inner = value
         elif isinstance(value, FunctionType):
@@ -94,10 +96,6 @@ class _Objects:
             self._restore.append(partial(_refill, value.__dict__, dict(value.__dict__)))
         for item in inner:
             self._note(item, depth - 1)
-
-
-def _copy_shallow(value: Any) -> Any:
-    return dict(value) if isinstance(value, MutableMapping) else set(value)
 
 
 def _copy_back(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -121,7 +121,7 @@ def compare(
         layout=layout,
         shard_weights=shard_weights,
     )
-    report = partial(_print_progress, quiet=as_json)
+    report = (lambda line: None) if as_json else partial(print, file=sys.stderr, flush=True)
     if emulate_delay:
         measured = None if profile is None else profile_of(profile)
         delays = _compare_delays(recipe, schedule or (), options, stages, widths, links, measured, report)
@@ -138,11 +138,6 @@ def compare(
         print_json({"verdict": comparison.verdict} | dict(encode(comparison)))
     else:
         print(f"\n{comparison}")
-
-
-def _print_progress(line: str, *, quiet: bool) -> None:
-    if not quiet:
-        print(line, file=sys.stderr, flush=True)
 
 
 def _compare_delays(

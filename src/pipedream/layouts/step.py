@@ -81,7 +81,7 @@ class GroupRanks:
             received_sizes, sent_sizes = (
                 [sum(_count_elements(piece.box) for piece in row) for row in rows] for rows in (due, sent)
             )
-            self._send(incoming, outgoing, received_sizes, sent_sizes)
+            exchange(incoming, outgoing, received_sizes, sent_sizes, self._group.group_name, EXCHANGE)
             self.sent_bytes += outgoing.nbytes
             boxes_due = [piece.box for row in due for piece in row]
             parts_due = incoming.split([_count_elements(box) for box in boxes_due])  # type: ignore[no-untyped-call]
@@ -90,9 +90,6 @@ class GroupRanks:
                 for box, part in zip(boxes_due, parts_due, strict=True)
             ]
         return {rank: arrived}
-
-    def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], sent: list[int]) -> None:
-        exchange(incoming, outgoing, received, sent, self._group.group_name, EXCHANGE)
 
 
 def _count_elements(box: Box) -> int:

@@ -302,7 +302,7 @@ def attention(
         query, key, value = (
             tensor
             if tensor.placements[at] != WHOLE
-            else tensor.redistribute(placements=_replace_placement(tensor.placements, at, cut))
+            else tensor.redistribute(placements=[*tensor.placements[:at], cut, *tensor.placements[at + 1 :]])
             for tensor in (query, key, value)
         )
     _check_heads(query, key, value, heads, enable_gqa)
@@ -403,7 +403,3 @@ def _mask_part(mask: Any, query: DTensor, over: Sequence[int]) -> torch.Tensor:
         sizes = part_sizes(part.shape[dim], mesh.size(at))
         part = part.split(sizes, dim)[mesh.get_local_rank(at)]  # type: ignore[no-untyped-call]
     return part
-
-
-def _replace_placement(placements: Sequence[Placement], at: int, placed: Placement) -> list[Placement]:
-    return [*placements[:at], placed, *placements[at + 1 :]]

@@ -44,22 +44,9 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 """Function of torch -> what computes it on DTensors."""
 
-_KEEP_SUMS = {
-    torch.Tensor.dim,
-    torch.Tensor.size,
-    torch.Tensor.numel,
-    torch.Tensor.view,
-    torch.Tensor.reshape,
-    torch.Tensor.flatten,
-    torch.Tensor.transpose,
-    torch.Tensor.permute,
-    torch.Tensor.unsqueeze,
-    torch.Tensor.squeeze,
-    torch.flatten,
-    torch.reshape,
-    torch.transpose,
-    torch.permute,
-}
+_RESHAPING = "view", "reshape", "flatten", "transpose", "permute", "unsqueeze", "squeeze"
+_KEEP_SUMS = {getattr(torch.Tensor, name) for name in ("dim", "size", "numel", *_RESHAPING)}
+_KEEP_SUMS |= {torch.flatten, torch.reshape, torch.transpose, torch.permute}
 """Functions of a partial sum that are the sum of this function of its parts."""
 
 _ADD = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.sub, torch.Tensor.sub, torch.Tensor.__sub__}

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -52,11 +51,6 @@ class _StageGenerator(_random.OffsetBasedRNGTracker):
     @contextmanager
     def _distribute_region(self, spec: DTensorSpec, generator: torch.Generator | None = None) -> Iterator[None]:
         yield  # torch 2.11 would set the generator back, though the region is disabled
-
-
-def _draw_from_own_generator(device_mesh: DeviceMesh) -> None:
-    if device_mesh.device_type == "cuda":  # DTensor has no tracker for CPUs
-        _random._rng_tracker = _StageGenerator(device_mesh)
 
 
 def _describe_mesh(device_mesh: DeviceMesh) -> Mesh:
@@ -172,7 +166,8 @@ class StageSharding:
         self.mesh = _describe_mesh(device_mesh)
         self._layout = layout
         self.device_mesh = device_mesh
-        _draw_from_own_generator(device_mesh)
+        if device_mesh.device_type == "cuda":  # DTensor has no tracker for CPUs
+            _random._rng_tracker = _StageGenerator(device_mesh)
         self.group = group
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
         self._shard_dim = self._find_dimension(layout.shard_weights)
@@ -429,8 +424,7 @@ class StageSharding:
         if not isinstance(tensor, DTensor):
             return tensor
         placed = self._nowhere if placements is None else _make_placements(placements)
-        local = redistribute_in_steps(tensor, placed).to_local(grad_placements=placed)
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        return local_part(redistribute_in_steps(tensor, placed).to_local(grad_placements=placed))
 
     def enter_layer(self, local: torch.Tensor, spec: Any) -> torch.Tensor:
         """Returns a part that `leave_layer` gave, as it was before."""
@@ -447,8 +441,7 @@ class StageSharding:
             return self.leave(tensor), None
         placed = [Replicate() if isinstance(placement, Partial) else placement for placement in tensor.placements]
         tensor = tensor.redistribute(placements=placed)
-        local = tensor.to_local(grad_placements=placed)
-        return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local), tensor._spec
+        return local_part(tensor.to_local(grad_placements=placed)), tensor._spec
 
     @property
     def _nowhere(self) -> list[Any]:

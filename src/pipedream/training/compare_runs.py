@@ -73,18 +73,9 @@ class Runs:
     def run_worker(self, kind: str, workers: int, name: str, **details: Any) -> tuple[Path, int | None]:
         """Runs a `WorkerJob` with these details; returns the file that it has written."""
         options, out = self.options, self.folder / make_folder_name(name) / f"{kind}.json"
-        fields: dict[str, Any] = {
-            "kind": kind,
-            "recipe": self.recipe,
-            "out": str(out),
-            "seed": options.seed or 0,
-            "device": options.device,
-            "epochs": options.epochs,
-            "minibatches": options.minibatches,
-            "mesh": options.mesh,
-            "layout": options.layout,
-            "shard_weights": options.shard_weights,
-        }
+        fields: dict[str, Any] = {"kind": kind, "recipe": self.recipe, "out": str(out), "seed": options.seed or 0}
+        names = ("device", "epochs", "minibatches", "mesh", "layout", "shard_weights")
+        fields |= {name: getattr(options, name) for name in names}
         arguments = ["-m", "pipedream.training.compare_worker", json.dumps(asdict(WorkerJob(**(fields | details))))]
         begun = out.with_name(_PLAN_FILE) if kind == "pipeline" else out.with_suffix(BEGUN)
         return out, self._run(workers, arguments, begun)
@@ -101,10 +92,9 @@ class Runs:
             return json.loads(out.with_name("summary.json").read_text(encoding="utf-8")), sent
         flags = ["--workers", plan.ranks, "--seed", options.seed or 0, "--device", options.device]
         flags += ["--checkpoint-every", 0]
-        flags += [] if options.layout is None else ["--layout", options.layout]
-        flags += [] if options.shard_weights is None else ["--shard-weights", options.shard_weights]
-        flags += [] if options.epochs is None else ["--epochs", options.epochs]
-        flags += [] if options.minibatches is None else ["--minibatches", options.minibatches]
+        for option in ("layout", "shard_weights", "epochs", "minibatches"):
+            if (value := getattr(options, option)) is not None:
+                flags += [f"--{option.replace('_', '-')}", value]
         return self._run_command(plan, name, plan.ranks, _PLAN_FILE, "train", self.recipe, *flags, "--plan")
 
     def emulate(self, plan: Plan, name: str, scales: Scales, minibatches: int) -> tuple[dict[str, Any], int | None]:

@@ -104,11 +104,8 @@ def run_job(job: WorkerJob) -> None:
 def _train(job: WorkerJob, recipe: Recipe, task: Task) -> dict[str, Any]:
     if job.kind == "messages":
         loop = torch_baselines.plain_loop(task)
-        return {
-            "message_s_per_byte": torch_baselines.measure_message_s_per_byte(
-                loop, recipe.first_batch(), job.bytes_per_s
-            )
-        }
+        cost = torch_baselines.measure_message_s_per_byte(loop, recipe.first_batch(), job.bytes_per_s)
+        return {"message_s_per_byte": cost}
     baseline = _make_baseline(job, recipe, task)
     if task.rank == 0:
         Path(job.out).with_suffix(BEGUN).touch()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any, NoReturn
@@ -268,7 +268,7 @@ def _compare_mixed(
             plan.depth_mode,
             max(plan.update_delay),
             finalist,
-            mesh=_format_meshes(plan),
+            mesh="/".join(map(str, plan.meshes)) if plan.ranks > plan.workers else "",
         )
         candidate = planner.candidate_from_plan(candidate, plan, flushes)
         least_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
@@ -296,6 +296,7 @@ class _MixedSearch:
     profile: Profile
     request: PlanRequest
     meshes: Sequence[Mesh]
+    _searches: dict[int, planner.MeshSearch] = field(default_factory=dict)
 
     def plan_finalists(self) -> list[tuple[Plan, str]]:
         """Returns different plans of several searches, each with its search in words."""
@@ -361,11 +362,3 @@ class _MixedSearch:
                 update_delay=request.update_delay,
             )
         return self._searches[parts]
-
-    @cached_property
-    def _searches(self) -> dict[int, planner.MeshSearch]:
-        return {}
-
-
-def _format_meshes(plan: Plan) -> str:
-    return "/".join(map(str, plan.meshes)) if plan.ranks > plan.workers else ""

@@ -400,7 +400,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
         ScheduleError: the file cannot be used, or has another number of microbatches.
         PlanError: the cluster has another number of workers, or nothing fits.
     """
-    name, cluster, recompute = request.schedule, request.workers_and_links, request.recompute
+    name, cluster = request.schedule, request.workers_and_links
     if request.shape not in planner.SHAPES:
         planner.parse_counts(request.shape)  # raises for what are no counts
     read = schedules.load_torch_csv(name)
@@ -411,29 +411,14 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
             f"schedule {name!r} has {workers} ranks, and a plan for {cluster.workers} workers was asked for; ask for "
             f"{workers}"
         )
-    parts, in_flight = read.microbatches, request.in_flight
+    parts = read.microbatches
     line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.worker_order else cluster
-    occupancy = occupancy_of(name)
+    options: dict[str, Any] = {"occupancy": occupancy_of(name), "microbatches": parts}
+    options |= {"in_flight": request.in_flight, "recompute": request.recompute}
     if request.cuts is None:
-        plan = planner.search_plan(
-            profile,
-            line,
-            occupancy=occupancy,
-            microbatches=parts,
-            in_flight=in_flight,
-            shape="straight",
-            recompute=recompute,
-        )
+        plan = planner.search_plan(profile, line, shape="straight", **options)
     else:
-        plan = planner.manual_plan(
-            profile,
-            line,
-            request.cuts,
-            occupancy=occupancy,
-            microbatches=parts,
-            in_flight=in_flight,
-            recompute=recompute,
-        )
+        plan = planner.manual_plan(profile, line, request.cuts, **options)
     if len(plan.stages) != stages:
         raise PlanError(
             f"schedule {name!r} has {stages} stages, the cuts make {len(plan.stages)}; give one cut between each two"

@@ -73,9 +73,8 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     set_threads(processes)
     everyone = process_group.world_group()
     mine = json.dumps([machine_name(), memory_name(place)])
-    names = [
-        json.loads(text) for text in process_group.gather_texts(mine, everyone)
-    ]  # a barrier: all then compute at the same time
+    # A barrier: all then compute at the same time.
+    names = [json.loads(text) for text in process_group.gather_texts(mine, everyone)]
     seen = Seen(
         names[rank][0],
         name_device(place),

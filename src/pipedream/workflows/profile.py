@@ -286,6 +286,7 @@ def _find_graph_layers(model: Any, graph: LayerGraph) -> Captured:
                 f"the plan was made for another model: it has a module {call.path!r}, which {type(model).__name__} "
                 "lacks; plan again from this model's profile"
             )
+    used = set()
     for layer in graph.layers:
         for name in layer.parameters:
             if name not in state:
@@ -293,20 +294,10 @@ def _find_graph_layers(model: Any, graph: LayerGraph) -> Captured:
                     f"the plan was made for another model: its layer {layer.name!r} uses {name!r}, which "
                     f"{type(model).__name__} lacks; plan again from this model's profile"
                 )
-    if (
-        unknown := state.keys()
-        - {name for layer in graph.layers for name in layer.parameters}
-        - _list_shared_names(model, graph)
-    ):
+            used.add(id(state[name]))
+    if unknown := [name for name, tensor in state.items() if id(tensor) not in used]:
         raise PlanError(
             f"the plan was made for another model: {type(model).__name__} has {min(unknown)!r}, which no layer of the "
             "plan uses; plan again from this model's profile"
         )
     return build_captured(model, graph)
-
-
-def _list_shared_names(model: Any, graph: LayerGraph) -> set[str]:
-    """Lists further names of the state that the graph's layers use."""
-    state = named_state(model)
-    used = {id(state[name]) for layer in graph.layers for name in layer.parameters}
-    return {name for name, tensor in state.items() if id(tensor) in used}

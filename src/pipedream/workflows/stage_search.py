@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ class StageSearch:
 
     profile: Profile
     request: PlanRequest
+    _searches: dict[int, planner.PlanSearch] = field(default_factory=dict)
 
     def compare(self, score_plan: Callable[[Plan], planner.Score]) -> planner.Comparison:
         """Returns the fastest plan by simulation, or if the request leaves nothing to simulate the only one."""
@@ -61,9 +62,7 @@ class StageSearch:
             return plan
         batch = self.profile.batch
         most = batch if batch > 1 else plan.microbatches  # one sample: it may be unknown
-        if (
-            plan.first_stage_over_memory is not None or plan.microbatches > most
-        ):  # again, with the microbatches of the method
+        if plan.first_stage_over_memory is not None or plan.microbatches > most:  # again, with those of the method
             m = max(min(plan.microbatches, most), *plan.replicas)
             plan = self.plan_with_microbatches(m, shape, slower)
             plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, m)
@@ -181,10 +180,6 @@ class StageSearch:
                 all_workers=self.request.all_workers,
             )
         return self._searches[parts]
-
-    @cached_property
-    def _searches(self) -> dict[int, planner.PlanSearch]:
-        return {}
 
 
 def make_candidate(plan: Plan, shape: str) -> planner.Candidate:

@@ -249,7 +249,8 @@ class Operator:
     @cached_property
     def reduced(self) -> frozenset[str]:
         """The indices that the result lacks."""
-        return frozenset(self.sizes) - _collect_names(self.line.result)
+        kept = {name for index in self.line.result.indices if index for name, _ in index.terms}
+        return frozenset(self.sizes) - kept
 
     def outermost(self, index: Affine | None, size: int) -> str | None:
         """Returns the index whose equal parts are equal parts of a dimension, in order, or None.
@@ -271,10 +272,6 @@ class Operator:
 
     def __str__(self) -> str:
         return self.line.text
-
-
-def _collect_names(access: Access) -> frozenset[str]:
-    return frozenset(name for index in access.indices if index for name, _ in index.terms)
 
 
 def name_dimensions(shape: Sequence[int], whole: Sequence[int] = ()) -> list[str]:

@@ -68,14 +68,10 @@ def halve_access(
         return Halves(whole, whole, whole)
     first, second = _split_range(ranges[index])
     is_even = len(first) == len(second)
-    if not _uses(access, index):
+    if not any(name == index for expression in access.indices if expression for name, _ in expression.terms):
         return Halves(whole, whole, whole, is_result, is_even)
     first_box, second_box = (find_box(access, {**ranges, index: half}, shape) for half in (first, second))
     return Halves(first_box, second_box, whole, is_even=is_even)
-
-
-def _uses(access: Access, index: str) -> bool:
-    return any(name == index for expression in access.indices if expression for name, _ in expression.terms)
 
 
 def is_offered(step: Operator, shapes: Sequence[tuple[int, ...]], ranges: Mapping[str, range], index: str) -> bool:

@@ -167,10 +167,6 @@ def _count_moves(search: Search, choices: Iterable[Choice]) -> tuple[Halving, ..
     return tuple(halvings)
 
 
-def _search_equal_cuts(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
-    return _search_jointly(Search(search.operators, search.allowed, uniform=True), cuts)
-
-
 def _search_without_reduction(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
     """Cuts no index that is reduced, where there is another (as in Jia et al., ICML 2018)."""
 
@@ -264,7 +260,7 @@ METHODS: Mapping[str, _Method] = {
     "joint": _search_jointly,
     "all-row": partial(_shard_along, at=0),
     "spartan": _search_greedily,
-    "equal": _search_equal_cuts,
+    "equal": lambda search, cuts, batch: _search_jointly(Search(search.operators, search.allowed, uniform=True), cuts),
     "no-reduction": _search_without_reduction,
     "data": _shard_batch,
     "model": partial(_shard_along, at=-1),

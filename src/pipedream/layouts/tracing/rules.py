@@ -46,11 +46,6 @@ def _spell_copy_in_place(call: OperatorCall) -> str:
     return _spell_pointwise(OperatorCall(call.function, None, {"src": call.values["src"]}, call.out))
 
 
-def _copy(part: Part) -> torch.Tensor:
-    source: torch.Tensor = part.values["src"]
-    return source.expand(part.shape).clone()
-
-
 # -- views ------------------------------------------------------------------------------------------------
 
 
@@ -220,11 +215,6 @@ def _spell_pooled(call: OperatorCall) -> str:
     return spell_function(name_dimensions(call.out.shape, range(2, call.out.dim())), operands)
 
 
-def _resize_back(part: Part) -> torch.Tensor:
-    gradient: torch.Tensor = part.call.function(**{**part.values, "input_size": part.shape})
-    return gradient
-
-
 def _spell_padded(call: OperatorCall) -> str:
     """Padded dimensions are whole."""
     pad, rank = call.values["pad"], call.out.dim()
@@ -282,7 +272,7 @@ def _spell_index_put(call: OperatorCall) -> str:
 
 RULES = (
     Rule((A.zeros_like, A.ones_like, A.full_like, A.empty_like), _spell_pointwise),
-    Rule((A.copy_, A.copy), _spell_copy_in_place, _copy),
+    Rule((A.copy_, A.copy), _spell_copy_in_place, lambda part: part.values["src"].expand(part.shape).clone()),
     Rule((A.mm,), "out[i, j] += self[i, k] * mat2[k, j]"),
     Rule((A.bmm,), "out[b, i, j] += self[b, i, k] * mat2[b, k, j]"),
     Rule((A.mv,), "out[i] += self[i, k] * vec[k]"),
@@ -344,7 +334,7 @@ RULES = (
             A.upsample_bicubic2d_backward, A.upsample_linear1d_backward,
         ),
         _spell_pooled,
-        _resize_back,
+        lambda part: part.call.function(**{**part.values, "input_size": part.shape}),
     ),
     Rule((A.constant_pad_nd,), _spell_padded),
 )  # fmt: skip

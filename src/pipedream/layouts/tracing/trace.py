@@ -305,7 +305,7 @@ class _Tracing:
         bound = _bind_arguments(function, called.args, called.kwargs)
         read = {operand: self._name[operand] for _, operand in _yield_nodes(bound)}
         constants = {operand: self._constants[name] for operand, name in read.items() if name in self._constants}
-        follows = constants and len(constants) == len(read) and not self._has_random(read)
+        follows = constants and len(constants) == len(read) and not set(self._drawn).intersection(read.values())
         if function in CONSTANT or function in DRAWN or follows:
             name = self._add_tensor(node.name, value, node)
             self._constants[name] = partial(_make_constant, function, bound, constants, item)
@@ -327,9 +327,6 @@ class _Tracing:
         self._lines.append(rename_tensors(text, tensors | {"out": name}))
         (step,) = Operators(call.shapes, text).steps
         self._calls.append(DescribedCall(call, tensors, step, description))
-
-    def _has_random(self, read: Mapping[fx.Node, str]) -> bool:
-        return any(name in self._drawn for name in read.values())
 
     def _check(self, call: OperatorCall, description: Description) -> None:
         text = description.spell(call)
