@@ -138,6 +138,18 @@ def run_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
 
 
 @pytest.fixture
+def refused(run_command: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Returns a function: the arguments of a command that is refused -> its message on standard error."""
+
+    def refuse(*arguments: object) -> str:
+        status, out, error = run_command(*arguments)
+        assert (status, out) == (2, ""), error
+        return error
+
+    return refuse
+
+
+@pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lets `train` run all workers in this process; returns the numbers of processes that it would have started."""
     from pipedream.cli import train

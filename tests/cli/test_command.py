@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,9 +95,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"pipedream {pd.__version__}\n"
 
 
-def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulat"]) == 2
-    assert "No such command 'simulat'. Did you mean 'simulate'" in capsys.readouterr().err
+def test_a_misspelt_command_is_corrected(refused: Callable[..., str]) -> None:
+    assert "No such command 'simulat'. Did you mean 'simulate'" in refused("simulat")
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,14 @@ def test_first_mistakes(
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str],
 ) -> None:
     (files / "mine.py").write_text("def recipe(): ...", encoding="utf-8")
     monkeypatch.chdir(files)
-    assert cli.main(arguments) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert message in shown.err
-    assert shown.err.startswith("pipedream: ")
-    assert shown.err.count("\n") == 1, "one line"
+    error = refused(*arguments)
+    assert message in error
+    assert error.startswith("pipedream: ")
+    assert error.count("\n") == 1, "one line"
 
 
 @pytest.mark.parametrize("module", ["pipedream", "pipedream.cli"])
@@ -216,7 +214,7 @@ def test_elastic_runs_need_a_method_for_fewer_workers(
 
 
 def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = "torch.nn.Linear(1, 1), loss=None, train=[], optimizer=torch.optim.SGD"
@@ -232,8 +230,9 @@ def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
             monkeypatch.delenv(name, raising=False)
         if size is not None:
             monkeypatch.setenv("WORLD_SIZE", size)
-        assert cli.main(["train", "recipe.py", "--elastic", *options]) == 2
-        assert "--elastic may leave 1 worker, with which 'chimera' does not work" in capsys.readouterr().err
+        assert "--elastic may leave 1 worker, with which 'chimera' does not work" in refused(
+            "train", "recipe.py", "--elastic", *options
+        )
 
 
 def test_only_the_first_import_of_torch_is_left_out_of_collections() -> None:

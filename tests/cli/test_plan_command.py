@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,6 @@ def plan_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     answer = json.loads(capfd.readouterr().out)
     assert isinstance(answer, dict)
     return answer
-
-
-def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main([*arguments]) == 2
-    return " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -88,16 +84,18 @@ def test_cuts_by_hand(profile: str, capfd: pytest.CaptureFixture[str], tmp_path:
         (["--update-delay", "2"], "Invalid value"),
     ],
 )
-def test_refusals(profile: str, capfd: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
-    assert message in refused(capfd, "plan", profile, "--workers", "3", *options)
+def test_refusals(profile: str, options: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused("plan", profile, "--workers", "3", *options)
 
 
-def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_train_takes_a_plan_or_a_shape(
+    profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, refused: Callable[..., str]
+) -> None:
     plan = str(tmp_path / "plan.json")
     plan_json(capfd, profile, "--workers", "2", "-o", plan)
     for option in (["--config", "1-1"], ["--straight"], ["--update-delay", "1"]):
         assert "but a plan has its own stages, workers, links and update delay" in refused(
-            capfd, "train", "recipe.py", "--plan", plan, *option
+            "train", "recipe.py", "--plan", plan, *option
         )
 
 
@@ -203,9 +201,9 @@ def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], 
     ],
 )
 def test_refusals_of_the_classic_model(
-    graph: str, capfd: pytest.CaptureFixture[str], options: list[str], message: str
+    graph: str, options: list[str], message: str, refused: Callable[..., str]
 ) -> None:
-    assert message in refused(capfd, "plan", graph, "--cost-model", "classic", *options)
+    assert message in refused("plan", graph, "--cost-model", "classic", *options)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +217,9 @@ def test_refusals_of_the_classic_model(
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
-    graph: str, capfd: pytest.CaptureFixture[str], options: list[str], message: str
+    graph: str, options: list[str], message: str, refused: Callable[..., str]
 ) -> None:
-    assert message in refused(capfd, "plan", graph, "--workers", "2", *options)
+    assert message in refused("plan", graph, "--workers", "2", *options)
 
 
 def test_the_methods_own_seconds_are_told(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -232,21 +230,23 @@ def test_the_methods_own_seconds_are_told(profile: str, capfd: pytest.CaptureFix
         assert alone_s == pytest.approx(plan_json(capfd, profile, "--workers", "1")["simulated_s"])
 
 
-def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_graph(graph: str, refused: Callable[..., str]) -> None:
     Path(graph).write_text(GRAPH.replace("=2.0", "=-2.0"))
-    assert "net.txt, line 2: backward_compute_time" in refused(capfd, "plan", graph, "--workers", "2")
+    assert "net.txt, line 2: backward_compute_time" in refused("plan", graph, "--workers", "2")
     Path(graph).write_text("")
-    assert "net.txt should hold a graph.txt, but has no node" in refused(capfd, "plan", graph, "--workers", "2")
+    assert "net.txt should hold a graph.txt, but has no node" in refused("plan", graph, "--workers", "2")
 
 
-def test_levels_recomputation_and_the_bound(profile: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_levels_recomputation_and_the_bound(
+    profile: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Callable[..., str]
+) -> None:
     answer = plan_json(capfd, profile, "--workers", "2", "2", "--bandwidth", "1e9", "100", "--strategy", "search")
     assert (answer["bound_s"], answer["gap"]) == (answer["slowest_stage_s"], 0.0)
     assert "on consecutive workers" in answer["note"]
     # Three layers at the input, two minibatches in flight: 36 kB, or 21 if only one of them keeps its activations.
     heavy = str(pd.Profile.of_chain((replace(LAYER, output_bytes=10, activation_bytes=5000),) * 6).save(tmp_path / "h"))
     tight = ["--workers", "2", "--bandwidth", "1e9", "--straight", "--memory", "23000"]
-    assert "none of the straight pipelines" in refused(capfd, "plan", heavy, *tight)
+    assert "none of the straight pipelines" in refused("plan", heavy, *tight)
     answer = plan_json(capfd, heavy, *tight, "--recompute", "auto")
     assert [row["recompute"] for row in answer["stages"]] == [True, False]
     manual_plan = plan_json(capfd, heavy, *tight[:4], "--cuts", "2", "--recompute", "always")

@@ -34,10 +34,9 @@ def test_ops_as_objects(run_command: RunCommand) -> None:
     assert {op["version"] for op in ops if op["kind"] == "F"} == {0}
 
 
-def test_a_number_that_training_refuses_is_refused(run_command: RunCommand) -> None:
+def test_a_number_that_training_refuses_is_refused(run_command: RunCommand, refused: Callable[..., str]) -> None:
     for command in (("show", "pipedream_2bw"), ("simulate", "--uniform", 4, "--schedule", "one_step_ef")):
-        status, _, error = run_command(*command, "--microbatches", 2)
-        assert (status, "needs at least 3" in error) == (2, True)
+        assert "needs at least 3" in refused(*command, "--microbatches", 2)
         for length in ((), ("--minibatches", 4)):
             status, _, error = run_command(*command[:-1], "pipedream", "--microbatches", 2, *length)
             assert (status, "does not split a minibatch" in error, "--minibatches 2" in error) == (2, True, True)
@@ -91,10 +90,9 @@ def test_the_length_of_a_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream", "chimera"])
-def test_chunks_are_refused_where_there_is_no_choice(run_command: RunCommand, name: str) -> None:
+def test_chunks_are_refused_where_there_is_no_choice(name: str, refused: Callable[..., str]) -> None:
     for command in (("show", name), ("simulate", "--uniform", 4, "--schedule", name)):
-        status, _, error = run_command(*command, "--chunks", 3)
-        assert (status, f"schedule '{name}' with 3 chunks per worker" in error) == (2, True)
+        assert f"schedule '{name}' with 3 chunks per worker" in refused(*command, "--chunks", 3)
 
 
 @pytest.mark.parametrize("option", ["--chunks", "--forward-s", "--backward-s", "--transfer-s"])
@@ -162,13 +160,14 @@ def test_claims_that_are_not_compared_are_named(run_command: RunCommand, tmp_pat
     assert "not compared" not in run_command("show", "zbv", "--stages", 4, "--microbatches", 8, "--verify")[1]
 
 
-def test_a_claim_that_fails_is_an_error(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_claim_that_fails_is_an_error(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "mine.py").write_text(WRONG.replace("CLAIM", "staleness=lambda p, m, s: 1 // 0"))
-    status, _, error = run_command("show", tmp_path / "mine.py", "--verify")
-    assert (status, "a claim failed with ZeroDivisionError" in error) == (2, True)
+    assert "a claim failed with ZeroDivisionError" in refused("show", tmp_path / "mine.py", "--verify")
 
 
-def test_a_plan_is_drawn_with_its_own_seconds(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_plan_is_drawn_with_its_own_seconds(
+    run_command: RunCommand, tmp_path: Path, refused: Callable[..., str]
+) -> None:
     plan = replace(Plan.uniform(2, 1.0, 3.0), schedule="gpipe", microbatches=3)
     path = plan.save(tmp_path / "plan.json")
     drawn = run_command("show", path)[1]
@@ -182,10 +181,8 @@ def test_a_plan_is_drawn_with_its_own_seconds(run_command: RunCommand, tmp_path:
     assert (status, "Proof of 1f1b" in out, "the simulation agrees" in out) == (0, True, True)
     assert "0B1: backward, microbatch 1, 3.00 s" in picture.read_text()
     for option in ("--stages", "--chunks", "--forward-s"):
-        status, _, error = run_command("show", path, option, 2)
-        assert (status, "a plan has its own stages" in error) == (2, True)
-    status, _, error = run_command("show", "gpipe", "--schedule", "1f1b")
-    assert (status, "give one of them" in error) == (2, True)
+        assert "a plan has its own stages" in refused("show", path, option, 2)
+    assert "give one of them" in refused("show", "gpipe", "--schedule", "1f1b")
 
 
 @pytest.mark.parametrize("option", ["--csv", "--svg"])

@@ -239,13 +239,11 @@ def test_the_compensation_fits_the_optimizer(optimizer: Any, compensation: str) 
     ],
 )
 def test_bad_input(
-    flags: tuple[str, ...], words: str, run_command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], words: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("small.py").write_text(RECIPE, encoding="utf-8")
-    status, out, err = run_command("compare", "small.py", "--emulate-delay", *flags)
-    assert (status, out) == (2, "")
-    assert words in err
+    assert words in refused("compare", "small.py", "--emulate-delay", *flags)
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["small.py"]
 
 
@@ -269,12 +267,9 @@ def test_a_compensation_is_refused_before_any_method_trains(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["profile.json"]
 
 
-def test_flags_that_need_emulate_delay(run_command: Run) -> None:
-    status, _, err = run_command("compare", "small.py", "--stages", 4)
-    assert (status, err) == (
-        2,
-        "pipedream: --stages 4 was given without --emulate-delay; add it, or leave --stages 4 out\n",
-    )
+def test_flags_that_need_emulate_delay(refused: Callable[..., str]) -> None:
+    message = "pipedream: --stages 4 was given without --emulate-delay; add it, or leave --stages 4 out\n"
+    assert refused("compare", "small.py", "--stages", 4) == message
 
 
 def test_the_command(run_command: Run, tmp_path: Path) -> None:

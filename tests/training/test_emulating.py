@@ -143,8 +143,6 @@ def test_command_starts_its_workers(tmp_path: Path) -> None:
     assert json.loads(ended.out)["configuration"]["processes"] == 3
 
 
-def test_other_number_of_workers_is_refused(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_other_number_of_workers_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
     plan = plan_of((2, 1)).save(tmp_path / "plan.json")
-    status, _, error = run_command("emulate", plan, "--workers", 2)
-    assert status == 2
-    assert "2 workers were asked for, the plan 2-1 has 3" in error
+    assert "2 workers were asked for, the plan 2-1 has 3" in refused("emulate", plan, "--workers", 2)
