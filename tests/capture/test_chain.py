@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,16 +52,15 @@ class Residual(nn.Module):
 
 
 class Glue(nn.Module):
-    """Two linear layers and something in between."""
+    """Two linear layers, a dropout, and the code that calls them."""
 
-    def __init__(self, between: Any) -> None:
+    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
-        self.between = between
+        self.a, self.b, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+        self.call = call
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.between(self.a(x)))
+        return self.call(self, x)
 
 
 # Random nestings of Sequential, ordinary lines and residual blocks; with them the names of their layers.
@@ -122,74 +122,49 @@ def test_an_ordinary_class_with_several_inputs() -> None:
     assert captured.graph.edges == ((0, 1),)
 
 
+def between(glue: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda model, x: model.b(glue(model.a(x)))
+
+
+GLUE = (
+    *map(between, (
+        torch.relu, lambda h: h.view(2, 4), lambda h: h + 0, torch.relu_, lambda h: h.mul_(2), lambda h: h.detach_(),
+        lambda h: h.detach(), lambda h: (h.register_hook(lambda g: g * 2), h)[1], lambda h: (h.data.mul_(2), h)[1],
+        lambda h: h if h.sum() > -1e9 else -h, lambda h: (torch.rand(1), h)[1],
+    )),
+    lambda model, x: model.b(model.a(x * 2)),
+    lambda model, x: F.log_softmax(model.b(model.a(x)), dim=1),
+    lambda model, x: model.b(model.a(x) * 2 if model.training else model.a(x)),
+    lambda model, x: model.b(model.a(x) if model.training else model.a(x) * 2),
+    lambda model, x: (h := model.a(x), model.dropout(h), model.b(h))[2],  # in evaluation dropout's output is h itself
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", GLUE)
+def test_a_model_with_glue_around_its_modules_is_no_chain(call: Callable[[Any, Tensor], Tensor]) -> None:
+    assert find_chain(Glue(between(lambda h: h)), (torch.randn(2, 4),)) is not None
+    assert find_chain(Glue(call), (torch.randn(2, 4),)) is None
+
+
+def within(context: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def call(model: Any, x: Tensor) -> Tensor:
+        with context():
+            return between(lambda h: h)(model, x)
+
+    return call
+
+
 @pytest.mark.parametrize(
-    "between",
+    "call",
     [
-        torch.relu,
-        lambda h: h.view(2, 4),
-        lambda h: h + 0,
-        torch.relu_,
-        lambda h: h.mul_(2),
-        lambda h: h.detach_(),
-        lambda h: h.detach(),
-        lambda h: (h.register_hook(lambda g: g * 2), h)[1],
-        lambda h: (h.data.mul_(2), h)[1],
-        lambda h: h if h.sum() > -1e9 else -h,
-        lambda h: (torch.rand(1), h)[1],
+        within(torch.no_grad),
+        within(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+        lambda model, x: model.b(checkpoint(model.a, x, use_reentrant=False)),
     ],
 )
-def test_a_model_with_glue_between_its_modules_is_no_chain(between: Any) -> None:
-    assert find_chain(Glue(lambda h: h), (torch.randn(2, 4),)) is not None
-    assert find_chain(Glue(between), (torch.randn(2, 4),)) is None
-
-
-def test_a_model_with_glue_before_or_after_its_modules_is_no_chain() -> None:
-    class Before(Glue):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x * 2))
-
-    class After(Glue):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.log_softmax(self.b(self.a(x)), dim=1)
-
-    assert find_chain(Before(None), (torch.randn(2, 4),)) is None
-    assert find_chain(After(None), (torch.randn(2, 4),)) is None
-
-
-def test_glue_in_one_mode_is_found() -> None:
-    class Model(Glue):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x)
-            return self.b(h * 2 if self.training is self.between else h)
-
-    for training in (True, False):
-        assert find_chain(Model(training), (torch.randn(2, 4),)) is None
-
-
-def test_dropout_that_is_called_but_not_used_is_no_chain() -> None:
-    class Model(Glue):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x)
-            self.between(h)  # in evaluation mode its output is the very tensor h
-            return self.b(h)
-
-    assert find_chain(Model(nn.Dropout(0.5)), (torch.randn(2, 4),)) is None
-
-
-def test_a_frozen_or_checkpointed_part_is_not_taken_out_of_its_mode() -> None:
-    class Part(Glue):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.between == "no_grad":
-                with torch.no_grad():
-                    return self.b(self.a(x))
-            if self.between == "autocast":
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    return self.b(self.a(x))
-            return self.b(checkpoint(self.a, x, use_reentrant=False))
-
-    for between in ("no_grad", "autocast", "checkpoint"):
-        assert find_chain(Part(between), (torch.randn(2, 4),)) is None
-        assert names(find_chain(nn.Sequential(Part(between), nn.Identity()), (torch.randn(2, 4),))) == ["0", "1"]
+def test_a_frozen_or_checkpointed_part_is_not_taken_out_of_its_mode(call: Callable[[Any, Tensor], Tensor]) -> None:
+    assert find_chain(Glue(call), (torch.randn(2, 4),)) is None
+    assert names(find_chain(nn.Sequential(Glue(call), nn.Identity()), (torch.randn(2, 4),))) == ["0", "1"]
 
 
 def test_modules_with_hooks_or_state_of_their_own_stay_one_layer() -> None:
@@ -285,37 +260,6 @@ def test_a_frozen_weight_ties_nothing() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
     model[2].weight = model[0].weight.requires_grad_(False)
     assert capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ()
-
-
-def test_the_model_and_the_sample_are_left_as_they_were() -> None:
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            self.memory = x
-            return x + self.calls
-
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), Counter())
-    model[2].eval()
-    x = torch.randn(8, 4)
-    before = {name: (value, value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
-    flags, attributes, generator = [m.training for m in model.modules()], dict(model[3].__dict__), torch.get_rng_state()
-    copy = x.clone()
-    capture(model, (x,))
-    assert torch.equal(x, copy)
-    after = model.state_dict(keep_vars=True)
-    for name, (value, numbers, version) in before.items():
-        assert after[name] is value
-        assert torch.equal(value, numbers)
-        assert value._version == version
-    assert all(p.grad is None for p in model.parameters())
-    assert [m.training for m in model.modules()] == flags
-    assert model[3].__dict__ == attributes
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_what_is_not_a_runnable_model_is_refused() -> None:

@@ -31,28 +31,49 @@ class Blocks(nn.Module):
         return {"logits": self.last(self.dropout(self.norm(x)) + x)}
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model = Blocks()
-    model.dropout.eval()
-    model.first.weight.grad = torch.ones(4, 4)
-    kept_grad = model.first.weight.grad
-    hooks = [module.register_forward_hook(lambda *_: None) for module in model.modules()]
+class Counter(nn.Module):
+    """Changes its own attributes."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.memory = x
+        return x + self.calls
+
+
+def make_chain() -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), Counter())
+
+
+@pytest.mark.parametrize("make", [Blocks, make_chain])
+def test_the_model_and_the_sample_are_left_as_they_were(make: Callable[[], nn.Module]) -> None:
+    model, is_chain = make(), make is make_chain
+    first = next(model.parameters())
+    first.grad = kept_grad = torch.ones_like(first)
+    for module in model.modules():
+        module.train(not isinstance(module, nn.Dropout))
+        if not is_chain:  # a container with hooks is none
+            module.register_forward_hook(lambda *_: None)
+    modules = list(model.modules())
     state = {name: (value, value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
-    flags, attributes = [m.training for m in model.modules()], [dict(m.__dict__) for m in model.modules()]
-    generator, x = torch.get_rng_state(), X.clone().requires_grad_()
+    flags, attributes = [m.training for m in modules], [dict(m.__dict__) for m in modules]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in modules]
+    generator, x = torch.get_rng_state(), X.clone().requires_grad_(not is_chain)
     assert len(capture(model, x).graph.layers) > 2
     for name, value in model.state_dict(keep_vars=True).items():
         assert value is state[name][0]
         assert torch.equal(value, state[name][1])
         assert value._version == state[name][2]
-    assert [m.training for m in model.modules()] == flags
-    assert [dict(m.__dict__) for m in model.modules()] == attributes
-    assert [len(m._forward_hooks) for m in model.modules()] == [1] * len(hooks)
+    assert [m.training for m in modules] == flags
+    assert [dict(m.__dict__) for m in modules] == attributes
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in modules] == hooks
     assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    assert model.first.weight.grad is kept_grad
-    assert torch.equal(kept_grad, torch.ones(4, 4))
-    assert all(p.grad is None for name, p in model.named_parameters() if name != "first.weight")
+    assert first.grad is kept_grad
+    assert torch.equal(kept_grad, torch.ones_like(first))
+    assert all(parameter.grad is None for parameter in model.parameters() if parameter is not first)
     assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(x, X)
     assert x.grad is None
 
 

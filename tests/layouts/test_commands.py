@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -261,23 +261,16 @@ def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_wrong_calls(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_calls(text: str, message: str, refused: Callable[..., str]) -> None:
     bad = json.loads(PRODUCT.to_json()) | {"tensors": {"x": [4], "y": [4]}, "text": "y[i] = x[i]+u[i]"}
     Path("bad.json").write_text(json.dumps(bad), encoding="utf-8")
     Path("text.json").write_text("y[i] = x[i]", encoding="utf-8")
     recipe = (
         RECIPE.replace("nn.ReLU()", "Own()") + "\nclass Own(nn.Module):\n    def forward(self, x):\n        return "
     )
-    results = {
-        "odd": "torch.fft.fft(x).abs()",
-        "failing": "x.view(3, 3)",
-    }
-    for name, result in results.items():
+    for name, result in {"odd": "torch.fft.fft(x).abs()", "failing": "x.view(3, 3)"}.items():
         Path(f"{name}.py").write_text(f"{recipe}{result}\n", encoding="utf-8")
-    assert cli.main(text.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert message in shown.err
+    assert message in refused(*text.split())
 
 
 def test_a_step_of_one_rank_moves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,4 +278,3 @@ def test_a_step_of_one_rank_moves_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert run(capsys, "layout product.json --mesh -").startswith(
         "no name is sharded on the mesh -, least peak memory\n"
     )
-    assert prod(PRODUCT.tensors["z"]) == 200

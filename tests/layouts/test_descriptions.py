@@ -275,6 +275,20 @@ def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
 
 
 @pytest.mark.usefixtures("_forget_added_operators")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("out[i] = self[i, j]", "only on the right"),
+        ("out[i] max= self[i, j]", "its parts along 'j' do not make the whole"),
+    ],
+)
+def test_a_reduction_of_ones_own_is_checked(text: str, message: str) -> None:
+    pipedream.register_operator(torch.ops.aten.sum, text)
+    with pytest.raises(PlanError, match=message):
+        pipedream.operators(Calls(lambda x: x.sum(1)), torch.randn(8, 4))
+
+
+@pytest.mark.usefixtures("_forget_added_operators")
 def test_the_imaginary_part_is_checked_too() -> None:
     pipedream.register_operator(rotated, "out[a, b] = f(x[a, b])")
     with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):

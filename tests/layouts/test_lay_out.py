@@ -56,7 +56,12 @@ def all_reports(ops: Operators, mesh: Mesh, fixed: str = "") -> Iterator[tuple[L
             continue
 
 
-def _check_memory(ops: Operators, mesh: Mesh, fixed: str) -> None:
+fixed_names = st.sampled_from(["", "", "a", "bc"])
+rates = st.lists(st.sampled_from([0.1, 1.0, 30.0]), min_size=3, max_size=3)
+
+
+@given(steps, meshes, fixed_names)
+def test_the_least_peak_equals_exhaustive_search(ops: Operators, mesh: Mesh, fixed: str) -> None:
     everything = list(all_reports(ops, mesh, fixed))
     least = min(report.peak for _, report in everything)
     most = max(len(layout.over) for layout, report in everything if report.peak == least)
@@ -64,7 +69,11 @@ def _check_memory(ops: Operators, mesh: Mesh, fixed: str) -> None:
     assert (ops.report(layout, mesh).peak, len(layout.over)) == (least, most)
 
 
-def _check_time(ops: Operators, mesh: Mesh, operations_per_s: float, rates: list[float], share: float) -> None:
+@pytest.mark.slow
+@given(steps, meshes, st.sampled_from([0.1, 1.0, 20.0]), rates, st.floats(0, 1))
+def test_the_fewest_seconds_equal_exhaustive_search(
+    ops: Operators, mesh: Mesh, operations_per_s: float, rates: list[float], share: float
+) -> None:
     elements_per_s = dict(zip(mesh.dimensions, rates, strict=False))
     everything = [
         (report.seconds(operations_per_s, elements_per_s), report.peak) for _, report in all_reports(ops, mesh)
@@ -77,23 +86,6 @@ def _check_time(ops: Operators, mesh: Mesh, operations_per_s: float, rates: list
     report = ops.report(lay_out(ops, mesh, "time", memory_elements=fits, **settings), mesh)
     assert report.seconds(operations_per_s, elements_per_s) == pytest.approx(least, rel=1e-6)
     assert report.peak == peak
-
-
-fixed_names = st.sampled_from(["", "", "a", "bc"])
-rates = st.lists(st.sampled_from([0.1, 1.0, 30.0]), min_size=3, max_size=3)
-
-
-@given(steps, meshes, fixed_names)
-def test_the_least_peak_equals_exhaustive_search(ops: Operators, mesh: Mesh, fixed: str) -> None:
-    _check_memory(ops, mesh, fixed)
-
-
-@pytest.mark.slow
-@given(steps, meshes, st.sampled_from([0.1, 1.0, 20.0]), rates, st.floats(0, 1))
-def test_the_fewest_seconds_equal_exhaustive_search(
-    ops: Operators, mesh: Mesh, operations_per_s: float, rates: list[float], share: float
-) -> None:
-    _check_time(ops, mesh, operations_per_s, rates, share)
 
 
 FAST = {"objective": "time", "operations_per_s": 1e13}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipedream import Operators, partition
 from pipedream.core.errors import PlanError
-from pipedream.layouts.search.cost import Halves, count_moved, halve_access, halve_box, halve_index, halve_tensor
+from pipedream.layouts.search.cost import Halves, count_moved, halve_access, halve_tensor
 from pipedream.layouts.search.partition import METHODS, complete_partition
 from pipedream.layouts.search.search import Choice, Search, State, list_choices
 from tests.layouts.steps import steps
@@ -259,26 +259,6 @@ def test_all_cuts_at_once_equal_exhaustive_search(ops: Operators) -> None:
     assert partition(ops, 4, "joint").elements == _yield_cut_pairs(ops)
 
 
-def test_regions_follow_the_cuts() -> None:
-    ops = square_layers(2, 8, 4)
-    result = partition(ops, 8)
-    state = State.uncut(ops)
-    for cut in result.cuts:
-        for name, box in state.boxes.items():
-            assert halve_box(box, cut.schemes[name]) == state.after(cut).boxes[name]
-        for ranges, index in zip(state.ranges, cut.indices, strict=True):
-            assert halve_index(ranges, index) in state.after(cut).ranges
-        state = state.after(cut)
-    assert result.cuts[0].schemes["w1"] == result.cuts[0].schemes["g1"]
-
-
-def test_without_replicas_each_rank_has_a_part_of_everything() -> None:
-    ops = square_layers(4, 512, 8192)
-    result = partition(ops, 4, replicate=False)
-    assert all(scheme is not None for cut in result.cuts for scheme in cut.schemes.values())
-    assert result.elements >= partition(ops, 4).elements
-
-
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     ops = recurrent(2, 6, 64, 64)
     plain, merged = Search(ops, most_cells=10**9), Search(ops, most_cells=100)
@@ -307,8 +287,3 @@ def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         partition(square_layers(1, 4, 4), **arguments)
-
-
-def test_one_rank_moves_nothing() -> None:
-    result = partition(square_layers(1, 4, 4), 1)
-    assert (result.cuts, result.elements, result.at_least) == ((), 0, 0)
