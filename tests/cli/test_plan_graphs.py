@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from published import published
 from torch import nn
 
 import pipedream as pd
-from pipedream import cli
 from pipedream.core.errors import PlanError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.graph_txt import GraphText
@@ -22,6 +19,7 @@ from pipedream.core.model.profile import LayerProfile
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 from pipedream.workflows.profile import find_plan_layers
+from tests.cli.test_plan_command import plan_json
 
 
 def _write_node(name: str, kind: str, milliseconds: float, size_bytes: float, held_bytes: float = 0.0) -> str:
@@ -51,13 +49,6 @@ def graph(tmp_path: Path) -> Path:
     path = tmp_path / "net.txt"
     path.write_text(text(NODES))
     return path
-
-
-def plan_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert cli.main(["plan", *arguments, "--json"]) == 0
-    answer = json.loads(capfd.readouterr().out)
-    assert isinstance(answer, dict)
-    return answer
 
 
 def test_cuts_across_branches(graph: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
 Simulated = Callable[..., Timeline]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="session")

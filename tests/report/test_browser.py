@@ -16,9 +16,9 @@ import pytest
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.html import page
+from tests.report.conftest import Simulated
 
 pytestmark = pytest.mark.browser
-Simulated = Callable[..., Timeline]
 Opened = Callable[..., tuple[dict[str, Any], list[str]]]
 
 FLAGS = (

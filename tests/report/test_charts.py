@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -16,8 +16,8 @@ from pipedream.core.units import format_number
 from pipedream.report.charts import average_neighbours, curve_svg
 from pipedream.report.lanes import assign_rows, middle_window, start_window
 from pipedream.report.style import COLOURS, LINES, page_style, ticks
+from tests.report.conftest import SVG, Simulated
 
-SVG = "{http://www.w3.org/2000/svg}"
 LOSSES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=500)
 
 
@@ -70,7 +70,7 @@ def test_labels_do_not_cover_each_other(title: str) -> None:
 def test_labels_at_the_right_edge_are_whole() -> None:
     """A label that begins or is centred there would be cut."""
     drawn = curve_svg([(x, 1.0) for x in range(0, 10_001, 100)], named=[(9_900, "pipedream_2bw")], width_px=400)
-    for label in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text"):
+    for label in ElementTree.fromstring(drawn).iter(f"{SVG}text"):
         wide = 6 * len(label.text or "")
         right = {"end": 0.0, "middle": wide / 2, "start": wide}[label.get("text-anchor", "start")]
         assert float(label.get("x", "")) + right <= 400, label.text
@@ -100,7 +100,6 @@ def test_figures() -> None:
 # -- lanes and windows of a timeline ----------------------------------------------------------------------------------
 
 
-Simulated = Callable[..., Timeline]
 TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30)
 
 
@@ -176,8 +175,6 @@ def test_lines_and_kinds_are_seen(screen: int) -> None:
 
 
 def test_all_variables_are_defined() -> None:
-    import re
-
     style = page_style()
     assert set(re.findall(r"var\(--pd-([\w-]+)\)", style)) <= set(COLOURS)
 
@@ -186,10 +183,10 @@ def test_several_curves_have_their_names_beside_them() -> None:
     """Means of many points, on one scale; a curve that is nowhere finite has its name alone."""
     curves = {"steep": [(float(i), 100.0 - i) for i in range(100)], "lost": [(0.0, math.nan), (1.0, math.inf)]}
     tree = ElementTree.fromstring(curve_svg(curves, width_px=600))
-    steep, lost = tree.iter("{http://www.w3.org/2000/svg}polyline")
+    steep, lost = tree.iter(f"{SVG}polyline")
     points = [tuple(map(float, point.split(","))) for point in steep.attrib["points"].split()]
     assert len(points) == 50
     assert max(x for x, _ in points) == 600 - 250
     assert not lost.attrib["points"]
-    words = [text.text for text in tree.iter("{http://www.w3.org/2000/svg}text")]
+    words = [text.text for text in tree.iter(f"{SVG}text")]
     assert {"steep", "lost", "minibatch (2 not finite left out)"} <= set(words)

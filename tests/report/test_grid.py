@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from importlib import import_module
 
 import pytest
@@ -14,8 +13,7 @@ from hypothesis import strategies as st
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.report.text import choose_slot, grid, grid_rich
 from pipedream.schedules import SCHEDULES, uniform
-
-Simulated = Callable[..., Timeline]
+from tests.report.conftest import Simulated
 
 PICTURES = {
     ("gpipe", 3, 3): """\

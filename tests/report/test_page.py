@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.report.html import page, save_page
+from tests.report.conftest import Simulated
 from tests.report.html_page import HtmlPage
-
-Simulated = Callable[..., Timeline]
 
 SUMMARY: dict[str, Any] = {
     "recipe": "examples/digits.py",
@@ -157,8 +155,13 @@ def test_all_is_escaped() -> None:
     assert not {"script", "b", "i", "u"} & set(reader.tags)
 
 
-def test_nothing_is_known() -> None:
-    words = " ".join(HtmlPage(page({})).words)
+@pytest.mark.parametrize(
+    "summary",
+    [{}, dict.fromkeys(SUMMARY) | {"throughput": {"measured_per_s": None}, "stages": [{"rank": None}]}],
+    ids=["missing", "null"],
+)
+def test_what_is_not_known_is_left_out(summary: dict[str, Any], digits_plan: Plan) -> None:
+    words = " ".join(HtmlPage(page(summary, plan=digits_plan)).words)
     assert "No loss was recorded" in words
     assert "nan" not in words.lower()
     assert "None" not in words
@@ -187,12 +190,6 @@ def test_any_key_may_be_missing(data: st.DataObject) -> None:
     summary, paths = copy.deepcopy(SUMMARY), _list_paths(SUMMARY)
     _remove_paths(summary, paths[::-1], data.draw(st.lists(st.booleans(), min_size=len(paths), max_size=len(paths))))
     HtmlPage(page(summary))
-
-
-def test_a_page_that_says_none(digits_plan: Plan) -> None:
-    """Values that the run could not know arrive as null."""
-    summary = {key: None for key in SUMMARY} | {"throughput": {"measured_per_s": None}, "stages": [{"rank": None}]}
-    assert "None" not in " ".join(HtmlPage(page(summary, plan=digits_plan)).words)
 
 
 def test_memory_is_compared_with_the_same_tensors() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -15,9 +14,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.charts import curve_svg
 from pipedream.report.svg import LEFT, timeline_svg
-
-Simulated = Callable[..., Timeline]
-SVG = "{http://www.w3.org/2000/svg}"
+from tests.report.conftest import SVG, Simulated
 
 
 def _find_boxes(tree: ElementTree.Element, kind: str = "op") -> list[ElementTree.Element]:

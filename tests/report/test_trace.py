@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.trace import save_trace, trace
-
-Simulated = Callable[..., Timeline]
+from tests.report.conftest import Simulated
 
 
 def _check(events: list[dict[str, Any]]) -> None:

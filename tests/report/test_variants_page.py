@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipedream.core.variants import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant
 from pipedream.report.variants import variants_page, variants_svg
+from tests.report.conftest import SVG
 
-SVG = "{http://www.w3.org/2000/svg}"
 NAMES = (ONE_WORKER, *TORCH, "1F1B", "PipeDream <full>", "2BW", "x & y")
 RATES = st.none() | st.floats(1e-3, 1e7)
 

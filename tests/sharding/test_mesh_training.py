@@ -78,21 +78,6 @@ class Convolution(nn.Module):
         return output
 
 
-def _make_mlp() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    return nn.Sequential(*(Mlp() for _ in range(4)), nn.Linear(D, 4)), lambda size: torch.randn(size, D)
-
-
-def _make_attention() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    embedding = nn.Embedding(12, D, padding_idx=7)  # a row of the second of two ranks
-    layers = nn.Sequential(embedding, Attention(), Mlp(), Attention(), nn.Flatten(), nn.Linear(5 * D, 4))
-    return layers, lambda size: torch.randint(12, (size, 5))
-
-
-def _make_convolution() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    layers = nn.Sequential(*(Convolution() for _ in range(3)), nn.Flatten(), nn.Linear(4 * 36, 4))
-    return layers, lambda size: torch.randn(size, 4, 6, 6)
-
-
 class Recurrent(nn.Module):
     """Reads the outputs of its layer, and the state at the end where the batch comes second."""
 
@@ -109,32 +94,14 @@ class Recurrent(nn.Module):
         return joined
 
 
-def _make_recurrent(
-    kind: type[nn.RNNBase] = nn.LSTM, **how: Any
-) -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _draw_rows(size: int) -> torch.Tensor:
+    return torch.randn(size, D)
+
+
+def _make_recurrent(kind: type[nn.RNNBase] = nn.LSTM, **how: Any) -> Model:
     blocks = Recurrent(kind, batch_first=True, **how), Recurrent(kind, **how)
     layers = nn.Sequential(nn.Embedding(12, D), *blocks, nn.Flatten(), nn.Linear(4 * D, 4))
     return layers, lambda size: torch.randint(12, (size, 4))
-
-
-def _make_halves() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    """The boundary lies between two layers that both cut its second dimension."""
-    return nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), lambda size: torch.randn(size, D)
-
-
-def _make_shared() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    layers = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 4))
-    layers[1].weight = layers[0].weight
-    return layers, lambda size: torch.randn(size, D)
-
-
-def _make_matrices() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    layers = [nn.Linear(D, 4 * D, bias=False), nn.Tanh(), nn.Linear(4 * D, 4, bias=False)]
-    return nn.Sequential(*layers), lambda size: torch.randn(size, D)
-
-
-def _make_noise() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    return nn.Sequential(nn.Linear(D, D), Noise(), nn.Linear(D, 4)), lambda size: torch.randn(size, D)
 
 
 CALLS = count(1)
@@ -145,12 +112,27 @@ def _pad_output(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return F.cross_entropy(output, batch[1]) * next(CALLS)
 
 
-MODELS = {
-    "mlp": _make_mlp,
-    "attention": _make_attention,
-    "convolution": _make_convolution,
-    "noise": _make_noise,
-    "halves": _make_halves,
+Model = tuple[nn.Sequential, Callable[[int], torch.Tensor]]
+"""A model, and a function from a number of samples to their inputs."""
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "mlp": lambda: (nn.Sequential(*(Mlp() for _ in range(4)), nn.Linear(D, 4)), _draw_rows),
+    "attention": lambda: (
+        # Its padding is a row of the second of two ranks.
+        nn.Sequential(nn.Embedding(12, D, 7), Attention(), Mlp(), Attention(), nn.Flatten(), nn.Linear(5 * D, 4)),
+        lambda size: torch.randint(12, (size, 5)),
+    ),
+    "convolution": lambda: (
+        nn.Sequential(*(Convolution() for _ in range(3)), nn.Flatten(), nn.Linear(4 * 36, 4)),
+        lambda size: torch.randn(size, 4, 6, 6),
+    ),
+    "noise": lambda: (nn.Sequential(nn.Linear(D, D), Noise(), nn.Linear(D, 4)), _draw_rows),
+    # The boundary lies between two layers that both cut its second dimension.
+    "halves": lambda: (nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), _draw_rows),
+    "matrices": lambda: (
+        nn.Sequential(nn.Linear(D, 4 * D, bias=False), nn.Tanh(), nn.Linear(4 * D, 4, bias=False)),
+        _draw_rows,
+    ),
     "lstm": _make_recurrent,
     "gru": partial(_make_recurrent, nn.GRU),
     "rnn": partial(_make_recurrent, nn.RNN, nonlinearity="relu"),
@@ -302,7 +284,7 @@ CASES = (
     Case("attention", "data:2", "batch:data", "timeprest", 2, shard_weights="data"),
     Case("mlp", "model:2", "d_ff:model", "1f1b", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
     Case(
-        _make_matrices,
+        "matrices",
         "data:2,model:2",
         "batch:data, d_ff:model",
         "pipedream_2bw",
@@ -526,7 +508,12 @@ def test_a_layout_must_fit_the_model() -> None:
 
 
 def test_tied_weights_are_on_one_mesh() -> None:
-    case = Case(_make_shared, "model:2/-", "d_ff:model", stages=(1,))
+    def make_shared() -> Model:
+        layers = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 4))
+        layers[1].weight = layers[0].weight
+        return layers, _draw_rows
+
+    case = Case(make_shared, "model:2/-", "d_ff:model", stages=(1,))
     with pytest.raises(
         PlanError, match=r"tied weights '0.weight' \(stages 0, 1\) would be on the meshes model:2 and -"
     ):

@@ -19,20 +19,9 @@ from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.plan import Plan
 from pipedream.runtime.checkpoint.files import save_weights
 from pipedream.training.run_folder import write_report
+from tests.cli.test_data_runs_no_code import RECIPE
 
 RunCommand = Callable[..., tuple[int, str, str]]
-
-RECIPE = """
-import torch
-from torch import nn
-import pipedream
-
-def recipe():
-    torch.manual_seed(0)
-    data = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(4)]
-    step = lambda named: torch.optim.SGD(named, lr=0.1)
-    return pipedream.Recipe(model=nn.Linear(3, 2), loss=nn.CrossEntropyLoss(), optimizer=step, train=data)
-"""
 
 
 @pytest.fixture
