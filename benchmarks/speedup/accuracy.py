@@ -21,7 +21,7 @@ from typing import Any
 
 from accuracy_recipe import ASKED, recipe
 
-from pipedream import Cluster, Profile
+from pipedream import Cluster, Plan, Profile
 from pipedream import plan as make_plan
 from pipedream.core.units import format_bytes, format_number
 from pipedream.core.variants import (
@@ -48,6 +48,8 @@ from worker_processes import cores_busy_s
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
 TUNING_SEED = 100
 QUIET, TRIES = 0.05, 2  # share of the cores that others may take; runs until that is so
+TIMED_EPOCHS = 2  # over each link; the first one fills the pipeline
+FAST = 50e6  # bytes per second that plans of a training without link are made for
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def measure(
                 continue
             bench = _Bench(task, few, network, Path(folder, task.name))
             for run in bench.list_runs(rows, links or few.links):
-                rows.append(bench.run(run))
+                rows.append(bench.run(run, rows))
                 keep(rows)
                 log(json.dumps({key: value for key, value in rows[-1].items() if key != "evaluations"}))
     return rows
@@ -184,12 +186,12 @@ class _Bench:
     _count: int = 0
 
     def list_runs(self, rows: Sequence[dict[str, Any]], links: Sequence[float]) -> Iterator[dict[str, Any]]:
-        """Yields the runs that `rows` lacks; it may grow meanwhile. The rates are tried first."""
+        """Yields the runs that `rows` lacks, which may grow: rates, seeds without a link, seeds over links."""
         common = {"task": self.task.name}
         wanted = [common | {"variant": name, "seed": TUNING_SEED, "bytes_per_s": None, "rate": self.task.rate * factor}
                   for name in self.size.variants for factor in self.size.rates if len(self.size.rates) > 1]  # fmt: skip
         yield from (run for run in wanted if not any(run.items() <= row.items() for row in rows))
-        for link in links:
+        for link in (None, *links):
             for seed in range(self.size.seeds):
                 for name in self.size.variants:
                     rate = _find_best_rate(rows, self.task.name, name) or self.task.rate
@@ -201,58 +203,86 @@ class _Bench:
     def profile(self) -> Profile:
         os.environ[ASKED] = self.task.describe_request(self.task.rate)
         self.network.limit(None)
-        return profile_together(self._make_runs(TUNING_SEED), 2, PARTS)[0]
+        return profile_together(self._make_runs(TUNING_SEED, self.task.epochs), 2, PARTS)[0]
 
-    def run(self, run: dict[str, Any]) -> dict[str, Any]:
-        """Runs it until other processes have left the cores alone meanwhile, or often enough."""
-        profile, best = self.profile, {}
-        self.network.limit(run["bytes_per_s"])
-        minibatches = VARIANTS[run["variant"]].minibatches
-        os.environ[ASKED] = self.task.describe_request(run["rate"], each_update=minibatches)
-        for _ in range(TRIES if self.size.seeds > 1 and run["bytes_per_s"] else 1):
+    def run(self, run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns a row: what the training comes to, and over a link the seconds of its first epochs.
+
+        A training that `rows` have from another link, of the same plan, is not run again.
+        """
+        link = run["bytes_per_s"]
+        plan = self._make_plan(run["variant"], link or FAST)
+        cuts = str(plan and ([(stage.first, stage.last) for stage in plan.stages], plan.in_flight, plan.update_delay))
+        same = {key: run[key] for key in ("task", "variant", "seed", "rate")} | {"cuts": cuts}
+        row = next((row for row in rows if same.items() <= row.items()), None)
+        row = run | (row or self._train(run, plan, None, self.task.epochs) | same) | {"bytes_per_s": link}
+        if link is None:
+            return row
+        best: dict[str, Any] = {}
+        for _ in range(TRIES if self.size.seeds > 1 else 1):
             busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:4]), time.monotonic()
-            row = self._train(run["variant"], run["seed"], profile, run["bytes_per_s"] or 50e6)
+            timed = self._train(run, plan, link, TIMED_EPOCHS)
             taken_s = max(0.0, cores_busy_s() - busy_s - (sum(os.times()[:4]) - own_s))
-            row["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
-            if not best or row["others"] < best["others"]:
-                best = row
+            timed["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
+            if not best or timed["others"] < best["others"]:
+                best = timed
             if best["others"] <= QUIET:
                 break
-        return run | best
+        return row | _reach(row, best)
 
-    def _make_runs(self, seed: int) -> Runs:
+    def _make_runs(self, seed: int, epochs: int) -> Runs:
         self._count += 1
-        options = TrainingOptions(seed=seed, epochs=self.task.epochs)
+        options = TrainingOptions(seed=seed, epochs=epochs)
         file = str(Path(__file__).with_name("accuracy_recipe.py"))
         return Runs(file, options, self.folder / str(self._count), self.network, count=10 * self._count)
 
-    def _train(self, name: str, seed: int, profile: Profile, bytes_per_s: float) -> dict[str, Any]:
-        runs, way = self._make_runs(seed), VARIANTS[name]
+    def _make_plan(self, name: str, bytes_per_s: float) -> Plan | None:
+        """Returns None for what torch trains."""
+        way = VARIANTS[name]
         if way.torch:
-            workers = 1 if name == ONE_WORKER else 2
-            file, sent = runs.run_worker(workers=workers, name=name, **way.torch)
+            return None
+        plan = make_plan(self.profile, Cluster.flat(2, bandwidth_bytes_per_s=bytes_per_s), **way.plan)
+        return accumulate_minibatches(plan, ACCUMULATED) if way.minibatches > plan.workers else plan
+
+    def _train(self, run: dict[str, Any], plan: Plan | None, bytes_per_s: float | None, epochs: int) -> dict[str, Any]:
+        name, way = run["variant"], VARIANTS[run["variant"]]
+        os.environ[ASKED] = self.task.describe_request(run["rate"], each_update=way.minibatches)
+        self.network.limit(bytes_per_s)
+        runs = self._make_runs(run["seed"], epochs)
+        if plan is None:
+            file, sent = runs.run_worker(workers=1 if name == ONE_WORKER else 2, name=name, **way.torch)
             summary = json.loads(file.read_text(encoding="utf-8"))
-            rate = summary["samples_per_s"]
         else:
-            plan = make_plan(profile, Cluster.flat(2, bandwidth_bytes_per_s=bytes_per_s), **way.plan)
-            if way.minibatches > plan.workers:
-                plan = accumulate_minibatches(plan, ACCUMULATED)
-            summary, sent = runs.train(plan, name, plan.batch // profile.batch)
-            rate = summary["throughput"]["measured_per_s"]
-        seconds = summary["seconds_to_target"]
-        reached = [
-            evaluation["minibatches"] for evaluation in summary["evaluations"] if evaluation["seconds"] == seconds
-        ]
+            summary, sent = runs.train(plan, name, plan.batch // self.profile.batch)
         return {
             "metric": self.task.metric,
-            "samples_per_s": rate,
+            "samples_per_s": summary["samples_per_s"] if plan is None else summary["throughput"]["measured_per_s"],
             "target": recipe().target[1],
-            "seconds_to_target": seconds,
-            "bytes_to_target": (sent or 0) * reached[0] / summary["minibatches"] if reached else None,
+            "epochs_to_target": _count_epochs(summary),
+            "epoch_bytes": (sent or 0) / epochs,
             "final": summary["metrics"][self.task.metric],
             "loss": summary["metrics"]["loss"],
             "evaluations": summary["evaluations"],
         }
+
+
+def _count_epochs(summary: dict[str, Any]) -> int | None:
+    """Returns the epochs after which the target was reached; None if it was not."""
+    seconds = [evaluation["seconds"] for evaluation in summary["evaluations"]]
+    target_s = summary["seconds_to_target"]
+    return None if target_s is None else seconds.index(target_s) + 1
+
+
+def _reach(row: dict[str, Any], timed: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a training whose first epochs, with their evaluations, were timed over a link."""
+    epochs, ends_s = row["epochs_to_target"], [evaluation["seconds"] for evaluation in timed["evaluations"]]
+    each_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
+    return {
+        "samples_per_s": timed["samples_per_s"],
+        "seconds_to_target": None if epochs is None else ends_s[0] + (epochs - 1) * each_s,
+        "bytes_to_target": None if epochs is None else epochs * timed["epoch_bytes"],
+        "others": timed["others"],
+    }
 
 
 def _find_best_rate(rows: Sequence[dict[str, Any]], task: str, variant: str) -> float | None:
@@ -263,7 +293,7 @@ def _find_best_rate(rows: Sequence[dict[str, Any]], task: str, variant: str) -> 
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Returns for each task and link what each variant reached, and the rates that were tried."""
-    timed = [row for row in rows if row["seed"] != TUNING_SEED]
+    timed = [row for row in rows if row["bytes_per_s"]]
     parts = []
     for task in dict.fromkeys(row["task"] for row in rows):
         mine = [row for row in timed if row["task"] == task]

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from commands import Started
+from hypothesis import given
+from hypothesis import strategies as st
 from published import published
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedup"
@@ -171,7 +173,7 @@ def _row(variant: str, seed: int, final: float, seconds: float | None) -> dict[s
 
 
 def test_tables_of_time_to_accuracy() -> None:
-    tried = _row("DDP", accuracy.TUNING_SEED, 0.0, None)
+    tried = _row("DDP", accuracy.TUNING_SEED, 0.0, None) | {"bytes_per_s": None}
     rows = [
         tried | {"rate": 0.01, "final": 0.99, "loss": 0.1},
         tried | {"rate": 0.02, "final": 0.98, "loss": 0.2},
@@ -193,11 +195,24 @@ def test_tables_of_time_to_accuracy() -> None:
 def test_time_to_accuracy_is_measured() -> None:
     lines: list[str] = []
     rows = accuracy.measure("test", lines.append)
-    assert [row["variant"] for row in rows] == ["DDP", "PipeDream, full"]
-    assert len(lines) == 2
+    assert [row["variant"] for row in rows] == ["DDP", "PipeDream, full"] * 2
+    for learned, timed in zip(rows[:2], rows[2:], strict=True):
+        assert (learned["bytes_per_s"], timed["evaluations"]) == (None, learned["evaluations"])
+    assert len(lines) == 4
     assert "| PipeDream, full | 0.01 |" in accuracy.tables(rows)
     assert accuracy.measure("test", lines.append, earlier=rows) == rows, "nothing is measured again"
-    assert len(lines) == 2
+    assert len(lines) == 4
+
+
+@given(st.integers(1, 5), st.floats(0.1, 10), st.floats(0.1, 10))
+def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_s: float, each_s: float) -> None:
+    ends_s = [first_s + number * each_s for number in range(5)]
+    timed = {"samples_per_s": 1.0, "epoch_bytes": 100.0, "others": 0.0}
+    timed |= {"evaluations": [{"seconds": seconds} for seconds in ends_s[:2]]}
+    figures = accuracy._reach({"epochs_to_target": epochs}, timed)
+    assert figures["seconds_to_target"] == pytest.approx(ends_s[epochs - 1])
+    assert figures["bytes_to_target"] == 100 * epochs
+    assert accuracy._reach({"epochs_to_target": None}, timed)["seconds_to_target"] is None
 
 
 def test_what_runs_out_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, curve: Any) -> None:
