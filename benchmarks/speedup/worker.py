@@ -240,7 +240,12 @@ class _Worker:
         try:
             return self._run_least_disturbed(request.pop("do"), request.pop("patience_s"), request)
         except (RuntimeError, NotImplementedError, ValueError, MemoryError, pd.PipelineError) as error:
-            return {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            store = dist.distributed_c10d._get_default_store()
+            if self.rank and "memory" in why.lower():
+                store.set("why", why)
+                os._exit(1)  # rank 0 may wait for this one in a collective
+            return {"why": store.get("why").decode() if store.check(["why"]) else why}
 
     def _run_least_disturbed(self, do: str, patience_s: float, request: dict[str, Any]) -> dict[str, Any]:
         """Runs what is asked until other processes have left the cores alone meanwhile, or the patience is over.
