@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipedream.core.errors import PlanError
-from pipedream.probe import available_bytes, probe_gpus
+from pipedream.probe import _list_group_bytes, available_bytes, host_bytes, probe_gpus
 
 H200, A100, OTHER = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A2000"
 GB = 10**9
@@ -97,6 +99,28 @@ def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch)
     with pytest.raises(PlanError, match=r"'cuda'.*but 0 GPUs were found; use the cpu"):
         probe_gpus(2)
+
+
+def test_the_memory_of_a_machine_is_that_of_its_control_groups(tmp_path: Path) -> None:
+    (tmp_path / "self").write_text("12:cpu:/other\n0::/outer/inner\n")
+
+    def limit(group: str, most: str, used: int, cached: int) -> None:
+        folder = tmp_path / "cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+
+    def left() -> list[int]:
+        return list(_list_group_bytes(tmp_path / "cgroup", tmp_path / "self"))
+
+    assert left() == []
+    limit("outer", "1000", 700, 100)
+    limit("outer/inner", "max", 650, 0)
+    assert left() == [400]
+    limit("outer/inner", "600", 650, 20)
+    assert left() == [0, 400]
+    assert 0 < host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_probe_leaves_room_for_communicators(monkeypatch: pytest.MonkeyPatch) -> None:

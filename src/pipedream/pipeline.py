@@ -36,7 +36,7 @@ from pipedream.core.schedule.phase import Phase, phase_at, phases_text
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
-from pipedream.probe import available_bytes
+from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
@@ -424,6 +424,7 @@ def _build_session(
         if not options.check or _applies_styles(options, plan)
         else PlainModel(model, captured, [stage.first for stage in plan.stages[1:]]),
         free_bytes=lambda: available_bytes(blueprint.device, 1),
+        free_host_bytes=host_bytes,
     )
 
 

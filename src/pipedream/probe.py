@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, permutations
 from pathlib import Path
@@ -51,12 +52,32 @@ def available_bytes(device: torch.device, sharing: int) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + cached
         return max(1, free - _COMMUNICATORS_BYTES)
+    return host_bytes() // sharing
+
+
+def host_bytes() -> int:
+    """Returns what processes of this machine, and of its control groups, may still take of its memory."""
     try:
         rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return free // sharing
+    return min([free, *_list_group_bytes()])
+
+
+def _list_group_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Yields what each control group of this process, with those around it, has left of its limit."""
+    with suppress(OSError, StopIteration):
+        row = next(row for row in own.read_text().splitlines() if row.startswith("0::"))
+        folder = root / row.removeprefix("0::").lstrip("/")
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(root):
+                return
+            with suppress(OSError, ValueError):  # no number: no limit
+                limit = int((group / "memory.max").read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+                yield max(0, limit - used)
 
 
 def probe_gpus(workers: int | None = None, memory_bytes: int | None = None, device: str = "cuda") -> Cluster:
@@ -81,7 +102,7 @@ def probe_gpus(workers: int | None = None, memory_bytes: int | None = None, devi
         # Nothing is copied between workers of one process.
         rate = device_row.bytes_per_s * device_row.byte_share if device_row is not None else 1e11
         size = memory_bytes or max(1, _measure_gpu_bytes(shared) // (workers or 1))
-        return Cluster.flat(workers or 1, rate, 0.0, size, _name_gpu(shared))
+        return replace(Cluster.flat(workers or 1, rate, 0.0, size, _name_gpu(shared)), host_bytes=host_bytes())
     total = workers or count
     width = min(count, total, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
     levels: tuple[Level, ...] = (_describe_links(range(width)),)
@@ -92,7 +113,8 @@ def probe_gpus(workers: int | None = None, memory_bytes: int | None = None, devi
         levels = (replace(levels[0], sizes=sizes), ethernet) if width > 1 else (ethernet,)
     of_each = [memory_bytes or max(1, _measure_gpu_bytes(gpu) - _COMMUNICATORS_BYTES) for gpu in range(width)]
     kinds = _group_workers(of_each, total)
-    return Cluster(levels, min(of_each), _name_gpu(0), kinds if len({kind.device for kind in kinds}) > 1 else ())
+    unlike = kinds if len({kind.device for kind in kinds}) > 1 else ()
+    return Cluster(levels, min(of_each), _name_gpu(0), unlike, host_bytes=host_bytes())
 
 
 def _describe_links(gpus: range) -> Level:

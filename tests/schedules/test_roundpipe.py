@@ -22,6 +22,7 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advance_instruction
+from pipedream.core.units import format_bytes
 from pipedream.experimental.roundpipe import _choose_slots, homes, roundpipe
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import costs, simulate
@@ -313,3 +314,27 @@ def test_a_gpu_has_the_weights_of_one_slot_and_of_the_slot_before() -> None:
     with pytest.raises(PlanError, match=r"of worker [01] need up to 18.* use more stages on each worker \(--chunks\)"):
         pd.plan(gpu, Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe")
     pd.plan(gpu, Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe", chunks=12)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_machine_without_room_for_what_is_kept_there_is_refused(delay: int) -> None:
+    """Weights of 24 kB, as much for gradients, twice that for the optimizer; with a delay a second version."""
+    layers = (LayerProfile(1.0, 2.0, output_bytes=16, activation_bytes=16, parameter_bytes=1000),) * 24
+    cpu = Profile.of_chain(layers, batch=16, optimizer_bytes=48_000)
+    gpu = replace(cpu, runtime=RuntimeCosts(overlap_device=True))
+    need, name = 96_000 + 24_000 * delay, f"roundpipe[delay={delay}]"
+    enough = replace(Cluster.flat(2), host_bytes=need)
+    plan = pd.plan(gpu, enough, schedule=name)
+    assert sum(stage.memory.host_bytes for stage in plan.stages) == need
+    check_plan(plan)
+    short = replace(enough, host_bytes=need - 1)
+    fits = "without delay\\) needs 96.0 kB, an" if delay else "free; an"
+    sizes = [format_bytes(size) for size in (need, need - 48_000)]
+    reason = f"need {sizes[0]}, 1.00 B more than .* {fits} optimizer without state needs {sizes[1]}"
+    with pytest.raises(PlanError, match=reason):
+        pd.plan(gpu, short, schedule=name)
+    with pytest.raises(PlanError, match=reason):
+        check_plan(plan.on(short))
+    with pytest.raises(PlanError, match="nothing smaller fits: use a smaller model"):
+        pd.plan(gpu, replace(enough, host_bytes=47_999), schedule=name)
+    pd.plan(cpu, short, schedule=name)  # CPUs have their shares of the machine's memory

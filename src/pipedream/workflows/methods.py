@@ -10,6 +10,8 @@ from typing import Any
 from pipedream import metrics, planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.host_memory import check_host_memory
+from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
@@ -165,8 +167,14 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
 
 
 def check_no_remote_stages(built: Schedule) -> None:
-    """Raises PlanError if a worker lacks the memory for remote forwards; the stages must have their bytes."""
+    """Raises PlanError if the machine, or a worker, lacks the memory for what is kept, or copied, for remote forwards.
+
+    The stages must have their bytes.
+    """
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
+    if isinstance(built.placement, Dispatched) and plan.costs.on_gpus:
+        versions = [built.weights.versions(stage) for stage in range(len(plan.stages))]
+        check_host_memory(plan.stages, versions, plan.cluster.host_bytes)
     if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
         return
     peaks = simulator.simulate(lower(built), simulator.costs(plan, split=m), m).peak_bytes

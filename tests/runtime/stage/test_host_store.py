@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pipedream as pd
-from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.core.errors import PipelineError, PlanError, WorkerError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.experimental.roundpipe import homes
@@ -209,6 +209,16 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch
     assert taken
     assert (losses, evaluated) == (expected[0], expected[2])
     assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+
+
+def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = sum(stage.parameter_bytes for stage in plan(3, make()).stages)
+    monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 3 * weights - 1)
+    with pytest.raises(
+        PlanError, match=r"of 5 stages were to be kept in the memory of one machine and need .*free; one version"
+    ):
+        train(3, schedule="roundpipe[delay=1]")
+    train(3, epochs=1)
 
 
 def train_apart() -> str:

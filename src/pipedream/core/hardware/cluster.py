@@ -118,6 +118,7 @@ class Cluster(Artifact):
         device: in words.
         kinds: the workers in order, if they differ, with their own memory and device; () if all are alike.
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.all_reduce_s`).
+        host_bytes: memory of each machine beside its GPUs; None: unknown.
         sum_costs: what sums over replicas take.
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
 
@@ -130,6 +131,7 @@ class Cluster(Artifact):
     device: str = "cpu"
     kinds: tuple[Workers, ...] = ()
     sums: str = "ring"
+    host_bytes: int | None = None
     sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
     message_shares: tuple[float, float] = field(default=(1.0, 1.0), metadata=NOT_STORED)
 

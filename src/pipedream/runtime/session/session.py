@@ -19,6 +19,8 @@ from torch import nn
 
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
+from pipedream.core.plan.host_memory import check_host_memory
+from pipedream.core.plan.placement import Dispatched
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (
     Blueprint,
@@ -70,9 +72,11 @@ class Session:
         weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
         plain: the model as the user wrote it, with which the first minibatch is compared; None compares nothing.
         free_bytes: returns the memory that this process may still take.
+        free_host_bytes: returns what the processes of this machine may still take of its memory.
 
     Raises:
-        PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
+        PlanError: the number of processes is not the plan's, the ranks disagree on the plan, or the machine has too
+            little memory for weights that are kept there.
         CaptureError: a parameter or buffer is on the meta device and cannot be initialised, or not in `weights`.
     """
 
@@ -86,9 +90,10 @@ class Session:
         weights: Weights = None,
         plain: UserModel | None = None,
         free_bytes: Callable[[], int] = lambda: sys.maxsize,
+        free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         whole_bytes = count_bytes(model)
-        local = self.local = _build_local_workers(model, graph, blueprint, weights, stuck_after_s)
+        local = self.local = _build_local_workers(model, graph, blueprint, weights, stuck_after_s, free_host_bytes)
         self.clock = ClockOffset(local.group)
         self.checkpointer = Checkpointer(local)
         self.streams = Streams(local, None if plain is None else Comparison(local, plain, whole_bytes, free_bytes))
@@ -125,18 +130,24 @@ class Session:
 
 
 def _build_local_workers(
-    model: nn.Module, graph: LayerGraph, blueprint: Blueprint, weights: Weights, stuck_after_s: float
+    model: nn.Module,
+    graph: LayerGraph,
+    blueprint: Blueprint,
+    weights: Weights,
+    stuck_after_s: float,
+    free_host_bytes: Callable[[], int],
 ) -> LocalWorkers:
     if blueprint.device.type == "cpu":
         keep_freed_memory()
     rank, processes = join_group(blueprint.device, check_software=False)
     local = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
     if processes == 1:
+        _check_host_memory(blueprint, free_host_bytes)
         _build_all(local, weights)
         return local
     local.guard = Guard.of_session(rank, processes, local.activity, stuck_after_s)
     try:
-        _join_others(local, graph, processes, weights)
+        _join_others(local, graph, processes, weights, free_host_bytes)
     except BaseException as error:
         first = local.guard.first_cause(error, local.activity.where)
         if local.connections is not None:
@@ -165,9 +176,20 @@ def _build_all(local: LocalWorkers, weights: Weights) -> None:
     )
 
 
-def _join_others(local: LocalWorkers, graph: LayerGraph, processes: int, weights: Weights) -> None:
+def _check_host_memory(blueprint: Blueprint, free_bytes: Callable[[], int]) -> None:
+    """Raises a `PlanError` if the machine has too little memory for stages that all its workers share."""
+    if isinstance(blueprint.placement, Dispatched):
+        stages, rules = blueprint.program.plan.stages, [program.weights for program in blueprint.programs]
+        versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
+        check_host_memory(stages, versions, free_bytes())
+
+
+def _join_others(
+    local: LocalWorkers, graph: LayerGraph, processes: int, weights: Weights, free_host_bytes: Callable[[], int]
+) -> None:
     blueprint = local.blueprint
     connections = _connect(local, processes)
+    _check_host_memory(blueprint, free_host_bytes)
     local.worker_rank = connections.rank
     local.workers = [_build_worker(local, graph, connections, weights)]
     optimizers = {

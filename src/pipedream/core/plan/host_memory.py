@@ -1,0 +1,36 @@
+"""Whether a machine's memory has room for the weights, gradients and optimizer state that stages keep there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.stage import Stage
+from pipedream.core.units import format_bytes
+
+
+def check_host_memory(stages: Sequence[Stage], versions: Sequence[int], free_bytes: int | None) -> None:
+    """Raises a PlanError if the stages of a machine need more of its memory than is free (None: unknown).
+
+    Args:
+        versions: sets of weights of each stage.
+    """
+    weights = sum(stage.parameter_bytes for stage in stages)
+    sets = sum(stage.parameter_bytes * count for stage, count in zip(stages, versions, strict=True))
+    state = sum(stage.optimizer_bytes for stage in stages)
+    need = weights + sets + state  # one set of gradients
+    if free_bytes is None or need <= free_bytes:
+        return
+    smaller = {
+        "one version of the weights (a method without delay) needs": 2 * weights + state,
+        "an optimizer without state needs": weights + sets,
+    }
+    fits = {words: size for words, size in smaller.items() if size <= free_bytes}
+    if not fits and 2 * weights <= free_bytes:
+        fits = {"with one version of the weights an optimizer without state needs": 2 * weights}
+    advice = ", ".join(f"{words} {format_bytes(size)}" for words, size in fits.items())
+    raise PlanError(
+        f"weights, gradients and optimizer state of {len(stages)} stages were to be kept in the memory of one machine "
+        f"and need {format_bytes(need)}, {format_bytes(need - free_bytes)} more than the {format_bytes(free_bytes)} "
+        f"that are free; {advice or 'nothing smaller fits: use a smaller model'}"
+    )
