@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations, groupby
+from itertools import combinations, groupby, pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -172,6 +172,37 @@ def test_weights_take_their_time() -> None:
     assert begins[1, 0] == 5.0
     for stage in (1, 2):
         assert begins[stage, 3] >= updates[stage, 1] + 5.0
+
+
+@given(sizes(), st.integers(1, 4), st.floats(0.1, 30.0))
+def test_updates_on_the_hosts_of_gpus_take_no_time_of_the_passes(
+    size: tuple[int, int, int], n: int, update_s: float
+) -> None:
+    """A worker's updates follow each other, and each stage's has ended before the stage's next one begins."""
+    p, stages, m = size
+    plan = plan_of(p, stages)
+    schedule = roundpipe(plan, m, delay=1)
+    program, free = lower(schedule), costs(schedule.plan)
+    busy = replace(free, update_s=(update_s,) * stages)
+    on_gpus = simulate(program, replace(busy, runtime=RuntimeCosts(overlap_device=True)), n * m)
+    without = simulate(program, replace(free, runtime=RuntimeCosts(overlap_device=True)), n * m).makespan_s
+    inline = simulate(program, busy, n * m).makespan_s
+    most = -(-stages // p)  # stages of a worker
+    assert max(without, n * most * update_s) <= on_gpus.makespan_s <= inline + 1e-9
+    if most * update_s <= m:  # less than the passes of a minibatch
+        assert on_gpus.makespan_s <= without + most * update_s + 1e-9
+    assert sum(span.end_s - span.start_s for span in on_gpus.spans if span.kind == "U") == 0.0
+    steps = [span for span in on_gpus.spans if span.kind == "step"]
+    assert len(steps) == n * stages
+    for rank in range(p):
+        mine = sorted((span.start_s, span.end_s) for span in steps if span.rank == rank)
+        assert all(end_s <= start_s + 1e-9 for (_, end_s), (start_s, _) in pairwise(mine))
+    made_s = {(span.stage, span.index): span.end_s for span in steps}
+    for span in on_gpus.work():
+        if span.kind == "F" and span.index >= 2 * m:
+            assert span.start_s >= made_s[span.stage, span.index // m - 1] - 1e-9
+        if span.kind == "U" and span.index > 1:
+            assert span.start_s >= made_s[span.stage, span.index - 1] - 1e-9
 
 
 # -- broken programs ------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ slot may hold the forwards of several stages, since
 backwards take about three times as long.
 
 A minibatch starts when the one before has ended. In the paper's asynchronous form (`delay=1`) it does not wait: its
-passes read weights that lack one update, w(t+1) = w(t) - lr grad f(w(t-1)). If p divides the number of slots, workers
-then wait at the two ends of a run alone.
+passes read weights that lack one update, w(t+1) = w(t) - lr grad f(w(t-1)), while the host makes it. If p divides the
+number of slots, workers then wait at the two ends of a run alone.
 
 Difference from the paper: each minibatch begins with the same worker, so a stage's backwards and its updates are always
 made by one worker, its home, and some wait for one slot in each minibatch if p does not divide the number of slots.

@@ -54,13 +54,16 @@ def _name_threads(run: int, timeline: Timeline) -> list[dict[str, Any]]:
     return events
 
 
+_BESIDE = ("send", "step")
+"""Kinds of spans that have rows of their own."""
+
 _ROOM = 1000
 """Thread numbers reserved for each rank: its own, and those of its messages."""
 
 
 def _find_sends(timeline: Timeline, rank: int) -> list[Span]:
     return sorted(
-        (span for span in timeline.spans if span.rank == rank and span.kind == "send"), key=lambda s: s.start_s
+        (span for span in timeline.spans if span.rank == rank and span.kind in _BESIDE), key=lambda s: s.start_s
     )
 
 
@@ -69,9 +72,9 @@ def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
 
     def add(span: Span, tid: int) -> None:
-        number = "update" if span.kind == "U" else "microbatch"
+        number = "update" if span.kind in ("U", "step") else "microbatch"
         args: dict[str, Any] = {"stage": span.stage, number: span.index}
-        letter = span.kind if span.kind in WORK else ">"
+        letter = span.kind if span.kind in WORK else {"step": "U"}.get(span.kind, ">")
         tag = tags.get((span.stage, span.index))
         if tag is not None and span.kind in ("F", "B", "I", "W"):
             args["version"] = tag.forward_version if span.kind == "F" else tag.backward_version
@@ -91,7 +94,7 @@ def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
         )
 
     for span in timeline.spans:
-        if span.kind != "send":
+        if span.kind not in _BESIDE:
             add(span, span.rank * _ROOM)
     for rank in range(timeline.workers):
         sends = _find_sends(timeline, rank)

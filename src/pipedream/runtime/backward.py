@@ -76,8 +76,7 @@ class BackwardRunner:
                 )
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
         self._send_back(stage, index, saved, input_gradients, message)
-        self._recorder.note("B", stage, self._stream.first + index, start)
-        self._activity.end()
+        self._end("B", stage, index, stage_state, start)
 
     def run_inputs(self, stage: int, index: int) -> None:
         """I: the half of a backward that the previous stage waits for."""
@@ -104,8 +103,7 @@ class BackwardRunner:
             with stage_state.backward_context(saved), stage_state.module.counting("weights' backward"):
                 weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
-        self._recorder.note("W", stage, self._stream.first + index, start)
-        self._activity.end()
+        self._end("W", stage, index, stage_state, start)
 
     def _start(self, stage: int, index: int, task: str) -> tuple[StageState, Moment]:
         self._activity.begin(task)
@@ -130,11 +128,16 @@ class BackwardRunner:
         self, stage_state: StageState, saved: SavedForward, gradients: list[torch.Tensor | None], *, is_last: bool
     ) -> None:
         stage_state.add_gradients(saved, gradients)
-        if (saved.microbatch + 1) % self._stream.split == 0:
-            stage_state.end_passes()
         if is_last:
             # The sums over the replicas are under way; what this replica lacks is added as zeros now.
             stage_state.optimizer.close(stage_state.gradients, float(self._is_stop_requested()))
+
+    def _end(self, kind: str, stage: int, index: int, stage_state: StageState, start: Moment) -> None:
+        self._recorder.note(kind, stage, self._stream.first + index, start)
+        if (index + 1) % self._stream.split == 0:
+            stage_state.finish_update(self._recorder)  # it reads what the gradients are written over
+            stage_state.end_passes()
+        self._activity.end()
 
     def _take_gradients(self, stage: int, index: int) -> Message | None:
         """Returns the message with the gradients of a stage's outputs; None at the last stage."""

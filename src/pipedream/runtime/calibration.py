@@ -212,7 +212,7 @@ def _measure_other_s(timeline: Timeline, part: range, *, together: bool) -> tupl
 
 
 def _measure_span_s(span: Span) -> float:
-    return 0.0 if span.kind == "send" else span.end_s - span.start_s
+    return 0.0 if span.kind in ("send", "step") else span.end_s - span.start_s
 
 
 def _measure_arrival_s(timeline: Timeline, part: range) -> float:

@@ -107,6 +107,9 @@ class ForwardRunner:
             if not pending.ready():
                 return self._run_later(pending, stage, index, message)
             pending.result()
+        elif self._stream.trains:
+            version = self._program.weights.forward_version(stage, index)
+            self._stage_states[stage].finish_update(self._recorder, version)
         return self._run(stage, index, message)
 
     def _run_later(self, pending: Pending[None], stage: int, index: int, message: Message) -> Waiting[Any]:

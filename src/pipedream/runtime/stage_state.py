@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Message
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.predictions import WeightPredictions, check_velocity
@@ -28,6 +29,7 @@ from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, 
 from pipedream.runtime.stage.without_data import drop_data, predict_collectives
 from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
+from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 
 class StageObserver:
@@ -72,7 +74,8 @@ class StageState:
     3. A backward runs in `backward_context`; `add_gradients` then adds its gradients to the coming update's and
        releases the weights. In the last backward before an update of a replicated stage, `gradient_ready` passes them
        to the all-reduce instead.
-    4. `update` makes the next version from the gradients that the update barrier has put into the handles.
+    4. `begin_update` and `make_update` make the next version from the gradients that the update barrier has put into
+       the handles; if a thread makes it, `finish_update` waits for it.
     5. `end` checks at a drain that the replicas are alike.
 
     Attributes:
@@ -86,6 +89,7 @@ class StageState:
         replicas: keeps this replica like the others; None without others.
         choice: which weights the passes read.
         copied: attributes of the modules, if there are other replicas in this process.
+        overlapped: the newest update, while a thread makes it, or if that failed.
     """
 
     module: StageModule
@@ -100,6 +104,7 @@ class StageState:
     check: StageObserver = _UNOBSERVED
     received: Message | None = None
     copied: CopiedAttributes | None = None
+    overlapped: OverlappedUpdate | None = None
     replicas: EqualReplicas | None = field(init=False)
     choice: WeightChoice = field(init=False)
 
@@ -243,13 +248,26 @@ class StageState:
             self.versions.check_handles()  # a hook on a parameter, say, explains a difference
         self.check.before_update(self.versions.handles)
 
-    def update(
-        self, program: Program, op: Op, present_share: float, total: int | None
-    ) -> list[tuple[int, int, int, int]]:
-        """Makes an update from the gradients in the handles.
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a thread may make the coming update: nothing but the weights and the optimizer takes part in it."""
+        is_alone = self.replicas is None and self.predictions is None and self.check is _UNOBSERVED
+        return is_alone and not self.optimizer.compensator.needs_read_weights
+
+    def finish_update(self, recorder: Recorder, version: int | None = None) -> None:
+        """Waits for the update that a thread makes, by default whatever version it makes; raises its error."""
+        if self.overlapped is None or (version is not None and version < self.overlapped.op.index):
+            return
+        update, start = self.overlapped, recorder.mark()
+        seconds = update.finish()
+        self.overlapped = None
+        recorder.note("wait", update.op.stage, update.number, start)
+        recorder.note_step(update.op.stage, update.number, *seconds)
+
+    def begin_update(self, program: Program, op: Op, total: int | None) -> list[tuple[int, int, int, int]]:
+        """Chooses the place of an update's weights; `make_update` follows.
 
         Args:
-            present_share: of the round's replicas; a factor on the learning rate.
             total: microbatches of the stream; None if not known yet.
 
         Returns each gradient's (microbatch, forward version, backward version, version before the update).
@@ -267,16 +285,44 @@ class StageState:
             read = program.weights.forward_version(stage, updates.members(stage, op.index).start)
             compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
         coming = program.weights.readable(stage, first, newest, step=step, total=total)
-        self.versions.begin_update(coming)
+        self.versions.choose_storage(coming)
+        self.optimizer.step_schedule()
+        versions = [(*row, newest) for row in self.gradient_versions]
+        self.gradient_versions.clear()
+        return versions
+
+    def make_update(self, present_share: float) -> None:
+        """Makes an update from the gradients in the handles.
+
+        Args:
+            present_share: of the round's replicas; a factor on the learning rate.
+        """
+        self.versions.move_handles()
         if self.predictions is not None:
             self.predictions.begin_update()
         self.optimizer.step(present_share)
         self.versions.end_update()
         if self.predictions is not None:
             self.predictions.end_update()
-        versions = [(*row, newest) for row in self.gradient_versions]
-        self.gradient_versions.clear()
-        return versions
+
+    def overlap_update(
+        self, thread: UpdateThread, op: Op, number: int, prepare: Callable[[Gradients], None] | None
+    ) -> None:
+        """Lets a thread call `prepare` with the gradients, unless they are in the handles, and `make_update`."""
+        assert self.overlapped is None, f"{self.overlapped} has not ended"
+        gradients, self.gradients = self.gradients, self.gradients.make_next()
+        self.versions.announce()
+
+        def make() -> None:
+            try:
+                if prepare is not None:
+                    prepare(gradients)
+                self.make_update(1.0)
+            except BaseException:
+                self.versions.withdraw()
+                raise
+
+        self.overlapped = thread.begin(op, number, make)
 
     def average(self, recorder: Recorder, stage: int, index: int) -> Waiting[None]:
         """Averages the weights over the replicas if a period of updates has ended; yields where it would wait."""
@@ -300,6 +346,20 @@ def evaluating(stage_states: Iterable[StageState]) -> Iterator[None]:
     finally:
         for module, training in reversed(flags):  # of a shared module the first flag is its own
             module.training = training
+
+
+def finish_updates(stage_states: Mapping[int, StageState], recorder: Recorder, activity: Activity) -> None:
+    """Waits for the updates that a thread makes; raises the error of one."""
+    for stage_state in stage_states.values():
+        activity.begin("an update")
+        stage_state.finish_update(recorder)
+        activity.end()
+
+
+def find_failed_update(stage_states: Mapping[int, StageState]) -> Op | None:
+    """Returns the update whose error a thread has left."""
+    updates = (stage_state.overlapped for stage_state in stage_states.values())
+    return next((update.op for update in updates if update is not None and update.failed), None)
 
 
 def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:

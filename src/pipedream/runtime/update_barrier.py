@@ -17,9 +17,12 @@ import torch
 
 from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
+from pipedream.runtime.comm.channel import Group, Pending, Waiting, run_alone, wait_for
 from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.update.optimizer import Gradients
+from pipedream.runtime.update.overlapped import UpdateThread
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 
 
@@ -28,6 +31,7 @@ class UpdateBarrier:
 
     Attributes:
         norm_square: of the newest finite global norm; 0 before the first.
+        thread: makes updates beside the passes.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class UpdateBarrier:
         self._prepared: dict[int, tuple[float, bool]] = {}
         self._norms: deque[Pending[torch.Tensor]] = deque()
         self.norm_square = 0.0
+        self.thread = UpdateThread()
 
     @property
     def needs_norms(self) -> bool:
@@ -55,9 +60,24 @@ class UpdateBarrier:
         self._is_global = is_policy_global and program.couples_updates
         self._delay = program.norm_delay
 
+    @property
+    def joins_stages(self) -> bool:
+        """Whether an update needs the gradients of other stages."""
+        return self._is_global or bool(self._tied)
+
+    def overlap(self, op: Op, number: int, *, is_prepared: bool) -> None:
+        """Lets the thread make an update (`StageState.overlap_update`), after what is as in `prepare`."""
+        stage_state = self._stage_states[op.stage]
+
+        def prepare(gradients: Gradients) -> None:
+            run_alone(stage_state.optimizer.prepare(gradients))
+            self._decide_locally(stage_state)
+
+        stage_state.overlap_update(self.thread, op, number, None if is_prepared else prepare)
+
     def prepare(self, stage: int, stop_request: float) -> Waiting[tuple[float, bool]]:
         """As `Optimizer.prepare`, then decides about the update."""
-        if not self._is_global and not self._tied:
+        if not self.joins_stages:
             stage_state = self._stage_states[stage]
             prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, stop_request)
             stage_state.compare_first()

@@ -29,7 +29,7 @@ from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.host_store import RemoteForward
-from pipedream.runtime.stage_state import StageState, check_finite, find_not_finite
+from pipedream.runtime.stage_state import StageState, check_finite, find_failed_update, find_not_finite, finish_updates
 from pipedream.runtime.update_barrier import UpdateBarrier
 
 _ADVICE = {
@@ -132,8 +132,7 @@ class Worker:
         self._activity = activity
         self.stop_requested: Callable[[], bool] = lambda: False
         self.stop_reason = StopReason.DATA
-        self.done_minibatches = 0
-        self.input_updates = 0
+        self.done_minibatches = self.input_updates = 0
         self.trained: dict[int, tuple[int, int]] = {}
         self._total: int | None = None
         self._text: Program | None = None
@@ -157,9 +156,7 @@ class Worker:
             Move.SEND: self._send,
             Move.SYNC: _do_nothing,
         }
-        self._steps: dict[bool, tuple[list[_Step], list[_Step]]] = {
-            False: _resolve_steps(evaluation, rank, self._actions)
-        }
+        self._steps = {False: _resolve_steps(evaluation, rank, self._actions)}
         self.switch_to(program, 0)
         self._begin(DataStream(), None)
 
@@ -233,6 +230,8 @@ class Worker:
     def where(self) -> str:
         if self._text is None:
             return "the start"
+        if (failed := find_failed_update(self.stage_states)) is not None:
+            return self._text.describe(failed)
         by = self._turn * self._text.cycle
         return self._text.describe(advance_instruction(self._instruction, by, self._text.updates))
 
@@ -269,6 +268,7 @@ class Worker:
                     self._instruction = instruction
                     step = _resolve_step(program, instruction, self._actions)
                     yield from step.run(step.at, step.index) or ()
+            finish_updates(self.stage_states, self.recorder, self._activity)
         except CaptureError as error:
             raise WorkerError(self._process, self.where, str(error)) from error
         except (PipelineError, GeneratorExit, KeyboardInterrupt):
@@ -299,28 +299,34 @@ class Worker:
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state, before = self.stage_states[stage], self.recorder.mark()
-        stop_request = self._replicas[stage] > 1 and self.stop_requested()
-        present_share, stop_requests = yield from self.update_barrier.prepare(stage, float(stop_request))
-        if stage in self._waits_for_others:
-            self.recorder.note("wait", stage, index, before)
+        overlaps = self.program.overlaps_updates and stage_state.can_overlap
+        prepared = None
+        if not overlaps or self.update_barrier.joins_stages:
+            stop_request = self._replicas[stage] > 1 and self.stop_requested()
+            prepared = yield from self.update_barrier.prepare(stage, float(stop_request))
+            if stage in self._waits_for_others:
+                self.recorder.note("wait", stage, index, before)
         start = self.recorder.mark()
         self._activity.begin("an update")
-        gradient_versions = stage_state.update(self.program, Op(Kind.UPDATE, stage, index), present_share, self._total)
+        op = Op(Kind.UPDATE, stage, index)
+        number = index + self._stream.first // self.program.updates.per_update[stage]
+        gradient_versions = stage_state.begin_update(self.program, op, self._total)
+        rate = self.rate  # a thread's step may change it for a while
+        present_share, stop_requests = prepared or (1.0, False)
+        if overlaps:
+            self.update_barrier.overlap(op, number, is_prepared=prepared is not None)
+        else:
+            stage_state.make_update(present_share)
         self._activity.end()
         for microbatch, *versions in gradient_versions:
             self.recorder.note_gradient_versions(stage, self._stream.first + microbatch, *versions)
-        before_drain = self._stream.first // self.program.updates.per_update[stage]
-        self.recorder.note("U", stage, before_drain + index, start)
+        self.recorder.note("U", stage, number, start)
         yield from stage_state.average(self.recorder, stage, index)
         if stop_requests:
             self._stop_feed(StopReason.INTERRUPT)
         if stage == min(self.stage_states):
-            m = self.program.microbatches
-            members = self.program.updates.members(stage, index, self._total)
-            if self.program.updates.mean_of_rounds and self._total is None:
-                # A round may be the last, and incomplete, before this worker has received the end.
-                members = members[: round(present_share * self._replicas[stage])]
-            self._updated += ((minibatch, self.rate) for minibatch in range(members.start // m, -(-members.stop // m)))
+            present = round(present_share * self._replicas[stage])
+            self._updated += ((n, rate) for n in _list_minibatches(self.program, op, self._total, present))
             yield from self._collect(self.results.delay)
 
     def _collect(self, delay: int) -> Generator[Any, None, None]:
@@ -379,11 +385,24 @@ class Worker:
             self._data.stop(stop_reason)
 
 
-def abandon(worker: Worker) -> None:
-    """Makes a worker forget messages that are under way, after a failure: each keeps its connection."""
+def abandon(worker: Worker, *, wait: bool) -> None:
+    """Makes a worker forget messages that are under way, after a failure: each keeps its connection.
+
+    `wait`: for its last update, which writes weights.
+    """
     worker._data = None
+    worker.update_barrier.thread.close(wait=wait)
     for ends in (worker.senders, worker.receivers, worker.results.senders, worker.results.receivers):
         ends.clear()
+
+
+def _list_minibatches(program: Program, update: Op, total: int | None, present: int) -> range:
+    """Returns the minibatches of an update of the first of a rank's stages; `present` of its replicas take part."""
+    members = program.updates.members(update.stage, update.index, total)
+    if program.updates.mean_of_rounds and total is None:
+        # A round may be the last, and incomplete, before this worker has received the end.
+        members = members[:present]
+    return range(members.start // program.microbatches, -(-members.stop // program.microbatches))
 
 
 def _find_waiting_stages(program: Program) -> set[int]:

@@ -98,6 +98,7 @@ class _Rank:
         missing: ops not yet done; `before` is the number one turn ago.
         slowness: factor on its seconds.
         brought: stage -> newest update for which it has its gradients ready.
+        stepping: stage -> (update, when it ends), of updates that its host makes beside the passes.
         coupled: newest update for which it has waited for all ranks.
     """
 
@@ -117,6 +118,7 @@ class _Rank:
     received: list[Wire] = field(default_factory=list)
     brought: dict[int, int] = field(default_factory=dict)
     coupled: int = 0
+    stepping: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +158,8 @@ class _Clock:
         self.remote = {stage for rank in self.ranks for stage, _ in placement.remote_forwards(rank.number)}
         self.made_s = {(stage, 0): 0.0 for stage in self.remote}
         self.reading: dict[tuple[int, int], list[_Rank]] = defaultdict(list)
+        # The passes of a CPU share its cores with the updates, which take as long as without a thread.
+        self.overlaps = program.overlaps_updates and costs.runtime.overlap_device
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
             for rank in self.ranks
@@ -214,9 +218,11 @@ class _Clock:
                 if load_s and not what and letter == "F" and not index % microbatches:
                     now += load_s
                 end = now + (seconds if draw is None else seconds * draw(letter))
+                if self.overlaps and letter in "FU":
+                    now, end = self._overlap(rank, letter, what, index, now, end)
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
-                if letter == "U" and what in self.remote:
+                if letter == "U" and what in self.remote and not self.overlaps:
                     self._note_made(what, index, now)
                 if received:
                     self._post_again(received, now)
@@ -252,6 +258,21 @@ class _Clock:
                     now = over_s
             position += 1
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
+
+    def _overlap(self, rank: _Rank, letter: str, stage: int, index: int, now: float, end: float) -> tuple[float, float]:
+        """Returns when a forward or an update begins and ends whose rank makes updates beside its passes."""
+        update, made_s = rank.stepping.get(stage, (0, 0.0))
+        if made_s > now and (letter == "U" or self.program.weights.forward_version(stage, index) >= update):
+            rank.spans.append(_new(Span, (rank.number, "wait", stage, update, now, made_s)))
+            now, end = made_s, end + made_s - now
+        if letter == "F":
+            return now, end
+        start_s = max([now, *(ended_s for _, ended_s in rank.stepping.values())])
+        rank.stepping[stage] = index, start_s + end - now
+        rank.sends.append(_new(Span, (rank.number, "step", stage, index, start_s, start_s + end - now)))
+        if stage in self.remote:
+            self._note_made(stage, index, start_s + end - now)
+        return now, now
 
     def _note_made(self, stage: int, update: int, now: float) -> None:
         self.made_s[stage, update] = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,11 +29,13 @@ import pipedream as pd
 from pipedream.core.errors import PipelineError, PlanError, WorkerError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.rules import Rules
 from pipedream.experimental.roundpipe import homes
 from pipedream.runtime import assemble
 from pipedream.runtime.stage import host_store
 from pipedream.runtime.stage.host_store import DeviceCopies, HostStore, HostVersions, RemoteForward, StageLayout
 from pipedream.runtime.stage.stage_module import StageModule
+from pipedream.runtime.update.overlapped import UpdateThread
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 NAMES = [str(i) for i in range(8)]
@@ -158,6 +161,12 @@ class Apart(TorchDispatchMode):
         self.stored: list[tuple[int, int]] = []
         self.copied: dict[int, StorageWeakRef] = {}  # a weak reference keeps its number from being given again
 
+    def of_thread(self) -> Apart:
+        """Returns the same for another thread."""
+        other = Apart()
+        other.stored, other.copied = self.stored, self.copied
+        return other
+
     def note_copied(self, tensor: Tensor) -> None:
         self.copied[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
 
@@ -204,6 +213,15 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch
     monkeypatch.setattr(
         assemble, "StageLayout", lambda *a, gradients, **named: StageLayout(*a, gradients=True, **named)
     )
+
+    def begin(thread: UpdateThread, op: Any, number: int, make: Any, begin: Any = UpdateThread.begin) -> Any:
+        def make_apart() -> None:
+            with apart.of_thread():
+                make()
+
+        return begin(thread, op, number, make_apart)
+
+    monkeypatch.setattr(UpdateThread, "begin", begin)
     with apart:
         losses, state, evaluated = train(3, schedule=schedule)
     assert taken
@@ -219,6 +237,142 @@ def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyP
     ):
         train(3, schedule="roundpipe[delay=1]")
     train(3, epochs=1)
+
+
+# -- updates beside the passes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1, "clip": "local", "ema": 0.9}])
+def test_a_thread_gives_to_the_bit_what_the_loop_gives(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlapped = train(3, schedule="roundpipe[delay=1]", **options)
+    monkeypatch.setattr(Rules, "overlaps_updates", False)
+    inline = train(3, schedule="roundpipe[delay=1]", **options)
+    assert (overlapped[0], overlapped[2]) == (inline[0], inline[2])
+    assert all(torch.equal(overlapped[1][name], value) for name, value in inline[1].items())
+
+
+def train_tied() -> tuple[list[float], dict[str, Tensor]]:
+    """Trains a model whose first and last stages have a weight in common, whose gradients meet before its updates."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
+    model[4].weight = model[0].weight  # type: ignore[assignment]
+    with pd.Pipeline(
+        model, plan(3, model, (1, 2, 3, 4)), schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy,
+        optimizer=OPTIMIZER,
+    ) as pipeline:  # fmt: skip
+        return [done.loss for done in pipeline.train(Fresh(batches()), epochs=2)], pipeline.state_dict()
+
+
+def test_a_thread_makes_updates_of_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, state = train_tied()
+    monkeypatch.setattr(Rules, "overlaps_updates", False)
+    expected = train_tied()
+    assert losses == expected[0]
+    assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+
+
+class Begins(nn.Module):
+    """Counts its forwards in training, two for a microbatch: a backward repeats the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Semaphore(0)
+
+    def __deepcopy__(self, memo: Any) -> Begins:
+        return Begins()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not x.is_meta:
+            self.begun.release()
+        return x + 0.0
+
+
+class Slow(torch.optim.SGD):
+    """Steps once the forwards of the next minibatch have begun; the last step does not wait."""
+
+    def __init__(self, named: Any, begins: Begins, microbatches: int, updates: int) -> None:
+        super().__init__(named, lr=0.1)
+        self._begins, self._microbatches, self._left = begins, microbatches, updates
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._left -= 1
+        for _ in range(2 * self._microbatches + (self._left > 0)):
+            assert self._begins.begun.acquire(timeout=60), "the next minibatch has not begun"
+        if self._left > 0:
+            self._begins.begun.release()  # for the next update
+        super().step()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_next_minibatch_begins_before_the_update_ends(workers: int) -> None:
+    begins, data = Begins(), [(batch, targets) for batch, targets in batches() if len(batch) == 9]
+    model = nn.Sequential(begins, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)).double()
+
+    def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        is_last_stage = any(name.startswith("3") for name, _ in named)  # the first to update
+        return Slow(named, begins, 3, len(data)) if is_last_stage else OPTIMIZER(named)
+
+    with pd.Pipeline(
+        model, plan(workers, model, (1, 2, 3)), schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy,
+        optimizer=optimizer, check=False,
+    ) as run:  # fmt: skip
+        assert [done.number for done in run.train(data)] == [0, 1, 2]
+        spans = run.timeline().spans
+    steps = {span.index: span for span in spans if span.kind == "step" and span.stage == 3}
+    forwards = {span.index: span for span in spans if span.kind == "F" and span.stage == 0}
+    assert sorted(steps) == [1, 2, 3]
+    for update in (1, 2):
+        begun = forwards[3 * update]
+        assert steps[update].start_s < begun.end_s
+        assert begun.start_s < steps[update].end_s
+
+
+class Fails(torch.optim.SGD):
+    def __init__(self, named: Any, fails: bool) -> None:
+        super().__init__(named, lr=0.1)
+        self._left = 3 if fails else -1
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._left -= 1
+        if not self._left:
+            raise RuntimeError("broken on purpose")
+        super().step()
+
+
+def train_failing(workers: int, name: str) -> tuple[str, int]:
+    """Returns the error of the third update of the stage of a weight, and how many minibatches were done."""
+    done = []
+
+    def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return Fails(named, any(mine == name for mine, _ in named))
+
+    with (
+        pytest.raises(WorkerError) as caught,
+        pd.Pipeline(
+            make(), plan(workers, make()), schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy,
+            optimizer=optimizer,
+        ) as run,
+    ):  # fmt: skip
+        done.extend(run.train(Fresh(batches()), epochs=3))
+    return str(caught.value), len(done)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("0.weight", 0), ("3.inner.weight", 2), ("7.weight", 4)])
+def test_an_error_of_the_thread_is_that_of_its_update(name: str, stage: int) -> None:
+    message, done = train_failing(3, name)
+    assert f"stage {stage}, {stage}U3: RuntimeError: broken on purpose" in message
+    assert train_failing(3, name) == (message, done)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_error_of_the_thread_ends_all_processes() -> None:
+    alone, _ = train_failing(3, "3.inner.weight")
+    for message, _ in processes.kept(3).results(partial(train_failing, name="3.inner.weight"), 3):
+        assert message.partition(": ")[2] == alone.partition(": ")[2]
 
 
 def train_apart() -> str:

@@ -15,11 +15,11 @@ from math import lcm
 from typing import NamedTuple
 
 from pipedream.core.model.matrices import Matrices
-from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.placement import Dispatched, Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation, rate_factor
 from pipedream.core.schedule.op import Kind, Op, data_requirements, ends_backward
-from pipedream.core.schedule.weights import WeightRule
+from pipedream.core.schedule.weights import DoubleBuffer, WeightRule
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class Rules:
     def trains(self) -> bool:
         """There are backwards and updates; an evaluation has none."""
         return len(self.kinds) > 1
+
+    @property
+    def overlaps_updates(self) -> bool:
+        """Updates are made in the memory of the machine while the next minibatch's passes read older weights."""
+        return self.trains and isinstance(self.placement, Dispatched) and isinstance(self.weights, DoubleBuffer)
 
     @property
     def splits_backward(self) -> bool:

@@ -1,7 +1,7 @@
 """The Timeline: what ran when, simulated or measured, in seconds from the start of the run.
 
 A rank works in spans ``F``, ``B``, ``I``, ``W`` and ``U``, and waits in ``wait``; ``send`` is a message on its way, at
-its sender.
+its sender, and ``step`` an update that a thread of its host makes beside the passes, begun in ``U``.
 """
 
 from __future__ import annotations

@@ -46,6 +46,16 @@ def wait_for(pending: Pending[Result]) -> Waiting[Result]:
     return pending.result()
 
 
+def run_alone(waiting: Waiting[Result]) -> Result:
+    """Returns the result of a generator that waits for nobody."""
+    try:
+        pending = next(waiting)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise AssertionError(f"nobody was to be waited for, but {pending} is")
+
+
 def run_together(waits: Iterable[Waiting[None]]) -> None:
     """Runs generators to their ends, in this thread: those of one process wait for each other alone."""
     waiting: dict[Waiting[None], Pending[Any] | None] = dict.fromkeys(waits)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ _MOST_KEPT = 1 << 16
 _MOST_LOOSE = 512
 """Rows outside of their table, which takes many at a time with less work."""
 
-_KINDS = (*WORK, "wait", "send")
+_KINDS = (*WORK, "wait", "send", "step")
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _SPAN = np.dtype([(n, "i4") for n in ("phase", "kind", "stage", "index")] + [("start_s", "f8"), ("end_s", "f8")])
 _VERSIONS = np.dtype([(name, "i4") for name in ("phase", *GradientVersions._fields)])
@@ -95,6 +96,10 @@ class Recorder:
         if len(self._loose) >= _MOST_LOOSE:
             self._settle(wait=len(self._loose) >= _MOST_KEPT)
 
+    def note_step(self, stage: int, index: int, start_s: float, end_s: float) -> None:
+        """Records an optimizer's step that a thread has made."""
+        self._loose.append((self.phase, _CODES["step"], stage, index, start_s, end_s))
+
     def oldest_mark(self) -> object:
         """Returns the GPU's oldest mark that is not over, which another thread may ask for; None if all are."""
         return None if self._gpu is None else self._gpu.oldest()
@@ -116,11 +121,12 @@ class Recorder:
         return float(rows["start_s"][0]) if len(rows) else None
 
     def spans(self, phase: int) -> list[Span]:
-        """Returns spans in seconds of this machine's clock; on a GPU, waits for the last op."""
+        """Returns spans by their start, in seconds of this machine's clock; on a GPU, waits for the last op."""
         self._settle(wait=True)
         rows = self._spans.rows()
         phase_rows = rows[rows["phase"] == phase].tolist()
-        return [Span(self._rank, _KINDS[code], stage, i, start, end) for _, code, stage, i, start, end in phase_rows]
+        spans = [Span(self._rank, _KINDS[code], stage, i, start, end) for _, code, stage, i, start, end in phase_rows]
+        return sorted(spans, key=attrgetter("start_s"))  # a step is noted after what was done beside it
 
     def gradient_versions(self, phase: int) -> list[GradientVersions]:
         self._settle_versions()

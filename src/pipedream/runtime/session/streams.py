@@ -126,7 +126,7 @@ class Streams:
         self._local.data.close()
         self._sources = {}
         for worker in self._local.workers if failed else ():
-            abandon(worker)
+            abandon(worker, wait=not self._local.distributed)  # elsewhere a GPU may wait for another rank
 
     def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
         """Returns the means over a loader, equal on every rank."""

@@ -22,7 +22,7 @@ import platform
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -40,8 +40,8 @@ from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
 
-_NUMBERS = 8
-"""int64: the newest version, then the set of version v at 1 + v mod 7."""
+_NUMBERS = 9
+"""int64: the newest version, the version that is being made, then the set of version v at 2 + v mod 7."""
 _LONGEST_SLEEP_S = 1e-3
 
 _Slots = list[tuple[dict[str, Any], str]]
@@ -215,18 +215,25 @@ class StoredStage:
 
     def publish(self, version: int, number: int) -> None:
         """Lets all ranks read a version, which is in set `number`."""
-        self._numbers[1 + version % (_NUMBERS - 1)] = number
-        self._numbers[0] = version
+        self._numbers[2 + version % (_NUMBERS - 2)] = number
+        self._numbers[:2] = version
+
+    def announce(self, version: int) -> None:
+        """Lets the ranks of this process wait for a version, which a thread makes."""
+        self._numbers[1] = version
 
     def has(self, version: int) -> bool:
         return int(self._numbers[0]) >= version
+
+    def is_coming(self, version: int) -> bool:
+        return int(self._numbers[1]) >= version
 
     def await_version(self, version: int) -> Pending[None]:
         return _PendingVersion(self, version, self._shared)
 
     def copy(self, version: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights of a version, as leaves by name, and its buffers, on the device."""
-        number = int(self._numbers[1 + version % (_NUMBERS - 1)])
+        number = int(self._numbers[2 + version % (_NUMBERS - 2)])
         leaves, buffers = self.layout.set_in(self.copies.bring(self.sets[number]))
         return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, buffers
 
@@ -236,11 +243,16 @@ class _PendingVersion(Pending[None]):
         self._stored, self._version, self._shared = stored, version, shared
 
     def ready(self) -> bool:
+        if not self._shared:  # this thread may be the one to begin the update, but need not go on for one that is begun
+            self._wait(lambda: self._stored.is_coming(self._version))
         return self._shared or self._stored.has(self._version)
 
     def result(self) -> None:
+        self._wait(lambda: True)
+
+    def _wait(self, goes_on: Callable[[], bool]) -> None:
         sleep_s = 1e-5
-        while not self._stored.has(self._version):
+        while not self._stored.has(self._version) and goes_on():
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
@@ -348,6 +360,7 @@ class HostVersions(Versions):
         self._copies: dict[int, WeightSet] = {}
         self._others: list[torch.Tensor] | None = None
         self._loaded: list[tuple[torch.Tensor, int]] = []  # buffers as they were copied
+        self._kept_buffers: list[torch.Tensor] | None = None  # at the update that a thread makes
         leaves, _ = self._layout.set_in(stored.sets[0])
         for name, handle in handles.items():
             if name not in self._layout.low:
@@ -376,8 +389,17 @@ class HostVersions(Versions):
     def publish(self) -> None:
         number = self._numbers[id(self.peek())]
         _, buffers = self._layout.set_in(self._stored.sets[number])
-        write(self._layout.others[self._layout.frozen :], buffers)
+        written, self._kept_buffers = self._kept_buffers, None
+        write(self._layout.others[self._layout.frozen :] if written is None else written, buffers)
         self._stored.publish(self.newest, number)
+
+    def announce(self) -> None:
+        # The next minibatch's passes write the modules' own, and a GPU may not have read all of the set yet.
+        self._kept_buffers = [buffer.clone() for buffer in self._layout.others[self._layout.frozen :]]
+        self._stored.announce(self.newest + 1)
+
+    def withdraw(self) -> None:
+        self._stored.announce(self.newest)
 
     def end_update(self) -> None:
         super().end_update()

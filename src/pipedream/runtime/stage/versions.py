@@ -99,6 +99,7 @@ class Versions:
         self._free: list[WeightSet] = []
         self._predictions: dict[int, WeightSet] = {}
         self._marks: list[tuple[int, int]] | None = None  # of the handles, after the last update
+        self._moving: WeightSet | None = None
         self._note_written()
         self.peak = 1
 
@@ -168,6 +169,12 @@ class Versions:
     def publish(self) -> None:
         """Lets other ranks read the newest version."""
 
+    def announce(self) -> None:
+        """Follows `choose_storage` of an update that a thread makes: notes what may change until then."""
+
+    def withdraw(self) -> None:
+        """Follows an announced update that failed."""
+
     def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
         """Context in which what the passes read besides these weights is in the modules."""
         return _NOTHING
@@ -195,9 +202,12 @@ class Versions:
             self._free.append(freed)
 
     def begin_update(self, coming: Collection[int]) -> None:
-        """Makes the handles safe to write: moves them to a free set if a later forward (`coming`) or a reader needs the
-        newest.
-        """
+        """Makes the handles safe to write: `choose_storage`, then `move_handles`."""
+        self.choose_storage(coming)
+        self.move_handles()
+
+    def choose_storage(self, coming: Collection[int]) -> None:
+        """Chooses the next version's set: a free one if a later forward (`coming`) or a reader needs the newest."""
         self.check_handles()
         if self._watched:
             self._check_leaves()
@@ -208,19 +218,25 @@ class Versions:
         self.keep(coming)
         newest = self._sets[self.newest]
         if newest.readers or self.newest in coming:
-            moved = self._free.pop() if self._free else self.make_storage()
-            shared = [name for name in self.handles if name not in self._low]
-            targets = [moved.leaves[name].detach() for name in shared]
-            if targets:
-                torch._foreach_copy_(targets, [self.handles[name].detach() for name in shared])
-            for name, target in zip(shared, targets, strict=True):
-                self.handles[name].data = target
+            moved = self._moving = self._free.pop() if self._free else self.make_storage()
         else:
             moved = self._sets.pop(self.newest)
         assert moved.readers == 0, "the optimizer would write into weights that a backward still needs"
         moved.version = self.newest + 1
         self._sets[moved.version] = moved
         self.peak = max(self.peak, len(self._sets))
+
+    def move_handles(self) -> None:
+        """Copies the weights to the set that was chosen, and points the handles there."""
+        moved, self._moving = self._moving, None
+        if moved is None:
+            return
+        shared = [name for name in self.handles if name not in self._low]
+        targets = [moved.leaves[name].detach() for name in shared]
+        if targets:
+            torch._foreach_copy_(targets, [self.handles[name].detach() for name in shared])
+        for name, target in zip(shared, targets, strict=True):
+            self.handles[name].data = target
 
     def end_update(self) -> None:
         self.newest += 1

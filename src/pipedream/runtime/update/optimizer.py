@@ -39,6 +39,10 @@ class Gradients:
         self.count = 0
         self._ready: torch.cuda.Event | None = None
 
+    def make_next(self) -> Gradients:
+        """Returns the empty gradients of the update after this one."""
+        return Gradients(self._dtypes)
+
     @property
     def accumulators(self) -> list[torch.Tensor | None]:
         return list(self._sums)
@@ -337,8 +341,7 @@ class Optimizer:
 
         A skipped update counts only for the schedule.
         """
-        if self.scheduler is not None:
-            self.step_scheduler(self.scheduler_steps_due)
+        self.step_schedule()
         if self.low_rank is not None:
             self.low_rank.finish(is_made=self.finite)
         if self.finite:
@@ -399,6 +402,10 @@ class Optimizer:
 
     def unpredicted(self) -> dict[str, torch.Tensor]:
         return self.compensator.unpredicted(self.rate_factor)
+
+    def step_schedule(self) -> None:
+        """Sets the learning rate of the coming update, if that is not done yet."""
+        self.step_scheduler(self.scheduler_steps_due)
 
     def step_scheduler(self, steps: int) -> None:
         if self.scheduler is None or steps <= 0:

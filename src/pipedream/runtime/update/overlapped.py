@@ -1,0 +1,51 @@
+"""Updates that a thread makes, while passes that read older weights go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from pipedream.core.schedule.op import Op
+
+
+@dataclass(eq=False)
+class OverlappedUpdate:
+    """An update under way.
+
+    Attributes:
+        number: of the update, since the start of training.
+        failed: `finish` has raised its error.
+    """
+
+    op: Op
+    number: int
+    _future: Future[tuple[float, float]]
+    failed: bool = False
+
+    def finish(self) -> tuple[float, float]:
+        """Waits for it. Returns when it began and ended, in seconds of `time.perf_counter`; raises its error."""
+        try:
+            return self._future.result()
+        except BaseException:
+            self.failed = True
+            raise
+
+
+class UpdateThread:
+    """The thread that makes one worker's updates, in the order in which they are begun."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "updates")  # starts its thread with the first update
+
+    def begin(self, op: Op, number: int, make: Callable[[], object]) -> OverlappedUpdate:
+        def run() -> tuple[float, float]:
+            start_s = time.perf_counter()
+            make()
+            return start_s, time.perf_counter()
+
+        return OverlappedUpdate(op, number, self._executor.submit(run))
+
+    def close(self, *, wait: bool) -> None:
+        self._executor.shutdown(wait)
