@@ -256,7 +256,9 @@ class TrainingOptions(MethodOptions):
         checkpoint_every: each checkpoint drains the pipeline; None saves whenever an evaluation drains it. They are in
             the run folder (`training.run_folder.CHECKPOINTS`).
         snapshot_every: each snapshot drains the pipeline. It is a checkpoint in the memory of the machines, of which
-            each also has another one's part; a restart takes it if no checkpoint is as new.
+            each also has another one's part; a restart takes it if no checkpoint is as new. 'auto' measures what they
+            cost. It is not the default: where an asynchronous method is drained changes what it does next, so two runs
+            would differ.
         resume: may be a URL; another number of workers gets a new plan. After a restart by the launcher the run
             continues from its newest checkpoint without this. With an empty folder `out`, the same options start a run
             and continue it.
@@ -323,13 +325,15 @@ class TrainingOptions(MethodOptions):
         panel=Panel.RUN,
     )
     keep: int = option(2, "Number of checkpoints to keep.", metavar="N", least=1, panel=Panel.RUN)
-    snapshot_every: int | None = option(
+    snapshot_every: int | str | None = option(
         None,
-        "Minibatches between snapshots in memory, from which a restart continues.",
-        metavar="MINIBATCHES",
-        least=1,
+        "Minibatches between snapshots in memory, from which a restart continues; auto: so many that they cost at most "
+        "2% of the time.",
+        metavar="MINIBATCHES|auto",
         unset="no snapshots",
         panel=Panel.FAILURES,
+        kind=str,
+        read=lambda text: int(text) if text.isdecimal() else text,
     )
     resume: str | os.PathLike[str] | None = option(
         None,
@@ -369,6 +373,12 @@ class TrainingOptions(MethodOptions):
                 continue
             if not (isinstance(value, int) and value >= lowest):
                 raise PipelineError(f"{name}={value!r} was asked for; give a whole number from {lowest} on")
+        every = self.snapshot_every
+        if not (every is None or every == "auto" or (isinstance(every, int) and every >= 1)):
+            raise PipelineError(
+                f"snapshot_every={every!r} was asked for; give 'auto' or a whole number from 1 on, or leave it out for "
+                "no snapshots"
+            )
 
     @property
     def plan_settings(self) -> dict[str, Any]:

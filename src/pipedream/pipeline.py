@@ -79,6 +79,7 @@ class Pipeline:
         ready, drains: results that a drain has finished and `train` has yet to yield; minibatch numbers.
         extra: what the loop has given to `save`, or the loaded checkpoint holds.
         saved_bytes: returns the bytes of tensors that each rank has in a checkpoint now; every rank calls it.
+        is_saving: returns whether this rank's part of a checkpoint is being written in the background.
         check_savable: raises a PipelineError if the optimizer or scheduler could not be saved after a step.
 
     Raises:
@@ -104,10 +105,10 @@ class Pipeline:
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains
         self._options, self._adapt_batch = options, _make_batch_adapter(options)
-        self._callbacks = tuple(options.callbacks)
         self._checkpoint: AnyPath | None = None
-        saves = self._session.checkpointer
-        self.check_savable, self.saved_bytes = saves.check_savable, saves.count_bytes
+        saver = self._session.checkpointer
+        self.check_savable, self.is_saving = saver.check_savable, saver.writer.is_writing
+        self.saved_bytes, self._callbacks = saver.count_bytes, tuple(options.callbacks)
         self.extra: Mapping[str, Any] = {}
         self.rank, self.distributed = self._local.rank, self._local.distributed
         self.follows_evaluations = self._local.follows_evaluations
@@ -239,16 +240,15 @@ class Pipeline:
     ) -> AnyPath:
         """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
-        Drains first. A checkpoint is atomic: an incomplete one is never visible. Every rank calls it, in or after its
-        loop. A machine that does not see rank 0's folder keeps its own part in one of the same name.
+        Drains first. An incomplete checkpoint is never visible. Every rank calls it, in or after its loop. A machine
+        that does not see rank 0's folder keeps its own part in one of the same name.
 
         Args:
             folder: of this run's checkpoints alone; or a URL of fsspec, such as ``s3://bucket/run``.
             keep: newest checkpoints to keep; None keeps all.
             wait: until it is complete; otherwise training continues meanwhile, and a later call raises its error.
             extra: numbers, texts, lists and dicts of the loop, by default those in `self.extra`, which `load` sets.
-            snapshot: the folder is in each machine's memory, which also keeps what another one saves. Callbacks do not
-                hear of it.
+            snapshot: into each machine's memory, which also gets what another one saves; callbacks do not hear of it.
 
         Raises:
             WorkerError: this checkpoint or the one before could not be written; names the rank.

@@ -30,7 +30,7 @@ class Clock:
 class Finishing:
     """A pipeline that holds two minibatches when it is drained; it takes 5 s to fill it, and then 1 s a minibatch."""
 
-    plan = SimpleNamespace(workers=1)
+    plan = SimpleNamespace(workers=1, in_flight=(2,))
     rank = 0
     position = 0, 0
     should_stop = False

@@ -139,12 +139,27 @@ def test_restarted_from_memory_it_ends_as_if_nothing_had_happened(tmp_path: Path
     assert len(losses[0]) == 40
 
 
+@pytest.mark.slow
+def test_snapshots_are_made_as_often_as_they_may(tmp_path: Path) -> None:
+    """All ranks drain at the same minibatches: otherwise the run would hang."""
+    write(tmp_path, "False")
+    _, summary = train(tmp_path, "--workers", "2", "--max-restarts", "1", "--snapshot-every", "auto")
+    snapshots = summary["snapshots"]
+    assert snapshots["bytes"] > 0
+    assert snapshots["seconds"] > 0
+    assert snapshots["every"] > 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (
             ("--snapshot-every", "0", "--max-restarts", "1"),
-            "'--snapshot-every': Input should be greater than or equal to 1",
+            "snapshot_every=0 was asked for; give 'auto' or a whole number from 1 on, or leave it out",
+        ),
+        (
+            ("--snapshot-every", "seldom", "--max-restarts", "1"),
+            "snapshot_every='seldom' was asked for; give 'auto' or a whole number",
         ),
         (
             ("--snapshot-every", "4"),

@@ -186,7 +186,7 @@ def _start_processes(recipe: str, options: TrainingOptions, config: str | None, 
     )
 
 
-def _check_snapshots(every: int, restarts: RestartFlags) -> None:
+def _check_snapshots(every: int | str, restarts: RestartFlags) -> None:
     """Raises a `PipelineError` if snapshots would serve nothing, or cannot be kept."""
     from pipedream.runtime.failure.processes import MEMORY
 

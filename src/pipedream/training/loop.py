@@ -21,9 +21,10 @@ from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe
 from pipedream.runtime.checkpoint.remote import AnyPath
-from pipedream.runtime.comm.process_group import make_on_rank_0
+from pipedream.runtime.comm.process_group import gather_texts, make_on_rank_0, world_group
 from pipedream.runtime.results.results import Done
 from pipedream.training.restarts import Restarts
+from pipedream.training.snapshot_cost import SnapshotCost
 from pipedream.training.snapshots import check_memory
 
 _EVERY_S = 0.5
@@ -79,7 +80,10 @@ class TrainingLoop:
         self.pipeline = pipeline
         self.began_s = began_s
         self._checkpoints, self._snapshots = checkpoints, snapshots
+        fill = 2 * max(pipeline.plan.in_flight)
+        self._snapshot_cost = SnapshotCost(fill, lambda text: gather_texts(text, world_group()))
         self._snapshot_bytes = 0
+        self._aside_s = 0.0  # in evaluations and checkpoints
         self.recipe = recipe
         self.losses: list[tuple[int, float]] = []
         self._saved_losses = 0  # those in losses.json
@@ -131,6 +135,7 @@ class TrainingLoop:
             try:
                 for done in self.pipeline.train(self.recipe.train, until_epoch=until):
                     now = time.perf_counter()
+                    is_snapshot_due = self._is_snapshot_due(done.number, now - self._aside_s)
                     self.losses.append((done.number, done.loss))
                     self._restarts.finish(done.number)
                     samples += done.samples
@@ -143,9 +148,13 @@ class TrainingLoop:
                     if done.ends_epoch:
                         self._end_epoch(done, now - start, last=done.epoch + 1 == epochs)
                         mark = None
-                    if self._checkpoints.is_due(done.number, done.ends_epoch and self._evaluated_at > done.number):
+                    is_saved = self._checkpoints.is_due(
+                        done.number, done.ends_epoch and self._evaluated_at > done.number
+                    )
+                    if is_saved:
                         self._save()
-                    elif self._snapshots is not None and self._snapshots.is_due(done.number):
+                    self._aside_s += time.perf_counter() - now
+                    if self._snapshots is not None and is_snapshot_due and not is_saved:
                         self._snapshot(self._snapshots)
                     if is_last:
                         break
@@ -165,20 +174,29 @@ class TrainingLoop:
             self._save()
         return interrupted
 
+    def _is_snapshot_due(self, number: int, now_s: float) -> bool:
+        if self._snapshots is None:
+            return False
+        if self._snapshots.every is not None:
+            return self._snapshots.is_due(number)
+        return self._snapshot_cost.finish_minibatch(now_s, self.pipeline.is_saving())
+
     def _snapshot(self, policy: CheckpointPolicy) -> None:
+        begin_s = time.perf_counter() - self._aside_s
         self.pipeline.drain()
-        assert policy.every is not None
         assert isinstance(policy.folder, Path)
         if not self._snapshot_bytes:  # only now the optimizers have their state
             saved_bytes = self.pipeline.saved_bytes()
             self._snapshot_bytes = check_memory(policy.every, policy.folder, saved_bytes, self.pipeline.rank)
             size = format_bytes(self._snapshot_bytes)
-            text = f"snapshots every {policy.every} minibatches take {size} of memory, two of them at a time"
-            self._console.print(text)
+            self._console.print(f"snapshots take {size} of memory, two of them at a time")
+        copy_s = time.perf_counter() - self._aside_s
         losses = self._all_losses()[self._saved_losses :]
-        self.pipeline.save(
-            policy.folder, keep=policy.keep, wait=False, extra=self._extra() | {"losses": losses}, snapshot=True
-        )
+        wait = policy.every is None and self._snapshot_cost.is_first
+        extra = self._extra() | {"losses": losses}
+        self.pipeline.save(policy.folder, keep=policy.keep, wait=wait, extra=extra, snapshot=True)
+        if policy.every is None:
+            self._snapshot_cost.save(begin_s, copy_s, time.perf_counter() - self._aside_s)
         for done in self.pipeline.ready:
             self._restarts.keep(done.number)
 
@@ -221,7 +239,12 @@ class TrainingLoop:
             "train_seconds": self.train_s,
             "seconds_to_target": self.seconds_to_target,
             "failures": self._restarts.figures(),
-            "snapshots": self._snapshots and {"every": self._snapshots.every, "bytes": self._snapshot_bytes},
+            "snapshots": self._snapshots
+            and {
+                "every": self._snapshots.every or self._snapshot_cost.every,
+                "bytes": self._snapshot_bytes,
+                "seconds": None if self._snapshots.every else self._snapshot_cost.spent_s,
+            },
         }
         if "accuracy" in self.metrics:
             figures["accuracy"] = self.metrics["accuracy"]

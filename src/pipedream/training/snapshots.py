@@ -71,7 +71,7 @@ def _find_launchers() -> Path | None:
     return folder / "snapshots" if folder is not None and folder.parent == MEMORY else None
 
 
-def open_snapshots(every: int, run: AnyPath, *, is_named: bool, is_resumed: bool) -> Path:
+def open_snapshots(every: int | str, run: AnyPath, *, is_named: bool, is_resumed: bool) -> Path:
     """Returns the folder for a run's snapshots, which exists on each machine. Every rank calls it.
 
     Args:
@@ -114,7 +114,7 @@ def _write_pointer(path: AnyPath, name: str) -> None:
         path.write_text(name + "\n")
 
 
-def _make_private_folder(folder: Path, every: int) -> None:
+def _make_private_folder(folder: Path, every: int | str) -> None:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         is_ours = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
@@ -205,7 +205,7 @@ def _report(text: str, rank: int = 0) -> None:
         print(f"pipedream: {text}", file=sys.stderr, flush=True)
 
 
-def check_memory(every: int, folder: Path, saved_bytes: list[int], rank: int) -> int:
+def check_memory(every: int | None, folder: Path, saved_bytes: list[int], rank: int) -> int:
     """Returns the bytes of two snapshots in the memory that has most of them. Every rank calls it.
 
     Args:
@@ -230,14 +230,14 @@ def check_memory(every: int, folder: Path, saved_bytes: list[int], rank: int) ->
         if ranks[0] == rank:
             copied_bytes = sum(saved_bytes[other] for other in ranks)
             where = f" of rank {rank}'s machine, {machine_address()}" if len(machines) > 1 else ""
-            problem = describe_missing(every, folder, kept, copied_bytes, where)
+            problem = describe_missing(every or "auto", folder, kept, copied_bytes, where)
     for text in gather_texts(problem, group):
         if text:
             raise PlanError(text)
     return 2 * max(kept_bytes)
 
 
-def describe_missing(every: int, folder: Path, snapshot_bytes: int, copied_bytes: int, where: str = "") -> str:
+def describe_missing(every: int | str, folder: Path, snapshot_bytes: int, copied_bytes: int, where: str = "") -> str:
     """Returns how much memory is missing on this machine; '' if none is.
 
     Args:

@@ -225,7 +225,7 @@ def _choose_snapshot_policy(job: Job) -> CheckpointPolicy | None:
     if every is None:
         return None
     folder = open_snapshots(every, job.place, is_named=job.options.out is not None, is_resumed=job.resumed is not None)
-    return CheckpointPolicy(folder, every, keep=1)
+    return CheckpointPolicy(folder, every if isinstance(every, int) else None, keep=1)
 
 
 def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan) -> Outcome:

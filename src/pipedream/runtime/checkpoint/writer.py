@@ -259,10 +259,14 @@ class Writer:
         if self._group is not None:
             leave_group(self._group)
             self._group = None
-        if self._thread is None or not self._thread.is_alive():
+        if not self.is_writing():
             for lock in self._locks.values():
                 lock.release()
             self._locks.clear()
+
+    def is_writing(self) -> bool:
+        """Returns whether this rank's part is still being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
         """Waits for this rank's part; raises a `WorkerError` if it could not be written."""

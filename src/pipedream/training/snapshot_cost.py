@@ -1,0 +1,87 @@
+"""The time that snapshots cost a run, measured while it trains, and when the next one may be made."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from math import ceil
+from statistics import fmean, median
+
+SHARE = 0.02
+"""Of the time of training, the most that snapshots may cost."""
+
+FIRST = 16
+"""Minibatches before the first snapshot."""
+
+_KEPT_MINIBATCHES, _KEPT_SNAPSHOTS = 64, 5
+
+
+class SnapshotCost:
+    """What snapshots cost, and when the next one is due so that all of them cost at most `SHARE` of the time.
+
+    A snapshot costs what minibatches take longer than as many others, from the drain before it until it is written
+    and the pipeline is full again; at least the seconds of the copy that holds training up. The first one is waited
+    for: no later one costs more.
+
+    Args:
+        fill: minibatches until a drained pipeline is full again.
+        gather: text -> the texts of all ranks, which so agree on when the next snapshot is due.
+
+    Attributes:
+        spent_s: of the snapshots so far.
+        every: minibatches from the last snapshot to the next one.
+    """
+
+    def __init__(self, fill: int, gather: Callable[[str], list[str]]) -> None:
+        self._fill, self._gather = fill, gather
+        self.spent_s, self.every = 0.0, FIRST
+        self._trained, self._due = 0, FIRST
+        self._last_s: float | None = None
+        self._minibatch_s: deque[float] = deque(maxlen=_KEPT_MINIBATCHES)
+        self._costs_s: deque[float] = deque(maxlen=_KEPT_SNAPSHOTS)
+        self._disturbed: tuple[float, int] | None = None  # since when, and after how many minibatches
+
+    def finish_minibatch(self, now_s: float, is_saving: bool) -> bool:
+        """Notes when a minibatch has ended; returns whether a snapshot is due."""
+        self._trained += 1
+        if self._disturbed is not None:
+            begin_s, trained = self._disturbed
+            if not is_saving and self._trained - trained >= self._fill:
+                self._add(now_s - begin_s - (self._trained - trained) * median(self._minibatch_s))
+        elif self._last_s is not None and not (is_saving and self._minibatch_s):
+            self._minibatch_s.append(now_s - self._last_s)
+        self._last_s = now_s
+        return self._trained >= self._due
+
+    @property
+    def is_first(self) -> bool:
+        return self._due == FIRST
+
+    def save(self, begin_s: float, copy_s: float, end_s: float) -> None:
+        """Notes a snapshot, and chooses when the next one is due; every rank calls it.
+
+        Args:
+            begin_s, copy_s, end_s: when its drain and its copy began, and when training continues.
+        """
+        if self._disturbed is not None:  # the one before was not written yet
+            before_s, trained = self._disturbed
+            self._add(begin_s - before_s - (self._trained - trained) * median(self._minibatch_s))
+        if self.is_first:
+            self._add(end_s - begin_s)
+        else:
+            self._disturbed = begin_s, self._trained
+        cost_s = max(median(self._costs_s), end_s - copy_s)
+        rows = [json.loads(row) for row in self._gather(json.dumps([self.spent_s, cost_s, median(self._minibatch_s)]))]
+        spent_s, cost_s = max(row[0] for row in rows), max(row[1] for row in rows)
+        allowed_s = SHARE * max(fmean(row[2] for row in rows), 1e-9)  # for each minibatch
+        pending = self._disturbed is not None  # what this one costs is not known yet
+        due = max(self._trained + cost_s / allowed_s, (spent_s + (1 + pending) * cost_s) / allowed_s)
+        self._due = max(ceil(due), self._trained + 1)
+        self.every = self._due - self._trained
+        self._last_s = end_s
+
+    def _add(self, seconds: float) -> None:
+        self._costs_s.append(seconds)
+        self.spent_s = max(0.0, self.spent_s + seconds)
+        self._disturbed = None
