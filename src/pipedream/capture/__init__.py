@@ -62,7 +62,7 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
 
 
 def capture_with_values(model: nn.Module, batch: Any, *, finest: bool = False) -> Captured:
-    """Splits a model into layers, with what crosses each cut, also of a chain; it prints as a table.
+    """Splits a model into layers, and lists what crosses each cut, also of a chain; prints as a table.
 
     This is ``pipedream.capture(model, batch)``. The model is left unchanged.
 

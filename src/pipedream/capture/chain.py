@@ -78,7 +78,7 @@ def _has_hooks_or_tensors(module: nn.Module) -> bool:
 
 
 def _note_whole(call: _Call, whole: set[int]) -> None:
-    """Adds the modules that are not the same as the modules that they call, one after the other."""
+    """Adds the modules that do more than call their inner modules in a row."""
     if call.calls and id(call.module) not in whole and not _is_chain(call):
         whole.add(id(call.module))
     for inner in call.calls:
@@ -133,7 +133,7 @@ class _Call:
         context: gradient, autocast and saved-tensor modes.
         calls: in order; of its own children or of their children.
         output: as a tuple of one; None if it raised.
-        decides: its own forward does something by which it may take another path at another call.
+        decides: its own forward may branch, and so take another path at another call.
     """
 
     module: nn.Module
@@ -146,7 +146,7 @@ class _Call:
 
 
 def _is_chain(call: _Call) -> bool:
-    """Returns whether a call is the same as its inner calls (at least one), one after the other."""
+    """Returns whether a call does nothing but make its inner calls (at least one) in a row."""
     if call.decides or call.has_keywords:
         return False
     passed: _Values | None = call.inputs
@@ -158,7 +158,7 @@ def _is_chain(call: _Call) -> bool:
 
 
 class _Tracer(TorchFunctionMode):
-    """Builds the tree of calls; notes which forward, outside of the modules that it calls, may decide by what."""
+    """Builds the tree of calls, and notes which modules may branch in their own forward."""
 
     def __init__(self, top: _Call) -> None:
         super().__init__()

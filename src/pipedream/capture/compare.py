@@ -36,7 +36,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
     """Returns the finest graph that runs, and the refused cuts with their reasons; the model is left as it was.
 
     Raises:
-        CaptureError: the split model does not give what the model gives.
+        CaptureError: the split model's results differ from the model's.
     """
     recording = _record(model, inputs, devices, training=True)
     evaluation: Recording | None = None
@@ -91,7 +91,7 @@ def _explain_transformed(recording: Recording, failed: _LayerFailed) -> str:
 
 
 class _EvaluationDiffers(Exception):
-    """In evaluation mode the calls and values of training do not give what the model gives."""
+    """In evaluation mode a model split by the calls and values of training has other results."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -283,13 +283,13 @@ def _collecting_gradients(model: nn.Module) -> Iterator[Numbers]:
 
 
 def _return_memory() -> None:
-    """Returns freed memory to the system; glibc keeps it if it lies between what is in use."""
+    """Returns freed memory to the system; glibc keeps what lies between blocks in use."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """Returns sums in float64, or in float32 of large tensors of less than that; takes no copies."""
+    """Returns sums in float64, or in float32 for large tensors of lower precision; makes no copies."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         if flat.is_complex():

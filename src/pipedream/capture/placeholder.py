@@ -74,7 +74,7 @@ _ORIGINS: ContextVar[dict[int, tuple[torch.Tensor, Origin]] | None] = ContextVar
 def noting_origins() -> Iterator[Callable[[Any], None]]:
     """Context that notes how placeholders are computed from others.
 
-    Yields a function that computes those in a value, if all that they are computed from is there by then.
+    Yields a function that computes the placeholders in a value whose sources have all arrived.
     """
     origins: dict[int, tuple[torch.Tensor, Origin]] = {}
     token = _ORIGINS.set(origins)
@@ -179,7 +179,7 @@ class MissingOutput(Placeholder):
 
 
 def mark_missing(output: Any, reason: Callable[[str], str]) -> None:
-    """Lets the placeholders in a model's output raise an error when they are used.
+    """Makes the placeholders in a model's output raise an error on use.
 
     Args:
         reason: from the place in the output to the text.

@@ -32,7 +32,7 @@ class PlainModel:
 
     Attributes:
         draws: whether a forward has drawn random numbers of torch.
-        draws_unseeded: and has so in a call that drew none when the graph was made, before which no stage seeds.
+        draws_unseeded: also in a call that drew none when the graph was made, so that no stage seeds before it.
     """
 
     fingerprint = staticmethod(fingerprint)

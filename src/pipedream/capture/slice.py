@@ -27,7 +27,7 @@ _LEFT: WeakKeyDictionary[nn.Module, list[_Change]] = WeakKeyDictionary()
 
 
 class SliceTables:
-    """What the slices of a model have in common, looked up once for all that are made together.
+    """What the slices of a model share, looked up once for those that are made together.
 
     Attributes:
         inside: paths of the calls inside each call.

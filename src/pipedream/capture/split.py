@@ -59,7 +59,8 @@ def _build_graph(
 ) -> tuple[LayerGraph, Refused]:
     leaves = list(_iterate_leaves(recording.root))
     if len(leaves) < 2:
-        return LayerGraph((Layer(type(model).__name__, type(model).__name__, _list_names(model)),), ()), {}
+        names = dict([*model.named_parameters(), *model.named_buffers()])
+        return LayerGraph((Layer(type(model).__name__, type(model).__name__, tuple(names)),), ()), {}
     values = [record for record in recording.tensors if record.depends and not record.state]
     state = [record for record in recording.tensors if record.state]
     refused = _refuse_cuts(recording, leaves, values) | refused
@@ -300,10 +301,6 @@ def _list_seeded(recording: Recording, leaves: Sequence[CallRecord]) -> tuple[st
     starts = [leaf.start for leaf in leaves]
     paths = (leaves[max(bisect_right(starts, moment) - 1, 0)].path for moment in recording.draws)
     return tuple(dict.fromkeys(paths))
-
-
-def _list_names(model: nn.Module) -> tuple[str, ...]:
-    return tuple(dict([*model.named_parameters(), *model.named_buffers()]))
 
 
 def _find_ties(

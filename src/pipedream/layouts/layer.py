@@ -259,15 +259,11 @@ def _read_shards(tensor: DTensor) -> tuple[int | None, ...]:
     return tuple(placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements)
 
 
-def _seed_nothing(*names: str) -> None:
-    pass
-
-
 def _copy_without_data(layer: nn.Module, parameters: Mapping[str, DTensor], mode: FakeTensorMode) -> nn.Module:
     """Returns a copy of a layer whose parameters and buffers are whole and have no data."""
     memo: dict[int, Any] = {}
     if (reseed := getattr(layer, "reseed", None)) is not None:  # of a slice, before each of its calls
-        memo[id(reseed)] = _seed_nothing
+        memo[id(reseed)] = lambda *names: None
     originals = dict(layer.named_parameters())
     for name, parameter in parameters.items():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

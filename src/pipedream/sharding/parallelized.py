@@ -28,7 +28,7 @@ def parallelize_layers(
     """Calls a function of the user for each layer; returns which dimension of a weight each mesh dimension shards.
 
     Raises:
-        PlanError: it does something else than sharding weights evenly.
+        PlanError: it does more than shard weights evenly.
     """
     placements: dict[nn.Parameter, tuple[int | None, ...]] = {}
     for name, layer in layers:

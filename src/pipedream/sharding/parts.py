@@ -95,7 +95,7 @@ def compute_on_parts(
 
 
 def make_dtensors(*operands: Any) -> list[DTensor]:
-    """Makes plain tensors, which every rank has whole, DTensors."""
+    """Returns the operands as DTensors; every rank has plain tensors whole."""
     mesh = next(operand.device_mesh for operand in operands if isinstance(operand, DTensor))
     return [
         operand

@@ -139,7 +139,7 @@ def profile_together(runs: Runs, workers: int, microbatches: int) -> tuple[Profi
 
 
 def add_message_cost(runs: Runs, profile: Profile, workers: int, bytes_per_s: float) -> Profile:
-    """Returns the profile with what a byte of a message takes from compute on a link."""
+    """Returns the profile with the seconds of compute that each byte of a message costs on a link."""
     name = f"messages {format_link(bytes_per_s)}"
     try:
         file, _ = runs.run_worker("messages", workers, name, bytes_per_s=bytes_per_s)
@@ -152,7 +152,7 @@ def add_message_cost(runs: Runs, profile: Profile, workers: int, bytes_per_s: fl
 
 
 def choose_scales(profile: Profile, workers: int, bytes_per_s: Sequence[float]) -> Scales:
-    """Returns the scales of an emulation, so that the cores have little to do beside the waits.
+    """Returns the scales of an emulation with which the cores have little to do but wait.
 
     A worker's share of a minibatch takes at least `_LONG_S`; the slowest links carry no more than
     `_CARRIED_BYTES_PER_S` from all workers together.
@@ -186,7 +186,7 @@ def _describe_setting(options: TrainingOptions, workers: int, emulated: bool) ->
 
 
 def name_folder(recipe: str, out: str | os.PathLike[str] | None, *, may_be_used: bool = False) -> Path:
-    """Returns a comparison's folder. Raises a `PlanError` if it has something in it, unless it may."""
+    """Returns a comparison's folder. Raises a `PlanError` if it is not empty, unless it may be."""
     if out is None:
         return Path("runs") / f"compare-{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
     if is_url(out):

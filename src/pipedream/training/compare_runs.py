@@ -196,7 +196,7 @@ def count_cores() -> int:
 
 @contextmanager
 def limit_threads(workers: int) -> Iterator[None]:
-    """Gives one worker alone also one worker's share of the cores."""
+    """A context in which a worker that runs alone has no more than its share of the cores either."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     try:

@@ -242,7 +242,7 @@ class LinkVariants:
         )
 
     def _expect(self, plan: Plan) -> str:
-        """Spells how long a run should train, once one has shown how many minibatches it has."""
+        """Says how long a run should train, once a first run has shown the number of minibatches."""
         count = self.runs.options.minibatches or self._minibatches
         rate = predict_samples_per_s(plan) if count and self.scales is None else 0.0
         return f" {count} minibatches, about {format_seconds(count * plan.batch / rate)}" if count and rate else ""
@@ -286,7 +286,7 @@ def predict_samples_per_s(plan: Plan) -> float:
 
 
 def accumulate_minibatches(plan: Plan, accumulated: int) -> Plan:
-    """Returns a plan of copies whose microbatches are whole minibatches, of which each worker has so many an update."""
+    """Returns a data-parallel plan in which each worker accumulates so many whole minibatches for an update."""
     count = plan.workers * accumulated
     stages = []
     for stage in plan.stages:

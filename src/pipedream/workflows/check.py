@@ -167,7 +167,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
 def _find_downsets(plan: Plan, profile: Profile) -> list[int]:
     """Returns the layers up to the end of each stage, a bit for each layer.
 
-    Those that the stages name, if they can run in that order; otherwise those of the graph's own order.
+    These are the layers that the stages name if they can run in that order, and otherwise those in the graph's order.
     """
     graph = profile.graph
     numbers = {layer.name: i for i, layer in enumerate(graph.layers)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,12 +171,7 @@ device=meta | microbatches
 """
 
 
-def _read_table() -> Iterator[Exclusion]:
-    for row in re.split(r"\n(?! )", _TABLE.strip()):
-        options, reason, *advice = map(str.strip, row.splitlines())
-        condition, others = options.split(" | ")
-        yield Exclusion(condition, others, reason, *advice)
-
-
-EXCLUSIONS = tuple(_read_table())
+EXCLUSIONS = tuple(
+    Exclusion(*map(str.strip, re.split(r" \| |\n", row))) for row in re.split(r"\n(?! )", _TABLE.strip())
+)
 """The rows of the table. The first that applies is reported."""

@@ -75,7 +75,7 @@ def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> t
 
 
 def add_mesh(plan: Plan, mesh: str) -> Plan:
-    """Returns the plan of single ranks with the mesh whose ranks they are."""
+    """Returns a plan for single ranks of meshes as the plan for these meshes."""
     if not mesh:
         return plan
     meshed, sizes = plan.with_mesh(mesh), {mesh.size for mesh in meshes_of(mesh)}
@@ -90,7 +90,7 @@ def add_mesh(plan: Plan, mesh: str) -> Plan:
 def choose_meshes(
     profile: Profile, request: PlanRequest, compare: Compare, score_plan: Callable[[Plan], planner.Score]
 ) -> planner.Comparison:
-    """Returns the fastest plan of those on one mesh and those on several, by simulation as far as it is asked for.
+    """Returns the fastest plan on one mesh or on several, by simulation if the request asks for it.
 
     Args:
         request: its cluster's workers are ranks.
@@ -209,7 +209,7 @@ def _list_others(
 def _choose_fastest(
     compared: Sequence[planner.Comparison], mixed: Sequence[planner.Comparison], others: Sequence[planner.Candidate]
 ) -> planner.Comparison:
-    """Returns all of them as one, whose plan says what the best of each kind takes."""
+    """Merges comparisons into that of the fastest plan, whose note says what the best of each kind takes."""
     every = (*compared, *mixed)
     best = min([row for row in every if not row.candidates[0].why] or every, key=_rank_by_seconds)
     first = best.candidates[0]

@@ -171,7 +171,7 @@ def _count_bases(profile: Profile, name: str) -> int:
 
 
 def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:
-    """Returns the plan with its messages and sums, in place of what they have added to its cluster and its costs."""
+    """Returns the plan with its messages and sums; their costs leave its cluster and runtime."""
     plan = replace(
         plan,
         cluster=replace(plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts()),

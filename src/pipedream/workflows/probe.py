@@ -242,7 +242,7 @@ def measure_runtime(device: str = "cpu") -> MeasuredRuntime:
     """Runs the runtime on small layers of known cost: in this process, or over the processes of this group.
 
     It takes some tenths of a second, once for each process. Every rank calls it and gets the same answer. A GPU's
-    workers are measured on their CPUs: what keeps a host busy is the same, but its messages' bytes do not.
+    workers are measured on their CPUs: the host does the same work, but the bytes of messages cost it nothing.
     """
     place = process_group.process_device(device)
     _, processes = process_group.join_group(place)

@@ -237,7 +237,7 @@ def _measure_rank(
 
 
 def _find_loss_weight(model: Any, inputs: Any) -> str:
-    """Finds out what the model's own loss is a mean over, if it returns one."""
+    """Finds out over what the model's own loss is a mean, if it returns one."""
     with preserve_state([model], list_cuda_devices(model, inputs)):
         for module in model.modules():
             module.training = False

@@ -87,11 +87,9 @@ def simulate_program(
 
 
 def share_model(plan: Plan) -> Plan:
-    """Returns equal stages whose workers compute and hold what one stage of each would, so that all methods run one
-    model.
+    """Returns equal stages that divide one model, whatever the number of stages that a worker has.
 
-    A worker has 1 MB of weights, and as much of activations for each microbatch. A message is as large if it takes
-    time.
+    A worker has 1 MB of weights, and 1 MB of activations for each microbatch. A message has 1 MB if it takes time.
     """
     share = plan.workers / len(plan.stages)
     size = round(_WORKER_BYTES * share)

@@ -90,10 +90,10 @@ class Operators(Artifact):
         return NamedOperators(self.tensors, self.groups, self.steps)
 
     def with_shared_names(self) -> Operators:
-        """Returns it with other names of indices: dimensions that operators connect have one name in all lines.
+        """Renames indices so that dimensions which operators connect have one name in all lines.
 
-        For operators whose index names mean something in their own line alone, such as those of a model. A name is a
-        tensor and the number of its dimension, such as `x0_0`, of the first tensor that has it.
+        For operators, such as a model's, whose index names mean something in their own line alone. The name is that of
+        the first tensor with the dimension, and its number: `x0_0`.
         """
         return replace(self, text=_share_names(self.tensors, self.groups, self.steps))
 

@@ -39,8 +39,8 @@ class Partition:
     """The cuts that a search has found.
 
     Attributes:
-        at_least: elements that any partition moves which cuts each operator: the number of `joint` where that was
-            searched, else a bound. "data" leaves operators without the batch whole, and may move less.
+        at_least: no partition that cuts each operator moves fewer elements: the number of `joint` where that was
+            searched, else a bound. "data" leaves operators without the batch whole, and may move fewer.
     """
 
     method: str

@@ -251,7 +251,7 @@ def _run_part(
 
 
 def compare_operands(call: OperatorCall, text: str) -> str:
-    """Returns in words which tensors a description names that a call does not have, or the other way round."""
+    """Says which tensors only the call has, or only the description."""
     (line,) = read_lines(text)
     named, present = {operand.tensor for operand in line.operands}, set(call.tensors())
     lacks, odd = (", ".join(sorted(names)) for names in (present - named, named - present))
