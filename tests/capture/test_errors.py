@@ -751,8 +751,7 @@ class Extra(nn.Module):
     def forward(self, x: Tensor, more: bool = False) -> Tensor:
         x = self.b(self.a(x).tanh())
         x = self.extra(x.relu()) if more else x
-        output: Tensor = self.head(x.tanh())
-        return output
+        return self.head(x.tanh())
 
 
 def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
@@ -783,8 +782,7 @@ def test_python_and_numpy_numbers_are_the_same_on_all_stages() -> None:
     class Mixes(Extra):
         def forward(self, x: Tensor, more: bool = False) -> Tensor:
             share = random.random() + float(np.random.rand()) + torch.rand(1).item()
-            output: Tensor = self.head(self.extra(self.a(x) * share)) * share
-            return output
+            return self.head(self.extra(self.a(x) * share)) * share
 
     state = random.getstate()
     graph = pd.capture(Mixes(), torch.randn(2, 4)).graph

@@ -43,8 +43,7 @@ class Skip(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
-        output: torch.Tensor = self.head(x + self.down(F.relu(self.up(x)) * mask))
-        return output
+        return self.head(x + self.down(F.relu(self.up(x)) * mask))
 
 
 def test_command_lists_a_chain(chain: str, capfd: pytest.CaptureFixture[str]) -> None:

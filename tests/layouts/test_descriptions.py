@@ -41,8 +41,7 @@ class First(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.inner(x)[0]
-        return output
+        return self.inner(x)[0]
 
 
 _ROWS = torch.tensor([[0, 2, 1], [3, 0, 0]])
@@ -246,8 +245,7 @@ class Scaled(nn.Module):
         self.w = nn.Parameter(torch.ones(8), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = scaled(x.detach(), self.w)
-        return output
+        return scaled(x.detach(), self.w)
 
 
 @pytest.fixture

@@ -63,8 +63,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        output: torch.Tensor = x + self.inner(y, y, y, need_weights=False)[0]
-        return output
+        return x + self.inner(y, y, y, need_weights=False)[0]
 
 
 class Words(nn.Module):
@@ -73,8 +72,7 @@ class Words(nn.Module):
         self.table, self.up, self.out = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.out(F.gelu(self.up(self.table(x)))).flatten(0, 1)
-        return output
+        return self.out(F.gelu(self.up(self.table(x)))).flatten(0, 1)
 
 
 def _make_pooled() -> nn.Module:
@@ -382,8 +380,7 @@ class Rotated(nn.Module):
         self.inner = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.inner(x) * torch.arange(8).cos()
-        return output
+        return self.inner(x) * torch.arange(8).cos()
 
 
 def test_a_model_on_meta_makes_its_own_tensors_there() -> None:

@@ -35,8 +35,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         importance = 1 - 0.5 * ((y[..., 0] < -0.5).double() + (y[..., 1] < 0).double())
-        output: torch.Tensor = x + self.experts(y, importance.detach())
-        return output
+        return x + self.experts(y, importance.detach())
 
 
 def _make_model(**how: Any) -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:

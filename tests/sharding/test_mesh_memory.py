@@ -38,8 +38,7 @@ class Wide(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return output
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Fresh:

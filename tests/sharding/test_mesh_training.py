@@ -41,8 +41,7 @@ class Mlp(nn.Module):
         self.up, self.drop, self.down = nn.Linear(D, 4 * D), nn.Dropout(0.25), nn.Linear(4 * D, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = x + self.drop(self.down(self.drop(F.gelu(self.up(self.norm(x))))))
-        return output
+        return x + self.drop(self.down(self.drop(F.gelu(self.up(self.norm(x))))))
 
 
 class Attention(nn.Module):
@@ -59,8 +58,7 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         ]
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        output: torch.Tensor = x + self.out(mixed.transpose(1, 2).reshape(batch, length, D))
-        return output
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, D))
 
 
 class Noise(nn.Module):
@@ -74,8 +72,7 @@ class Convolution(nn.Module):
         self.up, self.norm, self.down = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = x + self.down(F.relu(self.norm(self.up(x))))
-        return output
+        return x + self.down(F.relu(self.norm(self.up(x))))
 
 
 class Recurrent(nn.Module):
@@ -90,8 +87,7 @@ class Recurrent(nn.Module):
             return x + self.layer(x)[0]
         output, state = self.layer(x.transpose(0, 1))
         last = state[0] if isinstance(state, tuple) else state
-        joined: torch.Tensor = x + output.transpose(0, 1) + last[-1].unsqueeze(1)
-        return joined
+        return x + output.transpose(0, 1) + last[-1].unsqueeze(1)
 
 
 def _draw_rows(size: int) -> torch.Tensor:

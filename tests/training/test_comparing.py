@@ -185,8 +185,7 @@ def test_an_accumulating_run_makes_two_updates_at_least(monkeypatch: pytest.Monk
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             summed.append(self.syncs)
-            output: torch.Tensor = self.module(inputs)
-            return output
+            return self.module(inputs)
 
     monkeypatch.setattr(torch_baselines, "DistributedDataParallel", OneProcess)
     figures = data_parallel(Task(recipe(), 0, 1, CPU), 4).train(3, 1)
@@ -200,8 +199,7 @@ class _Branched(nn.Module):
         self.used, self.unused = nn.Linear(8, 2), nn.Linear(8, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.used(inputs)
-        return output
+        return self.used(inputs)
 
 
 def test_ddp_refuses_unused_parameters() -> None:
