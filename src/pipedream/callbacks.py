@@ -42,6 +42,9 @@ class Callback:
         Of one at a URL, `folder` is not a `Path`, but has the URL as its ``str``.
         """
 
+    def on_worker_lost(self, pipeline: Any, ranks: Sequence[int]) -> None:
+        """Before training continues without workers that were lost (``train --elastic``); their ranks until then."""
+
     @property
     def follows_checkpoints(self) -> bool:
         """Whether it has an `on_checkpoint` of its own."""

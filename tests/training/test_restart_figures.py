@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.runtime.failure.processes import LAUNCHER
+from pipedream.runtime.failure.processes import LAUNCHER, write_lost
 from pipedream.training import restarts
 from pipedream.training.restarts import Restarts
 
@@ -62,7 +62,11 @@ def test_attempts_that_trained_nothing_are_lost(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     counted = Restarts(0)
     counted.begin(0)
-    assert counted.figures() == {"restarts": 2, "seconds_lost": 20.0, "minibatches_repeated": 0}
+    expected = {"restarts": 2, "workers_lost": 0, "seconds_lost": 20.0, "minibatches_repeated": 0}
+    assert counted.figures() == expected
+    write_lost(tmp_path / "0", [1, 3])
+    write_lost(tmp_path / "2", [0])  # by the next one
+    assert counted.figures() == expected | {"workers_lost": 2}
 
 
 def test_under_another_launcher_only_restarts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +74,7 @@ def test_under_another_launcher_only_restarts_are_known(monkeypatch: pytest.Monk
     counted = Restarts(0)
     counted.begin(0)
     counted.finish(0)
-    assert counted.figures() == {"restarts": 0, "seconds_lost": 0.0, "minibatches_repeated": 0}
+    expected = {"restarts": 0, "workers_lost": 0, "seconds_lost": 0.0, "minibatches_repeated": 0}
+    assert counted.figures() == expected
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    assert Restarts(0).figures() == {"restarts": 3, "seconds_lost": None, "minibatches_repeated": None}
+    assert Restarts(0).figures() == expected | {"restarts": 3, "seconds_lost": None, "minibatches_repeated": None}

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import pipedream
+from pipedream.core.plan.without import drop_worker
 from pipedream.recipe import load_recipe
 from pipedream.runtime.failure import processes
-from pipedream.training import snapshots
+from pipedream.training import restarts, snapshots
 from pipedream.training.run_folder import resume_point
 
 pytestmark = pytest.mark.processes
@@ -217,6 +218,87 @@ def test_a_restart_takes_what_is_newest_and_whole(
     if case == "damaged":
         assert resume_point(None, run) == point, "it was set aside"
         assert "is not used" not in capsys.readouterr().err
+
+
+def test_losses_count_from_the_newest_plan_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks are those of the attempt that lost them; one that ended before it had a plan has that of before."""
+    launched(monkeypatch, tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    plan = pipedream.Plan.uniform(2, replicas=(4, 1))
+    attempts = [tmp_path / "launch" / str(attempt) for attempt in range(3)]
+    for attempt in attempts:
+        attempt.mkdir(exist_ok=True)
+    assert restarts.find_plan_left() == (None, ())
+    plan.save(attempts[0] / "plan.json")
+    assert restarts.find_plan_left() == (plan, ())
+    processes.write_lost(attempts[0], [0, 3])
+    processes.write_lost(attempts[2], [1])
+    left, ranks = restarts.find_plan_left()
+    assert left is not None
+    assert left.config == "1-1"
+    assert ranks == (3, 0, 1)
+    left.save(attempts[1] / "plan.json")
+    assert restarts.find_plan_left() == (None, (1,)), "rank 1 is now the last of stage 1"
+
+
+REPLICAS = """
+
+
+class Report(pipedream.callbacks.Callback):
+    def on_worker_lost(self, pipeline, ranks):
+        with Path("lost.txt").open("a") as file:
+            print(pipeline.rank, pipeline.drain(), ranks, file=file)
+
+
+make = recipe
+
+
+def recipe(seed=0):
+    torch.set_default_dtype(torch.float64)
+    made = make(seed)
+    torch.set_default_dtype(torch.float32)
+    return dataclasses.replace(made, callbacks=[Report()])
+"""
+
+
+@pytest.mark.parametrize("replicas", [(2,), pytest.param((3, 1), marks=pytest.mark.slow)], ids=["2", "3-1"])
+def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tuple[int, ...]) -> None:
+    """As one process does that runs the plan, and from the snapshot on the plan with a replica fewer."""
+    text = RECIPE.partition("\nif __name__")[0].replace("import os", "import dataclasses\nimport os").replace("26", "8")
+    text = text.replace("Mortal(), ", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS
+    doomed = f'(os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("1", "{sum(replicas)}")'
+    for folder, condition in ((tmp_path, doomed), (tmp_path / "whole", "False")):
+        folder.mkdir(exist_ok=True)
+        (folder / "mortal.py").write_text(text.replace("DOOMED", condition), encoding="utf-8")
+
+    def make(seed: int) -> pipedream.Recipe:
+        return load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed)
+
+    recipe = make(0)
+    plan = pipedream.plan(
+        pipedream.profile(recipe.model, recipe.first_batch()[0]), pipedream.Cluster.flat(sum(replicas)), shape=replicas
+    )
+    plan.save(tmp_path / "plan.json")
+    options = ("--plan", "plan.json", "--elastic", "--snapshot-every", "4", "--checkpoint-every", "100")
+    ended, summary = train(tmp_path, *options)
+    fewer = f"{sum(replicas) - 1}"
+    assert f"continuing with one worker fewer, {fewer}, after: rank 1 was ended by SIGKILL" in ended.err
+    resumed = summary["resumed_from"]
+    assert 4 <= resumed < 40
+    assert summary["failures"]["restarts"] == summary["failures"]["workers_lost"] == 1
+    lost = sorted((tmp_path / "lost.txt").read_text(encoding="utf-8").splitlines())
+    assert lost == [f"{rank} {resumed} (1,)" for rank in range(sum(replicas) - 1)]
+    left = drop_worker(plan, 1)
+    assert left is not None
+    assert pipedream.Plan.load(tmp_path / "run" / "plan.json").config == left.config
+    common: dict[str, Any] = {"checkpoint_every": 4, "quiet": True}
+    pipedream.run(make, plan=plan, minibatches=resumed, out=tmp_path / "a", **common)
+    pipedream.run(make, plan=left, resume=tmp_path / "a", out=tmp_path / "b", **common)
+    states = [torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "b")]
+    assert all(torch.allclose(states[0][name], states[1][name], rtol=0, atol=1e-10) for name in states[0])
+    losses = [json.loads((tmp_path / run / "losses.json").read_text(encoding="utf-8")) for run in ("run", "b")]
+    assert losses[0][resumed:] == [[number, pytest.approx(loss, abs=1e-10)] for number, loss in losses[1][resumed:]]
+    assert len(losses[0]) == len(losses[1]) == 40
 
 
 @pytest.mark.slow

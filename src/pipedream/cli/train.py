@@ -73,7 +73,11 @@ class RestartFlags:
     max_restarts: int = option(
         0, "Restart the workers after a failure, at most N times.", metavar="N", least=0, panel=Panel.FAILURES
     )
-    elastic: bool = option(False, "If restarts fail, continue with one worker fewer, and so on.", panel=Panel.FAILURES)
+    elastic: bool = option(
+        False,
+        "If restarts fail, go on without the lost workers: with the other replicas of their stages, or planned again.",
+        panel=Panel.FAILURES,
+    )
     min_workers: int = option(1, "Fewest workers that --elastic may leave.", metavar="N", least=1, panel=Panel.FAILURES)
 
     def check(self, method: str | Schedule, workers: int, chunks: int | None) -> None:

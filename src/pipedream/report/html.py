@@ -134,6 +134,8 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if failures.get("restarts"):
         lost = _format_seconds(failures.get("seconds_lost"))
         note = f"{lost} lost, {failures.get('minibatches_repeated')} minibatches repeated"
+        if failures.get("workers_lost"):
+            note = f"{failures['workers_lost']} workers lost, {note}"
         rows.append(("restarts after failures", str(failures["restarts"]), note))
     if target or "seconds_to_target" in summary:
         note = (

@@ -190,10 +190,11 @@ def failures_text(failures: Mapping[str, Any]) -> str:
     """Returns a line about a summary's restarts, if there were any, after a line break."""
     if not failures["restarts"]:
         return ""
+    workers = f", {failures['workers_lost']} workers lost" if failures["workers_lost"] else ""
     if failures["seconds_lost"] is None:
         return f"\nrestarts after failures: {failures['restarts']}"
     lost = f"{format_seconds(failures['seconds_lost'])} lost, {failures['minibatches_repeated']} minibatches repeated"
-    return f"\nrestarts after failures: {failures['restarts']}, {lost}"
+    return f"\nrestarts after failures: {failures['restarts']}{workers}, {lost}"
 
 
 def collectives_text(stages: Sequence[Mapping[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from pipedream.capture import Captured, capture_with_values
-from pipedream.core.errors import PlanError, RecipeError
+from pipedream.core.errors import PlanError, RecipeError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
@@ -35,6 +35,7 @@ from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
+from pipedream.training.restarts import find_plan_left
 from pipedream.training.run_folder import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
@@ -124,6 +125,7 @@ class PlannedJob:
         profile: None if the plan came without one.
         phases: one if the method does not change.
         compensation: for phases that do not flush and name none; or None.
+        lost: ranks of the workers that the run continues without.
     """
 
     job: Job
@@ -131,6 +133,7 @@ class PlannedJob:
     profile: Profile | None
     phases: tuple[Phase, ...]
     compensation: Any
+    lost: tuple[int, ...] = ()
 
 
 def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Process) -> Job:
@@ -192,7 +195,26 @@ def with_layout(recipe: Recipe, rules: str | None, shard_weights: str | None) ->
 
 
 def plan_job(job: Job, process: Process) -> PlannedJob:
-    """Plans a job: the given plan, the checkpoint's, or a new one for a profile. Raises a `PlanError` if none fits."""
+    """Plans a job: the given plan, the checkpoint's, or a new one for a profile; after a restart, that of before.
+
+    Raises a `PlanError` if none fits.
+    """
+    plan, lost = find_plan_left()
+    if plan is not None and plan.ranks == job.workers:
+        if job.resumed is None and job.options.schedule is None:
+            job = replace(job, schedule=AUTO)  # the plan's
+        without = f" without rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))}" if lost else ""
+        try:
+            planned = _choose_methods(job, plan, job.resumed.profile if job.resumed is not None else None)
+            if lost:
+                process.console.print(f"going on with the plan {plan.config},{without}")
+            return replace(planned, lost=lost)
+        except (PlanError, ScheduleError) as error:
+            process.console.print(f"the plan {plan.config}{without} is not possible ({error}); planning again")
+    return replace(_choose_methods(job, *_choose_plan(job, process)), lost=lost)
+
+
+def _choose_plan(job: Job, process: Process) -> tuple[Plan, Profile | None]:
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
     saved = None
@@ -243,14 +265,17 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         plan = replace(plan, messages=Messages.read(messages, plan.messages.value_bits))
     if options.recompute:
         plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-    plan = replace(plan, runtime=runtime).with_layout(recipe.layout or Layout())
+    return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
+
+
+def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob:
     schedule, microbatches, compensation = job.schedule, job.microbatches, job.compensation
     if schedule == "auto":
         schedule, microbatches = resolve_method(plan, None, microbatches)
     phases = job.phases or (Phase(schedule, microbatches=microbatches),)
     if compensation is None and not is_synchronous(plan, phases):
         # Methods that flush refuse a compensation asked of this run; the recipe's does not apply to them.
-        compensation = recipe.compensation
+        compensation = job.recipe.compensation
     check_phases_fit(plan, add_compensation(plan, phases, compensation), profile)
     return PlannedJob(job, plan, profile, phases, compensation)
 

@@ -9,9 +9,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from pipedream.runtime.failure.processes import find_launch_folder
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.without import drop_worker
+from pipedream.runtime.failure.processes import find_launch_folder, read_lost
 
 _FILE = "minibatches"
+_PLAN = "plan.json"
 _TOTALS = struct.Struct("dq")
 _MINIBATCH = struct.Struct("d")
 
@@ -24,7 +27,7 @@ class Restarts:
     """
 
     def __init__(self, rank: int) -> None:
-        self._count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._count = _read_count()
         self._lost_s, self._repeated, self._before = 0.0, 0, 0
         self._file: int | None = None
         folder = find_launch_folder()
@@ -65,13 +68,15 @@ class Restarts:
             os.pwrite(self._file, _MINIBATCH.pack(time.time()), _TOTALS.size + number * _MINIBATCH.size)
 
     def figures(self) -> dict[str, Any]:
-        """Returns the restarts; the seconds until training was where it had been; the minibatches trained again.
+        """Returns the restarts, the workers lost by them, the seconds until training was where it had been, and the
+        minibatches trained again.
 
-        The latter two are None where they are not known.
+        The last two are None where they are not known.
         """
         has_figures = self._file is not None or not self._count
         return {
             "restarts": self._count,
+            "workers_lost": sum(len(lost) for _, lost in _list_attempts()),
             "seconds_lost": self._lost_s if has_figures else None,
             "minibatches_repeated": self._repeated if has_figures else None,
         }
@@ -90,3 +95,37 @@ class Restarts:
 def _read_begin_s(folder: Path) -> float:
     """Returns when the workers of an attempt were started."""
     return folder.stat().st_mtime
+
+
+def keep_plan_of_attempt(plan: Plan) -> None:
+    """Keeps the plan for `find_plan_left`; does nothing under another launcher."""
+    folder = find_launch_folder()
+    if folder is not None:
+        plan.save(folder / str(_read_count()) / _PLAN)
+
+
+def find_plan_left() -> tuple[Plan | None, tuple[int, ...]]:
+    """Returns the plan of the newest attempt that had one, without the workers lost since, and their ranks.
+
+    None if a stage would have no worker, or no attempt had a plan.
+    """
+    plan: Plan | None = None
+    ranks: list[int] = []
+    for folder, lost in _list_attempts():
+        if (folder / _PLAN).exists():
+            plan, ranks = Plan.load(folder / _PLAN), []
+        ranks += lost
+        for rank in lost:
+            plan = plan and drop_worker(plan, rank)
+    return plan, tuple(ranks)
+
+
+def _list_attempts() -> list[tuple[Path, list[int]]]:
+    """Returns the folders of the attempts before this one, each with the ranks that were lost by it."""
+    launch = find_launch_folder()
+    folders = [launch / str(attempt) for attempt in range(_read_count())] if launch is not None else []
+    return [(folder, read_lost(folder)) for folder in folders]
+
+
+def _read_count() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -30,6 +30,7 @@ from pipedream.runtime.results.loggers import make_loggers
 from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
+from pipedream.training.restarts import keep_plan_of_attempt
 from pipedream.training.run_folder import (
     CHECKPOINTS,
     RunFiles,
@@ -147,8 +148,9 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
     job, plan = planned.job, planned.plan
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
-        keep_plan(job.folder, plan, planned.profile)  # a run that continues with fewer workers plans again
+        keep_plan(job.folder, plan, planned.profile)  # a run that continues with fewer workers may plan again
         copy_run(job.folder, job.place)
+        keep_plan_of_attempt(plan)
     names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
     with blaming("while the pipeline was built"):
         built = Pipeline(
@@ -192,6 +194,8 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             loop.resume(job.resumed.losses)
             manifest = job.resumed.manifest
             console.print(f"resuming from {job.resumed}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
+        for callback in recipe.callbacks if planned.lost else ():
+            callback.on_worker_lost(pipeline, planned.lost)
         simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
         predicted = run_metrics(simulated).samples_per_s
         interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)

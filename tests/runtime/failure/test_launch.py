@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipedream.runtime.failure import launch as launching
 from pipedream.runtime.failure import processes
 from pipedream.runtime.failure.agent import Agent, Worker
 from pipedream.runtime.failure.launch import _Failure, launch
-from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, write_error
+from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, read_lost, write_error
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,17 @@ from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, wr
             ],
         ),
         ({"fewest": 2}, ["a"], 1, [(2, 0)], ["pipedream: a"]),
+        (
+            {"fewest": 1, "workers": 4},
+            ["ab", "cde", "f"],
+            1,
+            [(4, 0), (2, 1), (1, 2)],
+            [
+                "pipedream: continuing with 2 workers fewer, 2, after: ab",
+                "pipedream: continuing with one worker fewer, 1, after: cde",
+                "pipedream: f",
+            ],
+        ),
     ],
 )
 def test_attempts(
@@ -70,21 +82,34 @@ def test_attempts(
 ) -> None:
     run: list[tuple[int, int]] = []
     commands: list[list[str]] = []
+    folders: list[Path] = []
+    lost: list[list[int]] = []
+
+    def write(folder: Path, ranks: tuple[int, ...]) -> None:
+        processes.write_lost(folder, ranks)
+        lost.append(read_lost(folders[-1]))
+
+    monkeypatch.setattr(launching, "write_lost", write)
 
     def attempt(workers: int, number: int, arguments: list[str], agent: Agent, folder: Path) -> int | _Failure:
         run.append((workers, number))
         commands.append(list(arguments))
         end = ends[len(run) - 1]
         if end == 2:
-            return _Failure("pipedream: bad", 2)
-        return end if isinstance(end, int) else _Failure(f"pipedream: {end}", 1)
+            return _Failure("pipedream: bad", 2, (0,))
+        folder.mkdir(parents=True)
+        folders.append(folder)
+        return end if isinstance(end, int) else _Failure(f"pipedream: {end}", 1, tuple(range(len(end))))
 
     monkeypatch.setattr(launching, "_run_attempt", attempt)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
-    assert launch(2, ["x.py"], **options) == status  # type: ignore[arg-type]
+    first = options.get("workers", 2)
+    assert launch(**{"workers": 2, "arguments": ["x.py"], **options}) == status  # type: ignore[arg-type]
+    counts = [workers for workers, _ in run]
+    assert [len(ranks) for ranks in lost] == [a - b for a, b in pairwise(counts) if a > b]
     assert run == attempts
     assert capsys.readouterr().err.splitlines() == lines
-    assert commands == [["x.py"] if workers == 2 else ["x.py", "--workers", "1"] for workers, _ in run]
+    assert commands == [["x.py", *(["--workers", str(n)] if n != first else [])] for n in counts]
     assert launching.os.environ["GLOO_SOCKET_IFNAME"] == "the user's"
 
 
@@ -148,6 +173,20 @@ def test_memory_is_given_back_if_the_launcher_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not folder.exists()
     assert started.end().status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("ends", "lost"), [([(1, -9), (3, -11)], (1, 3)), ([(2, 1)], (2,)), ([(2, 1), (1, -9)], (1,)), ([(0, 3)], (0,))]
+)
+def test_the_lost_workers_are_those_that_a_signal_ended(
+    tmp_path: Path, ends: list[tuple[int, int]], lost: tuple[int, ...]
+) -> None:
+    """Else the one that failed first. The launcher's own signals do not count."""
+    workers = [Worker(rank, 10 + rank, tmp_path / str(rank), False, status) for rank, status in ends]
+    for worker in workers:
+        worker.was_lost = worker.status < 0
+    ended = Worker(4, 14, tmp_path / "4", False, -15)
+    assert launching._judge([*workers, ended], tmp_path).lost == lost  # type: ignore[union-attr]
 
 
 def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ of a machine a shared one at level 1.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -337,6 +338,21 @@ class Cluster(Artifact):
             if len(inside_kinds) > 1:
                 raise PlanError(f"a worker of the ranks {first} to {last - 1} was asked for, but these are not alike")
             kinds.append(Workers(1, *inside_kinds.pop()))
+        return replace(self, levels=tuple(levels), kinds=tuple(kinds))
+
+    def without(self, worker: int) -> Cluster:
+        """Returns the cluster that is left if one of several workers is lost, and its machine if it was alone there."""
+        places = [[row[w] for w in range(self.workers) if w != worker] for row in self._components]
+        levels = []
+        for level, inside, around in zip(self.levels, places, [*places[1:], [0] * len(places[0])], strict=True):
+            groups = dict(zip(inside, around, strict=True)).values()  # of each component that is left
+            sizes = tuple(Counter(groups).values())
+            equal = len(set(sizes)) == 1
+            levels.append(replace(level, width=max(sizes), sizes=() if equal else sizes))
+        kinds: list[Workers] = []
+        for kind, first in zip(self.kinds, accumulate((kind.count for kind in self.kinds), initial=0), strict=False):
+            count = kind.count - (first <= worker < first + kind.count)
+            kinds += [replace(kind, count=count)] if count else []
         return replace(self, levels=tuple(levels), kinds=tuple(kinds))
 
     @property

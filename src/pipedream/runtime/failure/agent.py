@@ -45,6 +45,7 @@ class Worker:
         ended_s: sorts workers by their ends: the second in which it wrote its error file, or else in which its end
             was noticed; then the exact time of the latter.
         was_stopped: it was killed because it stayed stopped.
+        was_lost: a signal ended it, before the others were ended because of it.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Worker:
     status: int = 0
     ended_s: tuple[int, float] = (0, 0.0)
     was_stopped: bool = False
+    was_lost: bool = False
 
 
 class Agent:
@@ -109,6 +111,8 @@ class Agent:
             store = _serve_store(listening)
             while not self.received and _count_running(workers) and not any(worker.status for worker in workers):
                 time.sleep(_PERIOD_S)
+            for worker in workers:
+                worker.was_lost = worker.status < 0 and not self.received
             self._end(workers)
             end_watch()
             del store

@@ -31,6 +31,7 @@ from pipedream.runtime.failure.processes import (
     read_error,
     read_place,
     read_verdict,
+    write_lost,
 )
 
 _REMOVE_S = 5.0
@@ -49,10 +50,11 @@ def set_threads(processes: int) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The message to print, and the exit status."""
+    """The message to print, the exit status, and the ranks that the run could go on without."""
 
     text: str
     status: int
+    lost: tuple[int, ...]
 
 
 def import_for_workers(modules: Sequence[str], workers: int) -> None:
@@ -84,7 +86,7 @@ def launch(
         arguments: given to each process; with fewer workers, ``--workers N`` is added.
         silent: what they print is not shown.
         max_restarts: after failures (TORCHELASTIC_RESTART_COUNT counts them); not after exit status 2, bad input.
-        fewest: after the restarts, start with one worker fewer, down to this number.
+        fewest: after the restarts, go on without the workers that were lost, down to this number (`write_lost`).
         in_memory: the workers keep snapshots in this process's folder (`find_launch_folder`), which is in `MEMORY` and
             is removed even if this process is killed.
         forks: where possible, workers are forks of this process, which has computed nothing (`import_for_workers`).
@@ -144,9 +146,12 @@ def _run_attempts(
             restarts += 1
             print(f"pipedream: restart {restarts} of {max_restarts} {after}", file=sys.stderr, flush=True)
         elif fewest is not None and workers > fewest:
-            workers -= 1
+            lost = ended.lost[: workers - fewest]
+            write_lost(folder / str(attempt), lost)
+            workers -= len(lost)
             extra = ["--workers", str(workers)]
-            print(f"pipedream: continuing with one worker fewer, {workers}, {after}", file=sys.stderr, flush=True)
+            fewer = "one worker" if len(lost) == 1 else f"{len(lost)} workers"
+            print(f"pipedream: continuing with {fewer} fewer, {workers}, {after}", file=sys.stderr, flush=True)
         else:
             print(ended.text, file=sys.stderr, flush=True)
             return ended.status
@@ -179,7 +184,8 @@ def _judge(failures: Sequence[Worker], folder: Path) -> int | _Failure:
         speechless = [failure for failure in failures if not read_error(failure.error_file)]
         for failure in [failure for failure in speechless if failure.status not in (1, -signal.SIGTERM)][:1]:
             first, text = failure, None
-    return _Failure(text or _describe_silent_end(first, read_place(folder, first.rank)), status)
+    lost = tuple(failure.rank for failure in failures if failure.was_lost) or (first.rank,)
+    return _Failure(text or _describe_silent_end(first, read_place(folder, first.rank)), status, lost)
 
 
 def _begin_folder_name(launcher: RankProcess) -> str:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -47,6 +47,7 @@ MEMORY = Path("/dev/shm")
 """A folder in the memory of the machine."""
 _PLACE = "place.txt"
 _CHECKPOINT = "checkpoint.txt"
+_LOST = "lost.json"
 
 
 @dataclass(frozen=True)
@@ -357,6 +358,17 @@ def read_verdict(folder: Path) -> str | None:
 def read_place(folder: Path, rank: int) -> str | None:
     """Returns what a worker was last doing, once it had built its pipeline."""
     return next((_read_text(file) for file in folder.rglob(_PLACE) if file.parent.name == str(rank)), None)
+
+
+def write_lost(folder: Path, ranks: Sequence[int]) -> None:
+    """Writes, into the folder of an attempt, without which of its workers the run continues."""
+    (folder / _LOST).write_text(json.dumps(ranks), encoding="utf-8")
+
+
+def read_lost(folder: Path) -> list[int]:
+    """Returns the ranks of `write_lost`, the highest first; none if all workers were replaced."""
+    text = _read_text(folder / _LOST)
+    return [] if text is None else sorted(json.loads(text), reverse=True)
 
 
 def _read_errors(file: Path) -> Iterator[tuple[str, bool]]:

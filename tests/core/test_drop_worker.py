@@ -1,0 +1,81 @@
+"""A plan that continues without one of its workers, and the cluster that is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import drawn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.without import drop_worker
+from pipedream.core.schedule.lowering import lower
+from pipedream.schedules import build
+from pipedream.verifier import verify
+
+
+@given(st.data())
+def test_the_others_keep_their_places_links_and_kinds(data: st.DataObject) -> None:
+    cluster = data.draw(drawn.clusters(data.draw(st.integers(2, 9))).filter(lambda cluster: cluster.workers > 1))
+    worker = data.draw(st.integers(0, cluster.workers - 1))
+    left = cluster.without(worker)
+    others = [other for other in range(cluster.workers) if other != worker]
+    assert left.workers == len(others)
+    for row in ("speeds", "devices", "memories"):
+        assert getattr(left, row) == tuple(getattr(cluster, row)[other] for other in others)
+    for a, first in enumerate(others):
+        for b, second in enumerate(others[:a]):
+            assert left.link(left.reach(a, b)) == cluster.link(cluster.reach(first, second))
+
+
+def test_a_machine_without_workers_is_gone() -> None:
+    cluster = Cluster((Level(2, 2.0, sizes=(2, 1)), Level(2, 1.0)), kinds=(Workers(2), Workers(1, "gpu")))
+    assert cluster.without(2) == Cluster((Level(2, 2.0), Level(1, 1.0)), kinds=(Workers(2),))
+    assert cluster.without(0) == Cluster((Level(1, 2.0), Level(2, 1.0)), kinds=(Workers(1), Workers(1, "gpu")))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_only_its_stage_has_one_replica_fewer_and_the_program_is_proved(counts: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(sum(counts) + 1)))[: sum(counts)] if data.draw(st.booleans()) else ()
+    cluster = Cluster.flat(sum(counts) + 1)
+    plan = replace(Plan.uniform(len(counts), replicas=tuple(counts)), cluster=cluster, worker_order=tuple(order))
+    mode = data.draw(st.sampled_from(["noam", "full", "hand"]))
+    plan = plan.with_depth(plan.in_flight if mode == "hand" else mode)
+    rank = data.draw(st.integers(0, sum(counts) - 1))
+    stage = next(s for s, ranks in enumerate(plan.placement.ranks) if rank in ranks)
+    left = drop_worker(plan, rank)
+    if counts[stage] == 1:
+        assert left is None
+        return
+    assert left is not None
+    assert left.replicas == tuple(count - (s == stage) for s, count in enumerate(counts))
+    assert [replace(row, replicas=1) for row in left.stages] == [replace(row, replicas=1) for row in plan.stages]
+    assert left.depth_mode == mode
+    assert left.cluster.workers == sum(counts)
+    before = [[r - (r > rank) for r in ranks if r != rank] for ranks in plan.placement.ranks]
+    assert [list(ranks) for ranks in left.placement.ranks] == before, "the others keep their order"
+    verify(lower(build("pipedream", left)))
+
+
+def test_a_worker_of_several_stages_needs_another_in_each() -> None:
+    plan = replace(Plan.uniform(2, replicas=(2, 2)), cluster=Cluster.flat(3), worker_order=(0, 1, 1, 2))
+    left = drop_worker(plan, 1)
+    assert left is not None
+    assert Counter(left.worker_order) == Counter((0, 1))
+    assert drop_worker(left, 0) is None
+
+
+@pytest.mark.parametrize("sums", ["bfloat16", "every:4"])
+def test_a_last_replica_has_nobody_to_agree_with(sums: str) -> None:
+    plan = replace(Plan.uniform(2, replicas=(3, 1)), sums=sums)
+    left = drop_worker(plan, 0)
+    assert left is not None
+    assert left.sums == sums
+    alone = drop_worker(left, 0)
+    assert alone is not None
+    assert alone.sums == "full"
+    assert drop_worker(Plan.uniform(2, replicas=(2, 2)).with_mesh("model:2"), 0) is None
