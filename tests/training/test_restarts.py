@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import pipedream
+from pipedream.core.errors import RecipeError
 from pipedream.core.plan.without import drop_worker
 from pipedream.recipe import load_recipe
 from pipedream.runtime.failure import processes
@@ -166,6 +167,10 @@ def test_snapshots_are_made_as_often_as_they_may(tmp_path: Path) -> None:
             ("--snapshot-every", "4"),
             "--snapshot-every 4 keeps snapshots for restarts, and none were asked for; add --max",
         ),
+        (
+            ("--snapshot-every", "4", "--elastic", "--workers", "1"),
+            "--snapshot-every 4 was asked for with one worker and --elastic, which cannot go on without it; add --max",
+        ),
     ],
 )
 def test_snapshots_that_serve_nothing_are_refused(
@@ -239,6 +244,16 @@ def test_losses_count_from_the_newest_plan_on(monkeypatch: pytest.MonkeyPatch, t
     assert ranks == (3, 0, 1)
     left.save(attempts[1] / "plan.json")
     assert restarts.find_plan_left() == (None, (1,)), "rank 1 is now the last of stage 1"
+
+
+def test_a_recipe_may_not_change_between_attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    restarts.check_recipe_stays("under no launcher of ours", 0)
+    launched(monkeypatch, tmp_path)
+    restarts.check_recipe_stays("x = 2\n", 1)  # another rank may come first
+    for rank in (0, 1):
+        restarts.check_recipe_stays("x = 1\n", rank)
+    with pytest.raises(RecipeError, match=r"restart 1 was to go on .* its file has changed .'-x = 1'.; put the file"):
+        restarts.check_recipe_stays("x = 2\n", 1)
 
 
 REPLICAS = """

@@ -173,7 +173,7 @@ def _start_processes(recipe: str, options: TrainingOptions, config: str | None, 
         for method in _list_methods(options):
             restarts.check(method, count, options.chunks)
     if options.snapshot_every is not None:
-        _check_snapshots(options.snapshot_every, restarts)
+        _check_snapshots(options.snapshot_every, restarts, count)
     if count == 1 and not restarts.max_restarts:
         return
     more: tuple[str, ...] = ()
@@ -190,7 +190,7 @@ def _start_processes(recipe: str, options: TrainingOptions, config: str | None, 
     )
 
 
-def _check_snapshots(every: int | str, restarts: RestartFlags) -> None:
+def _check_snapshots(every: int | str, restarts: RestartFlags, workers: int) -> None:
     """Raises a `PipelineError` if snapshots would serve nothing, or cannot be kept."""
     from pipedream.runtime.failure.processes import MEMORY
 
@@ -198,6 +198,11 @@ def _check_snapshots(every: int | str, restarts: RestartFlags) -> None:
         raise PipelineError(
             f"--snapshot-every {every} keeps snapshots for restarts, and none were asked for; add --max-restarts N or "
             "--elastic, or leave it out"
+        )
+    if workers == 1 and not restarts.max_restarts:
+        raise PipelineError(
+            f"--snapshot-every {every} was asked for with one worker and --elastic, which cannot go on without it; add "
+            "--max-restarts N, or leave it out"
         )
     if not os.access(MEMORY, os.W_OK):
         raise PipelineError(

@@ -211,10 +211,10 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             return replace(planned, lost=lost)
         except (PlanError, ScheduleError) as error:
             process.console.print(f"the plan {plan.config}{without} is not possible ({error}); planning again")
-    return replace(_choose_methods(job, *_choose_plan(job, process)), lost=lost)
+    return replace(_choose_methods(job, *_choose_plan(job, process, same_machine=bool(lost))), lost=lost)
 
 
-def _choose_plan(job: Job, process: Process) -> tuple[Plan, Profile | None]:
+def _choose_plan(job: Job, process: Process, *, same_machine: bool) -> tuple[Plan, Profile | None]:
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
     saved = None
@@ -222,8 +222,9 @@ def _choose_plan(job: Job, process: Process) -> tuple[Plan, Profile | None]:
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
         if plan is None and saved.ranks == job.workers and not any(options.plan_settings.values()):
             plan = saved
-    # What was measured with the plan is not measured again.
-    runtime = (plan is not None and plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
+    # What was measured with the plan is not measured again, nor by the workers that are left of a run.
+    measured = saved if same_machine and saved is not None else plan
+    runtime = (measured is not None and measured.runtime) or _measure_runtime_costs(recipe, str(process.device))
     if plan is None:
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(_read_mesh(options))} - {""})
         if options.mesh == AUTO:

@@ -6,15 +6,19 @@ import os
 import struct
 import time
 import weakref
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
+from pipedream.core.artifact import write_text
+from pipedream.core.errors import RecipeError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.without import drop_worker
 from pipedream.runtime.failure.processes import find_launch_folder, read_lost
 
 _FILE = "minibatches"
 _PLAN = "plan.json"
+_RECIPE = "recipe.py"
 _TOTALS = struct.Struct("dq")
 _MINIBATCH = struct.Struct("d")
 
@@ -95,6 +99,27 @@ class Restarts:
 def _read_begin_s(folder: Path) -> float:
     """Returns when the workers of an attempt were started."""
     return folder.stat().st_mtime
+
+
+def check_recipe_stays(source: str, rank: int) -> None:
+    """Raises a `RecipeError` if the recipe's file is not what the run began with.
+
+    Workers are forks of a launcher that has imported the library, but each attempt reads the recipe again.
+    """
+    folder = find_launch_folder()
+    if folder is None:
+        return
+    kept = folder / _RECIPE
+    if not kept.exists():
+        if rank == 0:
+            write_text(kept, source)
+    elif (before := kept.read_text(encoding="utf-8")) != source:
+        changes = unified_diff(before.splitlines(), source.splitlines(), lineterm="", n=0)
+        first = next((line for line in changes if line[0] in "+-" and line[:3] not in ("---", "+++")), "")
+        raise RecipeError(
+            f"restart {_read_count()} was to go on with the recipe of the run, but its file has changed ({first!r}); "
+            "put the file back and give --resume, or start another run"
+        )
 
 
 def keep_plan_of_attempt(plan: Plan) -> None:

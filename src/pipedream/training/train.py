@@ -30,7 +30,7 @@ from pipedream.runtime.results.loggers import make_loggers
 from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.restarts import keep_plan_of_attempt
+from pipedream.training.restarts import check_recipe_stays, keep_plan_of_attempt
 from pipedream.training.run_folder import (
     CHECKPOINTS,
     RunFiles,
@@ -81,6 +81,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
         activity.place = "preparing the run"
         job = resolve(make, options, process)
         check_same_settings(_collect_shared_settings(job), process_group.world_group())
+        check_recipe_stays(job.recipe.source, process.rank)
         with locked(job.folder, process.rank):
             if job.resumed is None:
                 check_unused(job.place)
