@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from itertools import islice
+from itertools import chain, islice
 from math import lcm
 
 from pipedream.core.errors import ScheduleError
@@ -55,7 +55,7 @@ def lower(schedule: Schedule) -> Program:
         )
     channels = _make_channels(schedule.placement, schedule.plan.in_flight)
     numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
-    ranks = tuple(_fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers))
+    ranks = tuple(_fold(schedule, rank, numbers) for rank in range(schedule.placement.workers))
     shared = {field.name: getattr(schedule, field.name) for field in fields(Rules)}
     return Program(**shared, cycle=schedule.cycle, channels=channels, ranks=ranks)
 
@@ -97,7 +97,8 @@ def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Ch
     return tuple(channels.values())
 
 
-def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries, int], int]) -> Iterator[Instruction]:
+def _expand(op: Op, schedule: Schedule, numbers: dict[tuple[int, int, Carries, int], int]) -> list[Instruction]:
+    """Returns an op with its transfers. Those of the same op a cycle later are the same ones, a cycle later."""
     placement = schedule.placement
 
     def transfers(move: Move, messages: Iterable[Cargo]) -> Iterator[Transfer]:
@@ -106,12 +107,13 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries
             if number is not None:
                 yield Transfer(move, number, k)
 
-    for op in schedule.order(rank):
-        if op.kind is Kind.UPDATE and placement.replicas[op.stage] > 1:
-            yield Transfer(Move.SYNC, op.stage, op.index)
-        yield from transfers(Move.RECEIVE, _list_arrivals(op, schedule))
-        yield op
-        yield from transfers(Move.SEND, _list_departures(op, schedule))
+    sums = op.kind is Kind.UPDATE and placement.replicas[op.stage] > 1
+    return [
+        *([Transfer(Move.SYNC, op.stage, op.index)] if sums else []),
+        *transfers(Move.RECEIVE, _list_arrivals(op, schedule)),
+        op,
+        *transfers(Move.SEND, _list_departures(op, schedule)),
+    ]
 
 
 def _list_arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
@@ -142,7 +144,7 @@ def _list_departures(op: Op, rules: Rules) -> Iterator[Cargo]:
         yield Cargo(Carries.GRADIENT, stage, stage - 1, k)
 
 
-def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankProgram:
+def _fold(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries, int], int]) -> RankProgram:
     """Finds the shortest warm-up before a rank's instructions repeat."""
     cycle = schedule.cycle
     deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
@@ -152,39 +154,37 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     if not forwards and len(schedule.kinds) == 1:
         return RankProgram((), ())  # the forwards of all its stages are remote
     anchor = Kind.FORWARD if forwards else Kind.BACKWARD  # a rank may have backwards alone
-    window: list[Instruction] = []
-    first = second = None
-    for instruction in islice(
-        stream, 100 * (settled + 3 * cycle) * len(forwards or placement.stage_replicas(rank)) + 1000
-    ):
-        window.append(instruction)
-        if isinstance(instruction, Op) and instruction.kind is anchor:
-            if first is None and instruction.index >= settled:
-                first = len(window) - 1
-            elif first is not None and instruction == advance_instruction(window[first], cycle, schedule.updates):
-                if second is None:
-                    second = len(window) - 1
-            elif (
-                first is not None
-                and second is not None
-                and instruction == advance_instruction(window[first], 2 * cycle, schedule.updates)
-            ):
-                break
-    if first is None or second is None:
+    window: list[Op] = []
+    anchors: list[int] = []  # in the window, each a cycle after the one before
+    most = 100 * (settled + 3 * cycle) * len(forwards or placement.stage_replicas(rank)) + 1000
+    for op in islice(schedule.order(rank), most):
+        if op.kind is anchor and (
+            op == advance_instruction(window[anchors[0]], len(anchors) * cycle, schedule.updates)
+            if anchors
+            else op.index >= settled
+        ):
+            anchors.append(len(window))
+        window.append(op)
+        if len(anchors) > 2:
+            break
+    if len(anchors) < 2:
         raise ScheduleError(f"schedule {schedule.name!r}: the order of rank {rank} does not settle into a period")
-    length = second - first
+    start, second = anchors[:2]
+    length = second - start
 
     def repeats(i: int) -> bool:
         return window[i + length] == advance_instruction(window[i], cycle, schedule.updates)
 
-    start = first
     while start and repeats(start - 1):
         start -= 1
     # A turn must also do all that a cycle needs, otherwise only a run of equal ops repeats.
-    needed = schedule.op_count(rank, cycle)
-    done = sum(isinstance(item, Op) for item in window[first:second])
-    if done != needed or not all(repeats(i) for i in range(start, len(window) - length)):
+    if length != schedule.op_count(rank, cycle) or not all(repeats(i) for i in range(start, len(window) - length)):
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
         )
-    return RankProgram(tuple(window[:start]), tuple(window[start : start + length]))
+    texts = [_expand(op, schedule, numbers) for op in window[: start + length]]
+    warmup, period = (list(chain.from_iterable(part)) for part in (texts[:start], texts[start:]))
+    # The last transfers of an op that does not repeat may do so.
+    while warmup and period[-1] == advance_instruction(warmup[-1], cycle, schedule.updates):
+        period = [warmup.pop(), *period[:-1]]
+    return RankProgram(tuple(warmup), tuple(period))
