@@ -115,33 +115,6 @@ def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
     return _measure(timeline, start_s, end_s, finished / covered_s if covered_s else 0.0)
 
 
-def between_updates(timeline: Timeline, first: int, last: int, *, per_update: int) -> tuple[float, float]:
-    """Returns microbatches per second and the bubble of whole periods: between two updates of the input stage, each
-    finished on all replicas.
-
-    Args:
-        first, last: from 1.
-        per_update: microbatches in one.
-
-    Raises:
-        ValueError: the run does not make both updates in this order.
-    """
-    ends: dict[int, float] = {}
-    for span in timeline.spans:
-        if span.kind == "U" and span.stage == 0:
-            ends[span.index] = max(span.end_s, ends.get(span.index, span.end_s))
-    if not (first < last and first in ends and last in ends and ends[first] < ends[last]):
-        raise ValueError(f"updates {first} and {last} were asked for, the input stage makes {len(ends)} that take time")
-    start_s, end_s = ends[first], ends[last]
-    by_rank: list[list[Span]] = [[] for _ in range(timeline.workers)]
-    for span in timeline.spans:
-        if span.end_s > start_s and span.start_s < end_s and span.kind in WORK:
-            by_rank[span.rank].append(span)
-    busy_s = sum(_sum_seconds(spans, start_s, end_s) for spans in by_rank)
-    length_s = end_s - start_s
-    return (last - first) * per_update / length_s, 1 - busy_s / (timeline.workers * length_s)
-
-
 def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
     """Returns start and end of a run's steady part, in seconds.
 

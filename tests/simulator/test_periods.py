@@ -19,7 +19,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.metrics import steady_metrics
 from pipedream.schedules import build
-from pipedream.simulator import costs, simulate
+from pipedream.simulator import costs, simulate, time_updates
 
 SECONDS = st.floats(0.1, 10.0)
 
@@ -64,6 +64,36 @@ def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, sha
     timeline = run("pipedream", plan, None, 200)
     assert period_s(timeline, 1, 120) == pytest.approx(f + b, rel=5e-3)
     assert min(steady_metrics(timeline, skip=120).busy_shares) == pytest.approx(1.0, abs=5e-3)
+
+
+@given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
+def test_updates_are_timed_until_they_repeat_themselves(p: int, f: float, b: float, share: float) -> None:
+    c = share * min(f, b)
+    plan = Plan.uniform(p, f, b, c)
+    seconds, updates = time_updates(lower(build("pipedream", plan)), costs(plan), 20 * p + 60, 4 * p, 16 * p)
+    assert seconds / updates == pytest.approx(f + b + 2 * c * (p - 1) / p)
+    assert updates == p, "one round of what is in flight"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), SECONDS, SECONDS), min_size=1, max_size=4),
+    st.sampled_from(["pipedream", "1f1b"]),
+    st.integers(0, 2_000_000),
+)
+@example([(1, 1.0, 2.0), (3, 1.0, 6.0), (3, 1.0, 1.0)], "pipedream", 0)
+def test_updates_are_timed_as_in_a_long_run(rows: list[tuple[int, float, float]], name: str, size: int) -> None:
+    """Whether or not they repeat themselves: with replicas, and with messages that meet at ports, some never do."""
+    stages = tuple(Stage(s, s + 1, r, f, b, output_bytes=size) for s, (r, f, b) in enumerate(rows))
+    replicas = tuple(r for r, _, _ in rows)
+    plan = Plan(stages, noam(replicas), Cluster.flat(sum(replicas), 1e6), unit="microbatch")
+    program = lower(build(name, plan, None if name == "pipedream" else 2 * lcm(*replicas)))
+    per_update, total = program.updates.per_update[0], 120 * program.cycle
+    first, last = (part * program.cycle // per_update for part in (40, 100))
+    seconds, updates = time_updates(program, costs(plan), total, first, last)
+    ends = [(span.index, span.end_s) for span in simulate(program, costs(plan), total).of_rank(0) if span.kind == "U"]
+    far = dict(ends)
+    assert updates <= last - first
+    assert seconds / updates == pytest.approx((far[last] - far[first]) / (last - first), rel=0.02)
 
 
 def balanced(replicas: tuple[int, ...], forward_s: float = 1.0, backward_s: float = 2.0) -> Plan:

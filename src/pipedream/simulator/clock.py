@@ -15,12 +15,12 @@ nothing that a rank does later can come before it, so ports see all events in th
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
+from operator import itemgetter, mul
 from typing import Any, NoReturn
 
 from pipedream.core.errors import DeadlockError, ScheduleError
@@ -48,6 +48,7 @@ from pipedream.simulator.messages import Messages, Wire, describe_message
 
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 _Work = tuple[int, Any, int, int, int, str, float]
+_SAME = 1e-9  # relative
 _ALL = -1  # the meeting before a coupled update
 
 
@@ -58,14 +59,12 @@ def simulate(
     stragglers: Stragglers | None = None,
     *,
     in_turns: bool = False,
-    traces_memory: bool = True,
 ) -> Timeline:
     """Returns the timeline of `total` microbatches, from an empty pipeline to an empty one.
 
     Args:
         stragglers: says how the seconds of ops differ from the costs.
         in_turns: the ranks share a thread, so that only one works at a time.
-        traces_memory: also says which bytes and versions the ranks hold.
 
     Raises:
         DeadlockError: ranks wait for each other for ever; the message lists each with its instruction.
@@ -74,7 +73,34 @@ def simulate(
     """
     with _pause_collection():
         clock = _Clock(program, costs.with_compensation(program), total, stragglers or Stragglers(), in_turns)
-        return clock.run(traces_memory)
+        clock.run()
+        return clock.build_timeline()
+
+
+def time_updates(program: Program, costs: Costs, total: int, first: int, last: int) -> tuple[float, int]:
+    """Returns the seconds between two updates of the input stage, each finished on all replicas, and the updates.
+
+    These are fewer than asked for once all ops of as many microbatches as are in flight, on all ranks, come as much
+    later as those before them: what has repeated itself twice does so for ever.
+
+    Args:
+        total: microbatches; more than the last update needs, so that the pipeline does not drain before.
+
+    Raises:
+        ValueError: the updates take no time.
+    """
+    with _pause_collection():
+        clock = _UpdateClock(program, costs, total, first, last)
+        with suppress(_EnoughError):
+            clock.run()
+    seconds = clock.updated_s[clock.last] - clock.updated_s[clock.first]
+    if seconds <= 0:
+        raise ValueError(f"updates {first} to {last} of the input stage were asked for, and take no time")
+    return seconds, clock.last - clock.first
+
+
+class _EnoughError(Exception):
+    """The clock has gone as far as it needs to."""
 
 
 @contextmanager
@@ -177,7 +203,7 @@ class _Clock:
             done.append((code, place, first, stride, limit, letter, seconds))
         return done
 
-    def run(self, traces_memory: bool) -> Timeline:
+    def run(self) -> None:
         self.ready += self.ranks[::-1]
         free_s = 0.0  # when a shared thread is free again
         while self.ready:
@@ -196,7 +222,6 @@ class _Clock:
                 f"program {self.program.name!r}: {describe_message(*lost)} is sent and "
                 "never received; lower the schedule again"
             )
-        return self._build_timeline(traces_memory)
 
     def _advance(self, rank: _Rank) -> None:
         number, spans, draw = rank.number, rank.spans, rank.draw
@@ -222,8 +247,8 @@ class _Clock:
                     now, end = self._overlap(rank, letter, what, index, now, end)
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
-                if letter == "U" and what in self.remote and not self.overlaps:
-                    self._note_made(what, index, now)
+                if letter == "U":
+                    self._note_update(what, index, now)
                 if received:
                     self._post_again(received, now)
                 missing -= 1
@@ -273,6 +298,10 @@ class _Clock:
         if stage in self.remote:
             self._note_made(stage, index, start_s + end - now)
         return now, now
+
+    def _note_update(self, stage: int, update: int, now: float) -> None:
+        if stage in self.remote and not self.overlaps:
+            self._note_made(stage, update, now)
 
     def _note_made(self, stage: int, update: int, now: float) -> None:
         self.made_s[stage, update] = now
@@ -355,11 +384,11 @@ class _Clock:
             rank.coupled = update
         return meeting.over_s
 
-    def _build_timeline(self, traces_memory: bool) -> Timeline:
-        program, traces = self.program, []
-        if traces_memory:
-            in_flight = most_in_flight(program, self.total)
-            traces = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
+    def build_timeline(self) -> Timeline:
+        """Returns what ran."""
+        program = self.program
+        in_flight = most_in_flight(program, self.total)
+        traces = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
         spans: list[Span] = []
         for rank in self.ranks:
             spans += sorted(rank.spans + rank.sends, key=itemgetter(4))
@@ -415,3 +444,41 @@ class _Clock:
         source = rank.text.instructions[rank.position].source
         assert source is not None
         return advance_instruction(source, rank.turn * self.program.cycle, self.program.updates)
+
+
+class _UpdateClock(_Clock):
+    """A clock that goes as far as two updates of the input stage, or two others that are as good."""
+
+    def __init__(self, program: Program, costs: Costs, total: int, first: int, last: int) -> None:
+        super().__init__(program, costs, total, Stragglers(), in_turns=False)
+        self.first, self.last = first, last
+        self.updating: Counter[int] = Counter()
+        self.updated_s: dict[int, float] = {}
+        in_flight = max(map(mul, program.plan.in_flight, program.placement.replicas))
+        self.round = -(-in_flight // program.cycle) * program.cycle
+
+    def _note_update(self, stage: int, update: int, now: float) -> None:
+        super()._note_update(stage, update, now)
+        if stage:
+            return
+        self.updating[update] += 1
+        self.updated_s[update] = max(now, self.updated_s.get(update, now))
+        if self.updating[update] < self.members[0]:
+            return
+        program, per_update = self.program, self.program.updates.per_update[0]
+        before = update - self.round // per_update
+        if not update * per_update % self.round and before > 0:
+            seconds = self.updated_s[update] - self.updated_s[before]
+            if all(_repeats(rank, program.op_count(rank.number, self.round), seconds) for rank in self.ranks):
+                self.first, self.last = before, update
+        if update == self.last:
+            raise _EnoughError
+
+
+def _repeats(rank: _Rank, count: int, seconds: float) -> bool:
+    """Returns whether a rank's last `count` ops came so much later than those before."""
+    latest = [span for span in rank.spans[-16 * count :] if span.kind != "wait"][-2 * count :]
+    return len(latest) == 2 * count and all(
+        a[1:3] == b[1:3] and abs(b.end_s - a.end_s - seconds) <= _SAME * seconds
+        for a, b in zip(latest, latest[count:], strict=False)
+    )

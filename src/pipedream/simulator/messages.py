@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 from pipedream.core.hardware.cluster import Cluster
@@ -85,8 +86,14 @@ class Flows:
 
     def _share(self, flow: Flow, now: float) -> None:
         """Shares bandwidth among all flows that shared ports connect."""
-        if all(len(port.flows) == 1 for port in flow.ports):
-            self._run(flow, min(port.bytes_per_s for port in flow.ports), now)
+        alone_bytes_per_s = inf
+        for port in flow.ports:
+            if len(port.flows) > 1:
+                break
+            if port.bytes_per_s < alone_bytes_per_s:
+                alone_bytes_per_s = port.bytes_per_s
+        else:
+            self._run(flow, alone_bytes_per_s, now)
             return
         flows, ports = {flow: None}, {}
         connected = [flow]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pipedream import metrics, planner, schedules, simulator
+from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.host_memory import check_host_memory
@@ -15,6 +15,7 @@ from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
+from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes
 
@@ -52,10 +53,15 @@ def score(plan: Plan) -> planner.Score:
     settled = -(-(4 * admitted) // cycle) * cycle + cycle
     end = settled + max(2 * cycle, -(-(4 * admitted) // cycle) * cycle)
     total = end + (0 if program.flushes else -(-2 * admitted // cycle) * cycle)
-    timeline = simulator.simulate(program, simulator.costs(plan, split=m), total, traces_memory=False)
-    rate, bubble = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
+    costs = simulator.costs(plan, split=m).with_compensation(program)
+    seconds, updates = simulator.time_updates(program, costs, total, settled // per_update, end // per_update)
+    microbatch_s = seconds / (updates * per_update)
+    ops = [(rank, op) for rank, mine in enumerate(program.ranks) for op in mine.period if isinstance(op, Op)]
+    if program.overlaps_updates and costs.runtime.overlap_device:  # beside the passes
+        ops = [(rank, op) for rank, op in ops if op.kind is not Kind.UPDATE]
+    busy_s = sum(costs.op_s(op.kind, op.stage) / costs.speed(rank) for rank, op in ops) / cycle
     samples = round(plan.batch * max(program.updates.per_update) / m)
-    return planner.Score(m / rate, bubble, samples)
+    return planner.Score(m * microbatch_s, 1 - busy_s / (len(program.ranks) * microbatch_s), samples)
 
 
 def takes_long(plan: Plan) -> bool:
