@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from drawn import runtime_costs
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
@@ -21,6 +21,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
+from pipedream.workflows.stage_search import make_candidate
 
 US = 1e-6
 ROWS = (
@@ -111,6 +112,7 @@ def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> Non
         ), f"{config} is not in the list"
 
 
+BOUNDED_METHODS = ("pipedream", "pipedream_2bw", "xpipe", "pipemare", "1f1b", "gpipe", "zb_h1")
 METHODS = st.sampled_from(["pipedream", "1f1b", "gpipe", "pipedream_2bw"])
 HIDDEN_LATENCY = Profile.of_chain(
     (LayerProfile(0.0078125, 0.0078125, 0, 0, 0),) * 3,
@@ -127,6 +129,34 @@ HIDDEN_LATENCY = Profile.of_chain(
 @example(HIDDEN_LATENCY, Cluster((Level(2, 1e7, 1e-5), Level(2, 1e7))), "pipedream")
 def test_never_slower_than_what_it_was_compared_with(profile: Profile, cluster: Cluster, schedule: str) -> None:
     check_never_slower(profile, cluster, schedule)
+
+
+@given(profiles(), clusters(), st.sampled_from([*BOUNDED_METHODS]), st.data())
+def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: str, data: st.DataObject) -> None:
+    """Replica counts, depth and update delay are drawn, too."""
+    left, counts = min(cluster.workers, 8), []
+    while left and len(counts) < len(profile.layers):
+        counts.append(data.draw(st.integers(1, left)))
+        left -= counts[-1]
+    depth = data.draw(st.sampled_from(["noam", "full"]))
+    delay = data.draw(st.sampled_from([0, 1])) if schedule == "pipedream" else 0
+    try:
+        plan = pd.plan(profile, cluster, schedule=schedule, shape=tuple(counts), in_flight=depth, update_delay=delay)
+        period_s = score(plan).period_s
+    except PipelineError:
+        assume(False)
+    assert make_candidate(plan, "").least_s <= period_s * (1 + 1e-9)
+
+
+def test_the_bound_knows_what_messages_take() -> None:
+    """Two equal stages, and a message as long as an op: noam's depth leaves it exposed, which the bound counts."""
+    profile = Profile.of_chain(
+        (LayerProfile(1.0, 2.0, output_bytes=10**6, parameter_bytes=0, activation_bytes=0),) * 2, batch=8
+    )
+    for schedule, m, seconds in (("pipedream", None, 4.0), ("gpipe", 4, 4.25)):
+        plan = pd.plan(profile, Cluster.flat(2, 1e6), schedule=schedule, shape=(1, 1), microbatches=m)
+        assert 0.98 * seconds * (1 - 1e-9) <= make_candidate(plan, "").least_s <= seconds * (1 + 1e-9)
+        assert score(plan).period_s == pytest.approx(seconds)
 
 
 def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:

@@ -184,7 +184,7 @@ def _plan_all(
         if key in seen:
             continue
         seen.add(key)
-        planned.append((candidate_from_plan(candidate, plan, alternatives.methods[candidate.schedule].flushes), plan))
+        planned.append((candidate_from_plan(candidate, plan, alternatives.methods[candidate.schedule]), plan))
     return planned, refused
 
 

@@ -1,19 +1,23 @@
 """Ways to train, compared by their simulated seconds per minibatch.
 
 Candidates are simulated by increasing *bound*, seconds per minibatch that a candidate cannot beat, if it is not above
-the best simulated time of their rivals: pipelines, one worker, data parallelism on each number of workers. Messages
-count as free, so plans that send much are bounded low and simulated first.
+the best simulated time of their rivals: pipelines, one worker, data parallelism on each number of workers.
 
 With f, b the forward and backward of a minibatch at a stage, in microbatches with their fixed seconds, u its update
-with the part of the all-reduce that the last backward cannot hide, r its replicas and m microbatches, the bound of a
-flushing method is the maximum over stages s of its own work and update, with the all-reduce or with what the runtime
-adds, which may hide it, and of
+with the part of the all-reduce that the last backward cannot hide, r its replicas, m microbatches, and c the seconds of
+an activation and its gradient over the fastest link between two stages, the bound of a flushing method is the maximum
+over stages s of its own work and update, with the all-reduce or with what the runtime adds, which may hide it, and of
 
-    sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
+    sum over t < s of ((f_t + b_t) / m + c_t)  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
 
 because stage 0 updates after the last microbatch has come back from s, and runs no forward of the next minibatch
-before. The bound of any other method is the compute of its slowest stage, (f + b + u) / r (`Site.compute_s`), with the
-all-reduce or with what the runtime adds. If its updates are delayed, the all-reduce is left out.
+before. A method that splits the backward has only its own work. The bound of a method that does not flush is the
+compute of its slowest stage, (f + b + u) / r (`Site.compute_s`), with the all-reduce or with what the runtime adds. If
+its updates are delayed, the all-reduce is left out. If it has the plan's depth, a replica of s holds at most
+in_flight_s microbatches, and one more for an update delay, from their forward to the end of their backward, so that it
+takes at least
+
+    m / (r_s in_flight_s)  (sum over t >= s of (f_t + b_t) / m  +  sum over s <= t < p - 1 of c_t)
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.sums import FULL
+from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_bytes, format_number, format_seconds, shorten
 
 KINDS = ("pipeline", "data", "tensor", "mixed")
@@ -38,6 +43,7 @@ KINDS = ("pipeline", "data", "tensor", "mixed")
 
 _TIE = 1e-9  # relative: closer periods are equal
 _FEW_ROWS = 8
+_MEASURED = 0.98  # a simulation of no whole number of a stage's rounds measured up to 1% less than a round takes
 
 
 @dataclass(frozen=True)
@@ -287,6 +293,7 @@ def compare_by_simulation(
     planned: Iterable[tuple[Candidate, Plan]],
     score: Callable[[Plan], Score],
     refused: Iterable[Candidate] = (),
+    rival_s: float = inf,
 ) -> Comparison:
     """Simulates what may be the fastest, and compares it.
 
@@ -296,16 +303,20 @@ def compare_by_simulation(
         planned: with their bounds.
         score: simulates a plan with its method and microbatches; may raise a PipelineError.
         refused: candidates without a plan.
+        rival_s: seconds per minibatch of a plan that was simulated elsewhere. If nothing can be as fast, the first
+            candidate says so and was not simulated.
 
     Raises:
         PlanError: no candidate works.
     """
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
-    slower, refused, least = [], list(refused), dict[str, float]()
+    slower: list[tuple[Candidate, Plan]] = []
+    refused, least = list(refused), {"pipeline": rival_s}
     for number, (candidate, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
         rivals = candidate.config if len(candidate.replicas) == 1 else "pipeline"
         if candidate.least_s > least.get(rivals, inf) * (1 + _TIE):
-            slower.append(replace(candidate, why=f"cannot take less than {format_seconds(candidate.least_s)}"))
+            why = f"cannot take less than {format_seconds(candidate.least_s)}"
+            slower.append((replace(candidate, why=why), plan))
             continue
         try:
             result = score(plan)
@@ -314,11 +325,14 @@ def compare_by_simulation(
             continue
         least[rivals] = min(least.get(rivals, inf), result.period_s)
         simulated.append((result.period_s, candidate.peak_bytes, number, with_score(candidate, result), plan))
+    rest = (*(candidate for candidate, _ in slower), *refused)
+    if not simulated and slower:
+        return Comparison(slower[0][1], rest)
     if not simulated:
         raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")
-    equal_s = min(least.values()) * (1 + _TIE)
+    equal_s = min(row[0] for row in simulated) * (1 + _TIE)
     simulated.sort(key=lambda row: (max(row[0], equal_s), row[1:3]))
-    return Comparison(simulated[0][4], (*(row[3] for row in simulated), *slower, *refused))
+    return Comparison(simulated[0][4], (*(row[3] for row in simulated), *rest))
 
 
 def with_score(candidate: Candidate, score: Score) -> Candidate:
@@ -328,7 +342,7 @@ def with_score(candidate: Candidate, score: Score) -> Candidate:
     )
 
 
-def candidate_from_plan(candidate: Candidate, plan: Plan, flushes: bool) -> Candidate:
+def candidate_from_plan(candidate: Candidate, plan: Plan, method: MethodProperties) -> Candidate:
     """Returns the candidate with its plan's config, bound and bytes."""
     peak_bytes = max(stage.peak_bytes for stage in plan.stages)
     fixed_s = max(
@@ -336,25 +350,29 @@ def candidate_from_plan(candidate: Candidate, plan: Plan, flushes: bool) -> Cand
         for stage, site in zip(plan.stages, plan.costs.sites, strict=True)
     )
     return replace(
-        candidate, config=plan.config, least_s=_compute_least_s(plan, flushes), peak_bytes=peak_bytes, fixed_s=fixed_s
+        candidate, config=plan.config, least_s=_compute_least_s(plan, method), peak_bytes=peak_bytes, fixed_s=fixed_s
     )
 
 
-def _compute_least_s(plan: Plan, flushes: bool) -> float:
+def _compute_least_s(plan: Plan, method: MethodProperties) -> float:
     """The lower bound of the module docstring."""
     m, stages, sites = plan.microbatches, plan.stages, plan.costs.sites
     if plan.runtime.overlap_device:  # each op then hides another part of what the runtime adds
         plan = replace(plan, runtime=RuntimeCosts())
-    tied_sums, runtime = plan.costs.tied_s, plan.costs.runtime_s
-    if not flushes:
+    tied_sums, runtime, messages_s = plan.costs.tied_s, plan.costs.runtime_s, _list_message_seconds(plan)
+    if not method.flushes:
         rows = zip(stages, sites, tied_sums, runtime, plan.update_delay, strict=True)
+        trips = _list_round_trips(plan, messages_s) if method.uses_depth else []
         return max(
-            ((stage.compute_s + (m - 1) * stage.fixed_s + more_s) / site.speed + sum_s) / site.replicas
-            for stage, site, tied_s, runtime_s, update_delay in rows
-            for more_s, sum_s in (
-                (tied_s, 0.0 if update_delay else float(site.sum_s(stage.parameter_bytes, stage.redone_s))),
-                (runtime_s, 0.0),  # what the runtime adds may hide the sum, with its latency
-            )
+            *trips,
+            *(
+                ((stage.compute_s + (m - 1) * stage.fixed_s + more_s) / site.speed + sum_s) / site.replicas
+                for stage, site, tied_s, runtime_s, update_delay in rows
+                for more_s, sum_s in (
+                    (tied_s, 0.0 if update_delay else float(site.sum_s(stage.parameter_bytes, stage.redone_s))),
+                    (runtime_s, 0.0),  # what the runtime adds may hide the sum, with its latency
+                )
+            ),
         )
     passes = [
         (stage.forward_s + stage.redone_s + (m - 1) * stage.fixed_s) / site.speed
@@ -363,7 +381,7 @@ def _compute_least_s(plan: Plan, flushes: bool) -> float:
     last_backward_s = [(stage.redone_s + (m - 1) * (stage.fixed_s - stage.forward_fixed_s)) / m for stage in stages]
     shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
     stage_s = [share * seconds for share, seconds in zip(shares, passes, strict=True)]
-    ahead = accumulate((seconds / m for seconds in passes[:-1]), initial=0.0)
+    ahead = accumulate((a / m + b for a, b in zip(passes, messages_s, strict=False)), initial=0.0)
     ends = [
         (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, backward_s))
         for stage, site, tied_s, backward_s in zip(stages, sites, tied_sums, last_backward_s, strict=True)
@@ -371,7 +389,36 @@ def _compute_least_s(plan: Plan, flushes: bool) -> float:
     added = [share * seconds / site.speed for share, seconds, site in zip(shares, runtime, sites, strict=True)]
     updates = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
     alone = [*map(sum, zip(stage_s, ends, strict=True)), *map(sum, zip(stage_s, updates, added, strict=True))]
+    if method.splits_backward:
+        return max(alone)
     return max(max(a + b for a, b in zip(ahead, stage_s, strict=True)) + ends[0], *alone)
+
+
+def _list_message_seconds(plan: Plan) -> list[float]:
+    """Returns, for each boundary, the least seconds of an activation and its gradient of a microbatch."""
+    cluster, taken, boundaries = plan.costs.cluster, plan.costs.taken, []
+    levels = range(len(cluster.levels))
+    for stage, here, there in zip(plan.stages, taken, taken[1:], strict=False):
+        sides = [[{cluster.component(level, worker) for worker in side} for side in (here, there)] for level in levels]
+        apart = [level for level, (senders, receivers) in enumerate(sides) if not senders & receivers]
+        seconds = 0.0
+        if apart:
+            size = stage.output_bytes * sum(cluster.message_shares) / plan.microbatches
+            bandwidth_bytes_per_s, latency_s = cluster.link(apart[-1])
+            seconds = size / bandwidth_bytes_per_s + 2 * latency_s
+        boundaries.append(seconds)
+    return boundaries
+
+
+def _list_round_trips(plan: Plan, messages_s: Sequence[float]) -> list[float]:
+    """Returns, for each stage, the least seconds per minibatch by the microbatches that it holds at once."""
+    m, speeds, trip_s, trips = plan.microbatches, plan.costs.cluster.speeds, 0.0, []
+    for s in reversed(range(len(plan.stages))):
+        forward_s, backward_s = plan.stages[s].split_s(m)
+        passes_s = backward_s + forward_s * (1 + plan.stages[s].recompute)
+        trip_s += passes_s / max(speeds[worker] for worker in plan.costs.taken[s]) + sum(messages_s[s : s + 1])
+        trips.append(_MEASURED * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
+    return trips
 
 
 def _format_plan(candidate: Candidate) -> str:

@@ -23,8 +23,8 @@ from pipedream.workflows.methods import MOST_SIMULATED, occupancy_of, takes_long
 NOT_MEASURED = "not measured, a rank of "
 """Begins the notes of a profile about meshes that are not legal for its model."""
 
-Compare = Callable[[Profile, PlanRequest], planner.Comparison]
-"""Plans for single ranks: (profile of a rank, request without a mesh)."""
+Compare = Callable[..., planner.Comparison]
+"""Plans for single ranks: (profile of a rank, request without a mesh, rival_s=seconds of a pipeline to beat)."""
 
 _SLOWER = (1.0, 2.0, 4.0, 16.0)  # of `Finalist`
 
@@ -105,17 +105,18 @@ def choose_meshes(
     refused: list[tuple[Mesh | None, PipelineError]] = []
     slower: list[Mesh] = []
     for mesh in sorted(meshes, key=single.compute_least_s):
-        simulated = (row for row in compared if row.candidates[0].period_s is not None)
-        if single.compute_least_s(mesh) >= min((_rank_by_seconds(row)[0] for row in simulated), default=inf):
+        simulated = (row.candidates[0].period_s for row in compared)
+        rival_s = min((seconds for seconds in simulated if seconds is not None), default=inf)
+        if single.compute_least_s(mesh) >= rival_s:
             slower.append(mesh)
             continue
         try:
-            compared.append(single.compare_on(mesh))
+            compared.append(single.compare_on(mesh, rival_s=rival_s))
         except PipelineError as error:
             refused.append((mesh, error))
     mixed: Sequence[planner.Comparison] = ()
     try:
-        best = min(compared, key=_rank_by_seconds, default=None)
+        best = min((row for row in compared if not row.candidates[0].why), key=_rank_by_seconds, default=None)
         mixed = _compare_mixed(profile, single.request, meshes, score_plan, best)
     except PipelineError as error:
         refused.append((None, error))
@@ -145,12 +146,15 @@ class _SingleMesh:
     request: PlanRequest
     compare: Compare
 
-    def compare_on(self, mesh: Mesh, shape: str | tuple[int, ...] | None = None) -> planner.Comparison:
+    def compare_on(
+        self, mesh: Mesh, shape: str | tuple[int, ...] | None = None, rival_s: float = inf
+    ) -> planner.Comparison:
         """Raises a `PipelineError` if there is no plan, or if it leaves ranks idle that must not be."""
         cluster = self.request.workers_and_links
         request = replace(self.request, cluster=cluster.of_meshes(mesh.size))
         request = request if shape is None else replace(request, shape=shape)
-        comparison = _add_mesh_to_all(self.compare(_profile_rank(self.profile, mesh, cluster), request), mesh)
+        comparison = self.compare(_profile_rank(self.profile, mesh, cluster), request, rival_s=rival_s)
+        comparison = _add_mesh_to_all(comparison, mesh)
         plan = comparison.plan
         if request.all_workers and plan.ranks < cluster.workers:
             raise PlanError(
@@ -258,7 +262,7 @@ def _compare_mixed(
     if schedules.layout_of(request.schedule) is not None or schedules.is_torch_csv(request.schedule):
         return []
     search = _MixedSearch(profile, request, meshes)
-    flushes = schedules.properties_of(request.schedule).flushes
+    method = schedules.properties_of(request.schedule)
     simulates = _is_simulated(request)
     rows: list[planner.Comparison] = []
     for plan, finalist in search.plan_finalists():
@@ -270,7 +274,7 @@ def _compare_mixed(
             finalist,
             mesh="/".join(map(str, plan.meshes)) if plan.ranks > plan.workers else "",
         )
-        candidate = planner.candidate_from_plan(candidate, plan, flushes)
+        candidate = planner.candidate_from_plan(candidate, plan, method)
         least_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
         if simulates and candidate.least_s >= least_s:
             candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.least_s)}")

@@ -244,6 +244,7 @@ def _compare(
     request: PlanRequest,
     names: Sequence[str] = (),
     score_plan: Callable[[Plan], planner.Score] = score_if_quick,
+    rival_s: float = inf,
 ) -> planner.Comparison:
     """Plans without a mesh, by the planner that the request names."""
     check_options(vars(request))
@@ -265,7 +266,7 @@ def _compare(
         return _make_single_candidate(_lay_out_stages(profile, request), request)
     if schedules.is_torch_csv(request.schedule):
         return _make_single_candidate(plan_from_file(profile, request), request)
-    return StageSearch(profile, request).compare(score_plan)
+    return StageSearch(profile, request).compare(score_plan, rival_s)
 
 
 def _plan_auto(profile: Profile, request: PlanRequest, names: Sequence[str]) -> planner.Comparison:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from pipedream import planner, schedules
@@ -29,8 +30,11 @@ class StageSearch:
     request: PlanRequest
     _searches: dict[int, planner.PlanSearch] = field(default_factory=dict)
 
-    def compare(self, score_plan: Callable[[Plan], planner.Score]) -> planner.Comparison:
-        """Returns the fastest plan by simulation, or if the request leaves nothing to simulate the only one."""
+    def compare(self, score_plan: Callable[[Plan], planner.Score], rival_s: float = inf) -> planner.Comparison:
+        """Returns the fastest plan by simulation, or if the request leaves nothing to simulate the only one.
+
+        `rival_s` as in `planner.compare_by_simulation`.
+        """
         request, workers = self.request, self.request.workers_and_links.workers
         if not (request.strategy == "simulate" and self._is_automatic(request.shape)) or workers > MOST_SIMULATED:
             with progress("planning"):
@@ -41,9 +45,11 @@ class StageSearch:
         batch = self.profile.batch
         possible = [row for row in rows if batch == 1 or row[1].microbatches <= batch] or rows
         try:
-            comparison = planner.compare_by_simulation(possible, score_plan, refused)
+            comparison = planner.compare_by_simulation(possible, score_plan, refused, rival_s)
         except PlanError:  # none can be simulated
             return planner.Comparison(rows[0][1], (rows[0][0],))
+        if comparison.candidates[0].why:
+            return comparison
         ties = self.profile.ties_in_words() if workers > 1 else ""
         note = "; ".join([comparison.fastest_in_words(), *([ties] if ties else [])])
         bound_s = min(rows[0][1].bound_s, comparison.plan.slowest_stage_s)
@@ -184,9 +190,9 @@ class StageSearch:
 
 def make_candidate(plan: Plan, shape: str) -> planner.Candidate:
     """Returns a plan as a candidate that is not simulated yet."""
-    flushes = schedules.properties_of(plan.schedule or "pipedream").flushes
+    method = schedules.properties_of(plan.schedule or "pipedream")
     candidate = planner.Candidate(plan.schedule, plan.microbatches, plan.depth_mode, max(plan.update_delay), shape)
-    return planner.candidate_from_plan(candidate, plan, flushes)
+    return planner.candidate_from_plan(candidate, plan, method)
 
 
 def _list_counts(workers: int, most: int) -> list[tuple[int, ...]]:
