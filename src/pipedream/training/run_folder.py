@@ -76,6 +76,7 @@ def summarise(
     learning_rates: Sequence[float],
     samples_per_s: Sequence[float],
     collectives: Sequence[StageCollectives | None] = (),
+    predicted_slowed: Timeline | None = None,
 ) -> dict[str, Any]:
     """Returns what follows from timelines in a summary: stages, throughput, bubble, memory.
 
@@ -85,6 +86,7 @@ def summarise(
         learning_rates: those of the stages.
         samples_per_s: rates of the epochs; their median is the throughput, or the timeline's if there are none.
         collectives: those of the stages (`Pipeline.collectives`).
+        predicted_slowed: on the cores that other work left.
     """
     exchanges = dict(enumerate(collectives))
     before, after = _measure_steady(predicted), _measure_steady(measured)
@@ -127,6 +129,7 @@ def summarise(
         "memory": _compare_memory(plan, measured),
         "throughput": {
             "predicted_per_s": before.samples_per_s,
+            "predicted_slowed_per_s": _measure_steady(predicted_slowed).samples_per_s if predicted_slowed else None,
             "measured_per_s": median(samples_per_s) if samples_per_s else after.samples_per_s,
         },
         "bubble": {"predicted": before.bubble, "measured": after.bubble},

@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 from pipedream.callbacks import monitored
 from pipedream.core.errors import RecipeError
+from pipedream.core.hardware.core_times import MUCH, CoreTimes, describe_slowness
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
@@ -28,6 +30,7 @@ from pipedream.runtime.comm.same_settings import check_same_settings, describe_d
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.schedules.delay_cost import describe_delay_cost
+from pipedream.simulator import Stragglers
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.restarts import check_recipe_stays, keep_plan_of_attempt
@@ -125,6 +128,8 @@ class Outcome:
         average: None if no average is kept.
         program: that of the phase that trained most minibatches; `predicted` is simulated from it.
         steady: its timeline after the last drain.
+        slowness: how many times as long as on free cores the most disturbed rank has taken.
+        predicted_slowed: as `predicted`, on the cores that other work left; None if it took little.
     """
 
     loop: TrainingLoop
@@ -142,6 +147,8 @@ class Outcome:
     program: Program
     steady: Timeline
     predicted: Timeline
+    slowness: float
+    predicted_slowed: Timeline | None
 
 
 def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> Outcome:
@@ -199,8 +206,10 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             callback.on_worker_lost(pipeline, planned.lost)
         simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
         predicted = run_metrics(simulated).samples_per_s
+        before = CoreTimes.now()
         interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
-        return _collect_outcome(pipeline, loop, interrupted, plan)
+        slowness = before.slowness_until(CoreTimes.now()) if process.device.type == "cpu" else 1.0
+        return _collect_outcome(pipeline, loop, interrupted, plan, slowness)
 
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
@@ -233,13 +242,17 @@ def _choose_snapshot_policy(job: Job) -> CheckpointPolicy | None:
     return CheckpointPolicy(folder, every if isinstance(every, int) else None, keep=1)
 
 
-def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan) -> Outcome:
+def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan, slowness: float) -> Outcome:
     # Nothing may have been left to train.
     trained = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
     # Only the later phases of a resumed run have spans.
     longest = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
     program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
+    simulate = partial(_simulate_run, program, plan, steady.microbatches, in_turns=not pipeline.distributed)
+    slowest = [float(text) for text in process_group.gather_texts(f"{slowness!r}", process_group.world_group())]
+    if len(slowest) != plan.workers:  # all workers in a process, or several processes each
+        slowest = [max(slowest)] * plan.workers
     return Outcome(
         loop=loop,
         interrupted=interrupted,
@@ -255,13 +268,18 @@ def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, 
         learning_rates=pipeline.learning_rates(),
         program=program,
         steady=steady,
-        predicted=_simulate_run(program, plan, steady.microbatches, in_turns=not pipeline.distributed),
+        predicted=simulate(),
+        slowness=max(slowest),
+        predicted_slowed=simulate(slow=dict(enumerate(slowest))) if max(slowest) > MUCH else None,
     )
 
 
-def _simulate_run(program: Program, plan: Plan, microbatches: int = 0, *, in_turns: bool) -> Timeline:
+def _simulate_run(
+    program: Program, plan: Plan, microbatches: int = 0, *, in_turns: bool, slow: Mapping[int, float] | None = None
+) -> Timeline:
     """Predicts a run that is long enough to fill the pipeline."""
-    return simulate_program(program, max(microbatches, 4 * program.cycle * max(plan.in_flight)), in_turns=in_turns)
+    total = max(microbatches, 4 * program.cycle * max(plan.in_flight))
+    return simulate_program(program, total, stragglers=Stragglers(slow=slow or {}), in_turns=in_turns)
 
 
 def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str, Any]:
@@ -270,6 +288,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
     summary = summarise(
         plan=plan,
         predicted=outcome.predicted,
+        predicted_slowed=outcome.predicted_slowed,
         measured=outcome.steady,
         sent_bytes=outcome.sent_bytes,
         learning_rates=outcome.learning_rates,
@@ -280,6 +299,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
     summary |= loop.figures() | {
         "seconds": time.perf_counter() - loop.began_s,
         "interrupted": outcome.interrupted,
+        "slowness": outcome.slowness,
         "skipped_updates": list(outcome.skipped_updates),
         "schedule": phases or program.name,
         "phases": phase_figures(outcome.timelines, outcome.trained, outcome.drains),
@@ -333,6 +353,9 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
     memory = summary["memory"]
     peaks = {name: "?" if size is None else format_bytes(size) for name, size in memory.items() if name != "of"}
     crowded = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
+    if rate["predicted_slowed_per_s"] is not None:
+        slowed, busy = format_number(rate["predicted_slowed_per_s"]), describe_slowness(summary["slowness"])
+        crowded += f", {slowed} for the cores that were there (of the most disturbed worker, {busy})"
     copied = "" if job.place == job.folder else f", copied from {job.folder}"
     process.console.print(
         f"\ntest: {results or 'not evaluated'}"

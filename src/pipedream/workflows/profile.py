@@ -22,6 +22,7 @@ from pipedream.capture import (
     stand_ins,
 )
 from pipedream.core.errors import PlanError, ProfileError
+from pipedream.core.hardware.core_times import CoreTimes, describe_slowness
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile, RankProfile
@@ -184,7 +185,10 @@ def _measure(
         ranks, notes = _measure_legal_meshes(candidates, measure_rank)
     else:
         ranks, notes = [measure_rank(Mesh(mesh)) for mesh in meshes], []
+    before = CoreTimes.now()
     profile = measure()
+    if place.type == "cpu" and (busy := describe_slowness(before.slowness_until(CoreTimes.now()))):
+        notes = [*notes, f"while the layers were measured, {busy}: their seconds may be too long; profile again"]
     profiler.release_cache(place)
     return replace(profile, ranks=tuple(ranks), notes=(*profile.notes, *notes))
 

@@ -1,0 +1,54 @@
+"""How far other work keeps this process from the processor's cores, as Linux counts it in /proc."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MUCH = 1.1
+"""Slowness from which on seconds are no longer those of free cores."""
+
+
+@dataclass(frozen=True)
+class CoreTimes:
+    """Seconds since some time in the past.
+
+    Attributes:
+        run_s: this process's threads were on a core.
+        wait_s: they waited for one (/proc/self/task/*/schedstat); 0 where the kernel does not say.
+        used_s, stolen_s: cores of the machine were in use, or taken from it by its host (/proc/stat).
+    """
+
+    run_s: float = 0.0
+    wait_s: float = 0.0
+    used_s: float = 0.0
+    stolen_s: float = 0.0
+
+    @classmethod
+    def now(cls, proc: Path = Path("/proc")) -> CoreTimes:
+        """Reads the times, from another folder in tests."""
+        waits, used, stolen = [0], 0, 0
+        for file in (proc / "self" / "task").glob("*/schedstat"):
+            with suppress(OSError, ValueError, IndexError):  # the thread has ended
+                waits.append(int(file.read_text(encoding="ascii").split()[1]))
+        with suppress(OSError, ValueError):
+            row = (proc / "stat").read_text(encoding="ascii").split(maxsplit=9)[1:9]
+            user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, row)
+            used = user + nice + system + interrupts + soft_interrupts
+        ticks_per_s = os.sysconf("SC_CLK_TCK")
+        return cls(time.process_time(), 1e-9 * sum(waits), used / ticks_per_s, stolen / ticks_per_s)
+
+    def slowness_until(self, end: CoreTimes) -> float:
+        """Returns how many times as long work has taken as on free cores; 1 where nothing is known."""
+        run_s, wait_s = end.run_s - self.run_s, max(0.0, end.wait_s - self.wait_s)
+        used_s, stolen_s = end.used_s - self.used_s, max(0.0, end.stolen_s - self.stolen_s)
+        waiting, stealing = (more / done if done > 0 else 0.0 for more, done in ((wait_s, run_s), (stolen_s, used_s)))
+        return (1 + waiting) * (1 + stealing)
+
+
+def describe_slowness(slowness: float) -> str:
+    """Says in words that other work used the cores; '' if it took little."""
+    return f"other work took {1 - 1 / slowness:.0%} of its cores" if slowness > MUCH else ""
