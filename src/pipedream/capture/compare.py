@@ -298,13 +298,9 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
             flat = flat.to(torch.float64) if flat.numel() < _ROW else flat.float()
         rows = flat.numel() // _ROW
         whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
-        weighted = (whole @ _make_weights(_ROW, flat)) @ _make_weights(rows, flat)
-        weighted = weighted + rest @ _make_weights(rest.numel(), flat)
+        spread = partial(_spread_numbers, dtype=flat.dtype, device=flat.device)
+        weighted = (whole @ spread(_ROW)) @ spread(rows) + rest @ spread(rest.numel())
         return float(flat.sum()), float(weighted), float(torch.linalg.vector_norm(flat, 1))
-
-
-def _make_weights(count: int, like: torch.Tensor) -> torch.Tensor:
-    return _spread_numbers(count, like.dtype, like.device)
 
 
 @lru_cache(maxsize=8)

@@ -125,19 +125,13 @@ def compare(
     if emulate_delay:
         measured = None if profile is None else profile_of(profile)
         delays = _compare_delays(recipe, schedule or (), options, stages, widths, links, measured, report)
-        if as_json:
-            print_json({"verdict": delays.verdict, "methods": delays.rows()})
-        else:
-            print(f"\n{delays}")
+        print_json({"verdict": delays.verdict, "methods": delays.rows()}) if as_json else print(f"\n{delays}")
         return
     from pipedream.training.compare import COMPARED, compare_recipe
 
     compared = tuple(schedule or COMPARED)
     comparison = compare_recipe(recipe, compared, options, links=links, widths=widths, progress=report)
-    if as_json:
-        print_json({"verdict": comparison.verdict} | dict(encode(comparison)))
-    else:
-        print(f"\n{comparison}")
+    print_json({"verdict": comparison.verdict} | dict(encode(comparison))) if as_json else print(f"\n{comparison}")
 
 
 def _compare_delays(

@@ -13,7 +13,4 @@ def report(folder: Path = argument("DIR", "Run folder."), as_json: bool = JSON) 
     from pipedream.training.run_folder import write_report
 
     path = write_report(folder)
-    if as_json:
-        print_json({"report": str(path)})
-    else:
-        print(path)
+    print_json({"report": str(path)}) if as_json else print(path)

@@ -28,7 +28,6 @@ from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option
 from pipedream.core.plan.plan import Plan
-from pipedream.core.sweep import MethodComparison
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME
 from pipedream.report.svg import save_picture, timeline_svg
 from pipedream.report.sweep import methods_svg
@@ -136,7 +135,9 @@ def simulate(
             )
         make_plan = partial(_make_equal_stages, equal_stages, in_flight)
         comparison = compare_methods(names, make_plan, microbatches, minibatches, simulate_run)
-        _show_comparison(comparison, svg, as_json=as_json)
+        if svg is not None:
+            save_picture(methods_svg(comparison), svg)
+        print_json(encode_attributes(comparison, "workers", "methods")) if as_json else print(comparison)
         return
     if plan is not None:
         chosen = Plan.load(plan)
@@ -169,15 +170,6 @@ def simulate(
 
 def _make_equal_stages(equal_stages: Callable[[str], Plan], in_flight: str | tuple[int, ...], name: str) -> Plan:
     return share_model(equal_stages(name)).with_depth(in_flight)
-
-
-def _show_comparison(comparison: MethodComparison, svg: Path | None, *, as_json: bool) -> None:
-    if svg is not None:
-        save_picture(methods_svg(comparison), svg)
-    if as_json:
-        print_json(encode_attributes(comparison, "workers", "methods"))
-    else:
-        print(comparison)
 
 
 def _summarize(run: schedules.Run, run_metrics: metrics.Metrics) -> dict[str, Any]:

@@ -96,10 +96,8 @@ def sweep(
             write_text(plot, sweep_page(result))
         else:
             save_picture(sweep_svg(result), plot)
-    if as_json:
-        print_json({"rows": encode(result.points), "crossovers": encode(result.crossovers)})
-    else:
-        print(result)
+    table = {"rows": encode(result.points), "crossovers": encode(result.crossovers)}
+    print_json(table) if as_json else print(result)
 
 
 def _split_values(texts: list[str]) -> list[str]:

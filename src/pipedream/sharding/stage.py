@@ -53,11 +53,6 @@ class _StageGenerator(_random.OffsetBasedRNGTracker):
         yield  # torch 2.11 would set the generator back, though the region is disabled
 
 
-def _describe_mesh(device_mesh: DeviceMesh) -> Mesh:
-    names = device_mesh.mesh_dim_names or ()
-    return Mesh(",".join(f"{name}:{device_mesh.size(at)}" for at, name in enumerate(names)))
-
-
 class _Part:
     """A tensor's placements, and what becomes of its gradient.
 
@@ -163,7 +158,8 @@ class StageSharding:
     """
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
-        self.mesh = _describe_mesh(device_mesh)
+        names = enumerate(device_mesh.mesh_dim_names or ())
+        self.mesh = Mesh(",".join(f"{name}:{device_mesh.size(at)}" for at, name in names))
         self._layout = layout
         self.device_mesh = device_mesh
         if device_mesh.device_type == "cuda":  # DTensor has no tracker for CPUs
