@@ -58,6 +58,6 @@ def test_a_system_that_does_not_say_has_free_cores(tmp_path: Path) -> None:
 
 @given(st.floats(1.0, 10.0))
 def test_words_are_for_what_matters(slowness: float) -> None:
-    words = describe_slowness(slowness)
+    words = describe_slowness(slowness, "their")
     assert bool(words) == (slowness > 1.1)
-    assert not words or words == f"other work took {100 - 100 / slowness:.0f}% of its cores"
+    assert not words or words == f"other work took {100 - 100 / slowness:.0f}% of their cores"

@@ -19,6 +19,7 @@ import torch
 
 import pipedream
 from pipedream import cli
+from pipedream.core.hardware.core_times import MUCH
 from pipedream.core.variants import TORCH
 from pipedream.recipe import Recipe, load_recipe
 
@@ -34,7 +35,7 @@ SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
     *("epochs", "minibatches", "metrics", "evaluations", "accuracy", "target", "seconds_to_target"),
     *("throughput", "bubble", "memory", "seconds", "train_seconds", "interrupted", "resumed_from", "phases"),
-    *("skipped_updates", "ranks", "command", "recipe_sha256", "failures", "snapshots"),
+    *("skipped_updates", "slowness", "ranks", "command", "recipe_sha256", "failures", "snapshots"),
 }
 
 
@@ -244,6 +245,10 @@ def test_summary_says_it_all(trained: Path) -> None:
     assert summary["seconds_to_target"] == (reached[0] if reached else None)
     assert summary["throughput"]["measured_per_s"] > 0
     assert summary["throughput"]["predicted_per_s"] > 0
+    slowed_per_s = summary["throughput"]["predicted_slowed_per_s"]
+    assert summary["slowness"] >= 1
+    assert (slowed_per_s is not None) == (summary["slowness"] > MUCH)
+    assert slowed_per_s is None or slowed_per_s < summary["throughput"]["predicted_per_s"]
     assert all(0 <= summary["bubble"][which] < 1 for which in ("predicted", "measured"))
     assert summary["train_seconds"] < summary["seconds"]
 

@@ -354,8 +354,8 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
     peaks = {name: "?" if size is None else format_bytes(size) for name, size in memory.items() if name != "of"}
     crowded = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
     if rate["predicted_slowed_per_s"] is not None:
-        slowed, busy = format_number(rate["predicted_slowed_per_s"]), describe_slowness(summary["slowness"])
-        crowded += f", {slowed} for the cores that were there (of the most disturbed worker, {busy})"
+        busy = describe_slowness(summary["slowness"], "the most disturbed worker's")
+        crowded += f", {format_number(rate['predicted_slowed_per_s'])} for the cores that were there ({busy})"
     copied = "" if job.place == job.folder else f", copied from {job.folder}"
     process.console.print(
         f"\ntest: {results or 'not evaluated'}"

@@ -187,7 +187,8 @@ def _measure(
         ranks, notes = [measure_rank(Mesh(mesh)) for mesh in meshes], []
     before = CoreTimes.now()
     profile = measure()
-    if place.type == "cpu" and (busy := describe_slowness(before.slowness_until(CoreTimes.now()))):
+    slowness = before.slowness_until(CoreTimes.now())
+    if place.type == "cpu" and (busy := describe_slowness(slowness, "this process's")):
         notes = [*notes, f"while the layers were measured, {busy}: their seconds may be too long; profile again"]
     profiler.release_cache(place)
     return replace(profile, ranks=tuple(ranks), notes=(*profile.notes, *notes))

@@ -49,6 +49,6 @@ class CoreTimes:
         return (1 + waiting) * (1 + stealing)
 
 
-def describe_slowness(slowness: float) -> str:
+def describe_slowness(slowness: float, whose: str) -> str:
     """Says in words that other work used the cores; '' if it took little."""
-    return f"other work took {1 - 1 / slowness:.0%} of its cores" if slowness > MUCH else ""
+    return f"other work took {1 - 1 / slowness:.0%} of {whose} cores" if slowness > MUCH else ""
