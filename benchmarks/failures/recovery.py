@@ -42,16 +42,23 @@ class _Batches:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for number in range(MINIBATCHES):
             draw = torch.Generator().manual_seed(number)
-            yield torch.rand(16, 64, generator=draw), torch.randint(10, (16,), generator=draw)
+            yield torch.rand(16, 64, generator=draw).double(), torch.randint(10, (16,), generator=draw)
 
 
 class _Clock(Callback):
     def on_minibatch(self, pipeline: Any, done: Any) -> None:
         """Notes when a minibatch has ended, before and after the restart."""
-        if pipeline.rank == 0:
+        if pipeline.rank == 0 and "FINISHED" in os.environ:
             with Path(os.environ["FINISHED"]).open("a") as file:
                 file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {done.number} {time.time()}\n")
             time.sleep(MINIBATCH_S)  # not in the loader, which a restart asks for all minibatches of the epoch again
+
+    def on_worker_lost(self, pipeline: Any, ranks: Any) -> None:
+        """Keeps the plan that the run continues with."""
+        if pipeline.rank == 0:
+            pipeline.plan.save(
+                f"{os.environ['FINISHED']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{pipeline.drain()}"
+            )
 
 
 def recipe(seed: int = 0) -> pd.Recipe:
@@ -59,7 +66,7 @@ def recipe(seed: int = 0) -> pd.Recipe:
     layers = nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     loss, callbacks = nn.functional.cross_entropy, [_Clock()]
-    return pd.Recipe(nn.Sequential(*layers), loss, optimizer, _Batches(), epochs=1, callbacks=callbacks)
+    return pd.Recipe(nn.Sequential(*layers).double(), loss, optimizer, _Batches(), epochs=1, callbacks=callbacks)
 
 
 def start(folder: Path, source: Path, workers: int, restarts: int, *more: str) -> subprocess.Popen[bytes]:
@@ -77,13 +84,18 @@ def measure(name: str, workers: int, *more: str) -> tuple[float, int]:
     """
     source, snapshots, _ = name.partition(SNAPSHOTS)
     more = (*more, "--snapshot-every", str(SNAPSHOT_EVERY)) if snapshots else more
+    return time_recovery(Path(source), workers, 1, workers - 1, *more)
+
+
+def time_recovery(source: Path, workers: int, restarts: int, victim: int, *more: str) -> tuple[float, int]:
+    """Does so for the worker of a rank."""
     with TemporaryDirectory() as folder:
         finished = Path(folder, "finished")
-        with start(Path(folder), Path(source), workers, 1, *more) as launcher:
-            _wait_until(lambda: len(_read(finished)) >= KILLED_AFTER, launcher)
+        with start(Path(folder), source, workers, restarts, *more) as launcher:
+            wait_until(lambda: len(_read(finished)) >= KILLED_AFTER, launcher)
             killed_s = time.time()
-            os.kill(_list_children(launcher)[-1], signal.SIGKILL)
-            _wait_until(lambda: _read(finished)[-1][0] == 1, launcher)
+            os.kill(list_workers(launcher, workers)[victim], signal.SIGKILL)
+            wait_until(lambda: _read(finished)[-1][0] == 1, launcher)
             launcher.send_signal(signal.SIGTERM)
         rows = _read(finished)
         first = next(row for row in rows if row[0] == 1)
@@ -103,7 +115,7 @@ def kill_at_random(source: Path, workers: int, draw: random.Random, *more: str) 
     """Kills one or several workers of a run at a random moment, up to twice; returns its weights."""
     with TemporaryDirectory() as folder:
         with start(Path(folder), source, workers, 2, *more, "--snapshot-every", str(SNAPSHOT_EVERY)) as launcher:
-            _wait_until(lambda: len(_list_children(launcher)) > workers, launcher)
+            wait_until(lambda: len(_list_children(launcher)) > workers, launcher)
             for _ in range(draw.choice((1, 1, 2))):
                 time.sleep(draw.uniform(0.0, 6.0))
                 running = _list_children(launcher)[1:]
@@ -128,7 +140,12 @@ def _read(file: Path) -> list[list[float]]:
     return [[float(word) for word in line.split()] for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _wait_until(is_reached: Any, launcher: subprocess.Popen[bytes]) -> None:
+def list_workers(launcher: subprocess.Popen[bytes], workers: int) -> list[int]:
+    """Returns the process ids of the workers, by rank."""
+    return _list_children(launcher)[-workers:]
+
+
+def wait_until(is_reached: Any, launcher: subprocess.Popen[bytes]) -> None:
     while not is_reached():
         if launcher.poll() is not None:
             raise RuntimeError(f"the run has ended with exit status {launcher.returncode}")

@@ -46,6 +46,15 @@ def test_what_is_counted(run: ModuleType) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
+def test_random_kills_end_as_one_process_does(tmp_path: Path) -> None:
+    """The benchmark compares the weights."""
+    ended = commands.run(str(RUN.with_name("lost.py")), "--kills", "--trials", "1", folder=tmp_path, timeout_s=300.0)
+    assert ended.status == 0, ended.err
+    assert "greatest difference" in ended.out
+
+
+@pytest.mark.long
+@pytest.mark.processes
 def test_a_trial(tmp_path: Path) -> None:
     options = ("--only", "SIGKILL", "--only", "steady", "--only", "first", "-o", "trials.json")
     ended = commands.run(str(RUN), *options, folder=tmp_path, timeout_s=300.0)

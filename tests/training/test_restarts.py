@@ -306,6 +306,7 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
     left = drop_worker(plan, 1)
     assert left is not None
     assert pipedream.Plan.load(tmp_path / "run" / "plan.json").config == left.config
+    assert not (tmp_path / "run" / "profile.json").exists(), "nothing is measured to plan again"
     common: dict[str, Any] = {"checkpoint_every": 4, "quiet": True}
     pipedream.run(make, plan=plan, minibatches=resumed, out=tmp_path / "a", **common)
     pipedream.run(make, plan=left, resume=tmp_path / "a", out=tmp_path / "b", **common)
