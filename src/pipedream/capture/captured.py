@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,19 +104,13 @@ def _find_tied_layers(layers: Sequence[nn.Module]) -> Ties:
     shared buffers are constants (masks, tables) and tie nothing. Different parameters of one storage count as state:
     their gradients cannot be summed.
     """
-    users: dict[int, set[int]] = {}
-    views: dict[int, set[int]] = {}
-    moving: dict[int, set[int]] = {}
+    moving: dict[int, set[int]] = defaultdict(set)
     for index, layer in enumerate(layers):
-        for parameter in (p for p in layer.parameters() if p.requires_grad):
-            storage = parameter.untyped_storage()._cdata
-            users.setdefault(storage, set()).add(index)
-            views.setdefault(storage, set()).add(id(parameter))
         for module in layer.modules():
             if any(buffer is not None for buffer in module._buffers.values()):
-                moving.setdefault(id(module), set()).add(index)
+                moving[id(module)].add(index)
             if isinstance(module, _NormBase):
                 for statistics in (module.running_mean, module.running_var):
                     if statistics is not None:
-                        moving.setdefault(statistics.untyped_storage()._cdata, set()).add(index)
-    return group_ties(users, views, moving)
+                        moving[statistics.untyped_storage()._cdata].add(index)
+    return group_ties((layer.parameters() for layer in layers), moving)

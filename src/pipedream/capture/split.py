@@ -306,32 +306,31 @@ def _list_seeded(recording: Recording, leaves: Sequence[CallRecord]) -> tuple[st
 def _find_ties(
     model: nn.Module, leaves: Sequence[CallRecord], moments: Sequence[int], names: Sequence[Sequence[str]]
 ) -> Ties:
-    users: dict[int, set[int]] = defaultdict(set)
     moving: dict[int, set[int]] = defaultdict(set)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    views: dict[int, set[int]] = defaultdict(set)  # storage -> its parameters
-    for layer, layer_names in enumerate(names):
-        for name in layer_names:
-            if name in parameters and parameters[name].requires_grad:
-                storage = parameters[name].untyped_storage()._cdata
-                users[storage].add(layer)
-                views[storage].add(id(parameters[name]))
     for leaf in leaves:
         layer = max(bisect_right(moments, leaf.start) - 1, 0)
         for module in leaf.module.modules():
             if isinstance(module, _NormBase) and module.running_mean is not None:
                 moving[id(module)].add(layer)
-    return group_ties(users, views, moving)
+    every = dict(model.named_parameters(remove_duplicate=False))
+    return group_ties([[every[name] for name in layer if name in every] for layer in names], moving)
 
 
-def group_ties(users: Mapping[int, set[int]], views: Mapping[int, set[int]], moving: Mapping[int, set[int]]) -> Ties:
+def group_ties(parameters: Iterable[Iterable[nn.Parameter]], moving: Mapping[int, set[int]]) -> Ties:
     """Returns the groups of layers that share a trained parameter or state, and those of them that share state.
 
     Args:
-        users: storage of trained parameters -> layers that use it.
-        views: storage -> its parameters.
+        parameters: of each layer.
         moving: state that changes without an update -> layers that use it.
     """
+    users: dict[int, set[int]] = defaultdict(set)  # storage -> layers
+    views: dict[int, set[int]] = defaultdict(set)  # storage -> its parameters
+    for layer, of_layer in enumerate(parameters):
+        for parameter in of_layer:
+            if parameter.requires_grad:
+                storage = parameter.untyped_storage()._cdata
+                users[storage].add(layer)
+                views[storage].add(id(parameter))
     apart = [group for storage, group in users.items() if len(views[storage]) > 1]  # their gradients cannot be summed
     whole = {tuple(sorted(group)) for group in (*moving.values(), *apart) if len(group) > 1}
     groups = whole | {tuple(sorted(group)) for group in users.values() if len(group) > 1}
