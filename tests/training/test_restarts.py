@@ -131,6 +131,7 @@ def test_restarted_from_memory_it_ends_as_if_nothing_had_happened(tmp_path: Path
     assert summary["snapshots"]["every"] == 4
     numbers = 2 * 3 * (3 * (8 * 8 + 8) + 2 * 8 + 2)  # two of weights and AdamW's two moments
     assert 4 * numbers <= summary["snapshots"]["bytes"] <= 5 * numbers
+    assert summary["snapshots"]["planned_bytes"] == pytest.approx(summary["snapshots"]["bytes"], rel=0.1)
     _, undisturbed = train(tmp_path / "whole", *options, "--plan", str(tmp_path / "run" / "plan.json"))
     assert undisturbed["drains"] == summary["drains"]
     runs = [folder / "run" for folder in (tmp_path, tmp_path / "whole")]
@@ -165,7 +166,7 @@ def test_snapshots_are_made_as_often_as_they_may(tmp_path: Path) -> None:
         ),
         (
             ("--snapshot-every", "4"),
-            "--snapshot-every 4 keeps snapshots for restarts, and none were asked for; add --max",
+            "--snapshot-every 4 keeps snapshots for restarts, and none were asked for; add --max-restarts N or --e",
         ),
         (
             ("--snapshot-every", "4", "--elastic", "--workers", "1"),
@@ -220,9 +221,6 @@ def test_a_restart_takes_what_is_newest_and_whole(
     assert point.manifest.minibatches == (3 if case in ("as new", "damaged") else 6)
     assert point.folder == run
     assert ("is not used" in capsys.readouterr().err) is (case == "damaged")
-    if case == "damaged":
-        assert resume_point(None, run) == point, "it was set aside"
-        assert "is not used" not in capsys.readouterr().err
 
 
 def test_losses_count_from_the_newest_plan_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +19,14 @@ from hypothesis import strategies as st
 from two_machines import machines, started_on_both
 
 import pipedream
-from pipedream.core.errors import RecipeError
+from pipedream.core.errors import PlanError, RecipeError
+from pipedream.core.plan.host_memory import count_saved_bytes
 from pipedream.core.units import format_bytes
 from pipedream.recipe import load_recipe
 from pipedream.runtime.failure.processes import MEMORY
 from pipedream.slow_links import Network
 from pipedream.training import snapshots
-from pipedream.training.snapshots import find_snapshots, open_snapshots, remove_snapshots
+from pipedream.training.snapshots import check_memory, find_snapshots, open_snapshots, remove_snapshots
 from tests.training.test_restarts import ONCE, write
 
 __all__ = ["machines"]  # the fixture
@@ -101,6 +103,27 @@ def test_memory_that_is_missing_is_named(snapshot_bytes: int, copied_bytes: int,
         return
     assert text.startswith("--snapshot-every 4 takes ")
     assert f"are free: {format_bytes(next(size for size in missing if size > 0))} are missing; enlarge" in text
+
+
+def test_each_machine_needs_memory_for_its_neighbour_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 3's machine has room for two snapshots of its own part, and not for that of ranks 1 and 2."""
+    machines = [[0], [1, 2], [3]]
+    monkeypatch.setattr(snapshots, "list_machines", lambda *_: machines)
+    monkeypatch.setattr(snapshots, "available_bytes", lambda *_: 10**9)
+    monkeypatch.setattr(snapshots.os, "statvfs", lambda _: SimpleNamespace(f_bavail=250_000, f_frsize=1))
+    saved_bytes = [10_000, 20_000, 30_000, 100_000]
+    assert check_memory(None, tmp_path, saved_bytes, 0) == 2 * 150_000
+    with pytest.raises(PlanError, match=r"^--snapshot-every auto takes 300 kB in /\S+ of rank 3's machine, ") as caught:
+        check_memory(None, tmp_path, saved_bytes, 3)
+    assert "(a snapshot has 150 kB there), and 250 kB are free: 50.0 kB are missing; enlarge" in str(caught.value)
+
+
+def test_first_replicas_save_their_stages() -> None:
+    """The workers of the second stage are meshes of two ranks."""
+    plan = pipedream.Plan.uniform(3, replicas=(2, 1, 2))
+    stages = [replace(s, parameter_bytes=4**n, optimizer_bytes=2 * 4**n) for n, s in enumerate(plan.stages)]
+    stages[1] = replace(stages[1], mesh="model:2")
+    assert count_saved_bytes(replace(plan, stages=tuple(stages))) == [3, 0, 12, 12, 48, 0]
 
 
 @pytest.mark.processes

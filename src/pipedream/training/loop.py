@@ -35,12 +35,15 @@ class CheckpointPolicy:
     """When and where checkpoints are made.
 
     Attributes:
-        every: minibatches between them, or 0 for none; by default whenever the pipeline is drained anyway.
+        every: minibatches between them, or 0 for none; by default whenever the pipeline is drained anyway, or
+            snapshots as often as they may cost.
+        planned_bytes: of two snapshots, on the machine that has most.
     """
 
     folder: AnyPath
     every: int | None
     keep: int
+    planned_bytes: int = 0
 
     def is_due(self, number: int, drained: bool = False) -> bool:
         return drained if self.every is None else self.every > 0 and (number + 1) % self.every == 0
@@ -188,8 +191,6 @@ class TrainingLoop:
         if not self._snapshot_bytes:  # only now the optimizers have their state
             saved_bytes = self.pipeline.saved_bytes()
             self._snapshot_bytes = check_memory(policy.every, policy.folder, saved_bytes, self.pipeline.rank)
-            size = format_bytes(self._snapshot_bytes)
-            self._console.print(f"snapshots take {size} of memory, two of them at a time")
         copy_s = time.perf_counter() - self._aside_s
         losses = self._all_losses()[self._saved_losses :]
         wait = policy.every is None and self._snapshot_cost.is_first
@@ -243,6 +244,7 @@ class TrainingLoop:
             and {
                 "every": self._snapshots.every or self._snapshot_cost.every,
                 "bytes": self._snapshot_bytes,
+                "planned_bytes": self._snapshots.planned_bytes,
                 "seconds": None if self._snapshots.every else self._snapshot_cost.spent_s,
             },
         }

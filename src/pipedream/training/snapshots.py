@@ -31,7 +31,6 @@ from pipedream.runtime.checkpoint.folders import (
     parse_minibatches,
     read_manifest,
     read_shared_manifest,
-    remove_tree,
 )
 from pipedream.runtime.checkpoint.pieces import verify_file
 from pipedream.runtime.checkpoint.remote import AnyPath
@@ -171,7 +170,6 @@ def find_newest_snapshot(folder: Path, saved: int) -> tuple[Path, list[int]] | N
             manifest, _ = read_shared_manifest(path, group)
         except ArtifactError as error:
             _report(f"the snapshot in memory is not used: {error}", rank)
-            remove_tree(path)
             continue
         is_elsewhere = "elsewhere" * (name_file(rank) in find_file_problems(path, manifest))
         return path, [other for other, text in enumerate(gather_texts(is_elsewhere, group)) if text]

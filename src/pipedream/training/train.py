@@ -14,6 +14,7 @@ from pipedream.callbacks import monitored
 from pipedream.core.errors import RecipeError
 from pipedream.core.hardware.core_times import MUCH, CoreTimes, describe_slowness
 from pipedream.core.model.collective import StageCollectives
+from pipedream.core.plan.host_memory import count_saved_bytes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.program import Program
@@ -47,7 +48,7 @@ from pipedream.training.run_folder import (
     summarise,
     write_run,
 )
-from pipedream.training.snapshots import open_snapshots, remove_snapshots
+from pipedream.training.snapshots import check_memory, open_snapshots, remove_snapshots
 from pipedream.workflows.simulate import simulate_program
 
 
@@ -193,7 +194,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
             pipeline.check_savable()
-        snapshots = _choose_snapshot_policy(job)
+        snapshots = _choose_snapshot_policy(planned, process)
         if snapshots is not None:
             pipeline.check_savable()
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s, snapshots)
@@ -234,12 +235,16 @@ def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
     return CheckpointPolicy(folder / CHECKPOINTS, every, job.options.keep)
 
 
-def _choose_snapshot_policy(job: Job) -> CheckpointPolicy | None:
-    every = job.options.snapshot_every
+def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> CheckpointPolicy | None:
+    """Raises a `PlanError` if snapshots, as planned, do not fit the memory of a machine."""
+    job, every = planned.job, planned.job.options.snapshot_every
     if every is None:
         return None
     folder = open_snapshots(every, job.place, is_named=job.options.out is not None, is_resumed=job.resumed is not None)
-    return CheckpointPolicy(folder, every if isinstance(every, int) else None, keep=1)
+    number = every if isinstance(every, int) else None
+    planned_bytes = check_memory(number, folder, count_saved_bytes(planned.plan), process.rank)
+    process.console.print(f"snapshots take {format_bytes(planned_bytes)} of each machine's memory, two at a time\n")
+    return CheckpointPolicy(folder, number, keep=1, planned_bytes=planned_bytes)
 
 
 def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan, slowness: float) -> Outcome:

@@ -1,10 +1,11 @@
-"""Whether a machine's memory has room for the weights, gradients and optimizer state that stages keep there."""
+"""What stages keep in a machine's memory beside that of their workers: weights on loan to GPUs, and snapshots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
@@ -34,3 +35,12 @@ def check_host_memory(stages: Sequence[Stage], versions: Sequence[int], free_byt
         f"and need {format_bytes(need)}, {format_bytes(need - free_bytes)} more than the {format_bytes(free_bytes)} "
         f"that are free; {advice or 'nothing smaller fits: use a smaller model'}"
     )
+
+
+def count_saved_bytes(plan: Plan) -> list[int]:
+    """Returns what each rank saves of weights and optimizer state, at most: those of its stages' first replicas."""
+    saved_bytes = [0] * plan.workers
+    for stage, workers in zip(plan.stages, plan.placement.ranks, strict=True):
+        saved_bytes[workers[0]] += stage.parameter_bytes + stage.optimizer_bytes
+    meshes = plan.placement.meshes(plan.meshes)
+    return [size for size, mesh in zip(saved_bytes, meshes, strict=True) for _ in range(mesh.size)]
