@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.runtime.checkpoint import copies, folders, pieces
+from pipedream.core.errors import WorkerError
+from pipedream.runtime.checkpoint import copies, folders, pieces, writer
 from pipedream.runtime.checkpoint.copies import find_neighbours
 from pipedream.training.snapshots import find_newest_snapshot
 from tests.runtime.checkpoint import saving
@@ -94,6 +96,24 @@ CASES = {
 }
 
 
+def save_twice(place: Any, name: str) -> tuple[str, list[str]]:
+    """Makes a snapshot, and one that rank 3's machine cannot finish; returns why, and the names of what is there."""
+
+    def fail(path: Path, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    animal = saving.zoo.make("mlp")
+    with saving.pipeline(animal, (2, 2)) as pipeline, pytest.MonkeyPatch.context() as patch:
+        list(pipeline.train(animal.batches))
+        pipeline.save(MEMORY, keep=1, snapshot=True)
+        list(pipeline.train(animal.batches))
+        if dist.get_rank() == 3:
+            patch.setattr(place, name, fail, raising=False)
+        with pytest.raises(WorkerError) as caught:
+            pipeline.save(MEMORY, keep=1, snapshot=True)
+    return str(caught.value), [path.name for path in folders.complete_checkpoints(MEMORY)]
+
+
 def try_cases(base: Path) -> tuple[Any, ...]:
     """Trains on three machines, whose memories are folders; returns what is kept, and what is taken in each case."""
     home = base / MACHINES[dist.get_rank()]
@@ -113,12 +133,16 @@ def try_cases(base: Path) -> tuple[Any, ...]:
     again = None
     if take_from(base, "two and three are lost") is None:
         again = train(4)  # over what is left in memory
-    return taken, continued, again
+    dist.barrier()
+    shutil.copytree(MEMORY, base / "left" / home.name, dirs_exist_ok=True)
+    failed = [save_twice(writer, "publish"), save_twice(copies, "open")]
+    return taken, continued, again, failed
 
 
 @pytest.mark.processes
 def test_what_is_lost_or_damaged_is_read_from_the_next_machine(tmp_path: Path) -> None:
-    taken, continued, again = processes.results(try_cases, 4, tmp_path, timeout_s=120.0)[0]
+    results = processes.results(try_cases, 4, tmp_path, timeout_s=120.0)
+    taken, continued, again, _ = results[0]
     saved = {machine: tmp_path / "saved" / machine / MEMORY / NAME for machine in MACHINES.values()}
     kept = {machine: sorted(path.name for path in place.iterdir()) for machine, place in saved.items()}
     assert kept == {  # the second replicas, ranks 1 and 3, have nothing of their own that would be sent
@@ -130,9 +154,15 @@ def test_what_is_lost_or_damaged_is_read_from_the_next_machine(tmp_path: Path) -
     assert (saved["one"] / "__0_0.distcp").read_bytes() == (saved["two"] / "__0_0.distcp").read_bytes()
     assert taken == {case: result and (MEMORY / result[0], result[1]) for case, result in CASES.items()}
     for machine in saved:
-        (left,) = folders.complete_checkpoints(tmp_path / machine / MEMORY, parts=True)
+        (left,) = folders.complete_checkpoints(tmp_path / "left" / machine, parts=True)
         assert left.name == folders.folder_name(20), "the one before is removed"
-        assert not list((tmp_path / machine / MEMORY).glob(".minibatch*"))
+        assert not list((tmp_path / "left" / machine).glob(".minibatch*"))
+    for rank, (*_, failed) in enumerate(results):
+        for (error, names), number in zip(failed, (2, 1), strict=True):
+            assert "rank 3, saving the checkpoint of minibatch 10" in error
+            assert "No space left on device" in error
+            assert folders.folder_name(5) in names, "the one before is there until all machines have the next"
+            assert len(names) == (1 if MACHINES[rank] == "three" else number)
     os.chdir(tmp_path)
     with saving.pipeline(saving.zoo.make("mlp"), (2, 2)) as whole:
         list(whole.train(saving.zoo.make("mlp").batches, epochs=4))
