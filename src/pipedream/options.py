@@ -124,6 +124,13 @@ class ModelOptions:
     layout: Layout | None = None
     messages: str | Sequence[str] | Messages | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
+    activations: str | None = option(
+        None,
+        "Where activations wait between forward and backward: disk:FOLDER, or host, the memory of a GPU's machine.",
+        metavar="host|disk:FOLDER",
+        unset="the recipe's or the plan's, or the worker's own memory",
+        panel=Panel.RUN,
+    )
 
     def policy(self, *, scaling: str = "") -> Policy:
         """Returns the rules that couple the stages, see `Policy`.
@@ -249,7 +256,7 @@ class TrainingOptions(MethodOptions):
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         in_flight: counts may be a tuple.
         layout: in place of the recipe's rules, whose names stay.
-        messages: in place of the recipe's.
+        messages, activations: in place of the recipe's.
         compile: False leaves it to the recipe.
         epochs, minibatches: since the start of training.
         evaluate_every: each evaluation drains the pipeline.
@@ -307,6 +314,7 @@ class TrainingOptions(MethodOptions):
         panel=Panel.MESH,
     )
     messages: str | None = option_of(PlanRequest, "messages", unset="the recipe's or the plan's, or full")
+    activations: str | None = option_of(PlanRequest, "activations", default=None, unset="the recipe's or the plan's")
     allow_asynchronous: bool = option_of(PlanRequest, "allow_asynchronous")
     compile: bool = option_of(ModelOptions, "compile")
     epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)

@@ -29,7 +29,7 @@ from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.messages import Messages
-from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.plan import Plan, move_activations
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase, phase_at, phases_text
@@ -365,9 +365,11 @@ class Pipeline:
 
 
 def _choose_exchange(plan: Plan, options: PipelineOptions) -> Plan:
-    """Returns the plan with the sums and the encoding of messages that the options ask for."""
+    """Returns the plan with the sums, messages and place of activations that the options ask for."""
     messages = plan.messages if options.messages is None else options.messages
     messages = Messages.read(messages, plan.messages.value_bits)
+    if options.activations is not None:
+        plan = move_activations(plan, options.activations)
     return replace(plan, sums=options.sums or plan.sums, messages=messages)
 
 
@@ -402,6 +404,11 @@ def _build_session(
         loss.check_split()
     if any(phase.program.microbatches > 1 for phase in phases):
         _check_gradients_split(model)
+    if plan.activations and options.compile:
+        raise PlanError(
+            f"compile={options.compile!r} was asked for with activations={plan.activations!r}, but compiled modules "
+            "keep what they save; leave one of them out"
+        )
     check_sums(plan, model, captured.graph, [phase.program for phase in phases], policy)
     layout = _check_layout(options, phases, model, captured.graph)
     blueprint = Blueprint(

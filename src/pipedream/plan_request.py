@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.activations import Activations
 from pipedream.core.plan.depth import read_depth
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.sums import FULL, SUMS_METAVAR, SumMethod
@@ -138,6 +139,14 @@ class PlanRequest:
         unset="full",
         panel=Panel.METHOD,
     )
+    activations: str = option(
+        "",
+        "Where activations may wait between forward and backward: disk:FOLDER, or host, the memory of a GPU's "
+        "machine. Each stage moves as few as it must to fit its memory.",
+        metavar="host|disk:FOLDER",
+        unset="in the worker's own memory",
+        panel=Panel.SHAPE,
+    )
     cost_model: str = option(
         "pipedream",
         "Cost model; classic is that of the original PipeDream's planner.",
@@ -156,6 +165,7 @@ class PlanRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
         Messages.read(self.messages)
+        Activations.read(self.activations)
         if self.cost_model not in ("pipedream", "classic"):
             raise PlanError(f"cost model {self.cost_model!r} is not known; write pipedream or classic")
         if self.strategy not in ("simulate", "search", "2bw"):

@@ -48,6 +48,7 @@ class Case:
         options: further arguments of the method.
         check: compares the first minibatch with the model.
         messages: their encoding; every cut lies between two workers.
+        activations: where they wait.
     """
 
     animal: str
@@ -74,6 +75,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     check: bool = False
     messages: Any = None
+    activations: str | None = None
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -174,6 +176,7 @@ def run(case: Case) -> Outcome:
         seed=case.seed,
         check=case.check,
         messages=case.messages,
+        activations=case.activations,
     ) as pipeline:
         # Copies: a network that works in place may write into what it is given.
         for done in pipeline.train(_fresh(animal.batches), epochs=case.epochs):

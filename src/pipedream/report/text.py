@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from pipedream.core.model.collective import StageCollectives
+from pipedream.core.plan.memory import ELSEWHERE
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.core.units import format_bytes, format_number, format_seconds
@@ -175,13 +176,13 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
 
 def stage_memory_table(plan: Plan) -> str:
     """Returns the parts of one worker's predicted peak memory, a row for each stage (`core.plan.memory`)."""
-    names = [field.name for field in fields(plan.stages[0].memory) if field.name != "host_bytes"]
-    has_host = any(stage.memory.host_bytes for stage in plan.stages)
-    heads = [*(name.removesuffix("_bytes") for name in names), "peak", *["host"] * has_host]
+    names = [field.name for field in fields(plan.stages[0].memory) if field.name not in ELSEWHERE]
+    elsewhere = [name for name in ELSEWHERE if any(getattr(stage.memory, name) for stage in plan.stages)]
+    heads = [name.removesuffix("_bytes") for name in (*names, "peak", *elsewhere)]
     lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads)])]
     for s, stage in enumerate(plan.stages):
         sizes = [*(getattr(stage.memory, name) for name in names), stage.peak_bytes]
-        sizes += [stage.memory.host_bytes] * has_host
+        sizes += [getattr(stage.memory, name) for name in elsewhere]
         lines.append("  ".join([f"{s:>5}", *(f"{format_bytes(size) if size else '-':>10}" for size in sizes)]))
     return "\n".join(lines)
 

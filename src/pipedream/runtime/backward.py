@@ -51,6 +51,7 @@ class BackwardRunner:
         self._is_stop_requested = is_stop_requested
 
     def switch_to(self, program: Program) -> None:
+        self._forwards.offload.switch_to(program)
         self._placement = program.placement
         self._last = program.placement.stages - 1
         self._is_remote = [program.placement.is_remote(stage) for stage in range(program.placement.stages)]
@@ -61,7 +62,7 @@ class BackwardRunner:
 
     def run(self, stage: int, index: int) -> None:
         """B: gradients of the weights and of the received tensors."""
-        stage_state, start = self._start(stage, index, "a backward")
+        stage_state, start = self._start(Kind.BACKWARD, stage, index, "a backward")
         saved = self._saved_forwards.pop((stage, index))
         message = self._take_gradients(stage, index)
         ready = self._choose_ready_hook(Kind.BACKWARD, stage, index, stage_state)
@@ -74,13 +75,14 @@ class BackwardRunner:
                 weight_gradients, input_gradients = stage_state.module.backward(
                     saved, output_gradients, stage_state.gradients.accumulators, ready
                 )
+        self._forwards.offload.end_backward(stage, index)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
         self._send_back(stage, index, saved, input_gradients, message)
         self._end("B", stage, index, stage_state, start)
 
     def run_inputs(self, stage: int, index: int) -> None:
         """I: the half of a backward that the previous stage waits for."""
-        stage_state, start = self._start(stage, index, "an input gradient")
+        stage_state, start = self._start(Kind.INPUT_GRADIENT, stage, index, "an input gradient")
         saved = self._saved_forwards[stage, index]
         message = self._take_gradients(stage, index)
         input_gradients: list[torch.Tensor | None] = []
@@ -89,24 +91,27 @@ class BackwardRunner:
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 stage_state.check.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
+        self._forwards.offload.end_backward(stage, index)
         self._send_back(stage, index, saved, input_gradients, message)
         self._recorder.note("I", stage, self._stream.first + index, start)
         self._activity.end()
 
     def run_weights(self, stage: int, index: int) -> None:
         """W: the other half of a backward."""
-        stage_state, start = self._start(stage, index, "a weight gradient")
+        stage_state, start = self._start(Kind.WEIGHT_GRADIENT, stage, index, "a weight gradient")
         saved = self._saved_forwards.pop((stage, index))
         ready = self._choose_ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting("weights' backward"):
                 weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
+        self._forwards.offload.end_backward(stage, index)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
         self._end("W", stage, index, stage_state, start)
 
-    def _start(self, stage: int, index: int, task: str) -> tuple[StageState, Moment]:
+    def _start(self, kind: Kind, stage: int, index: int, task: str) -> tuple[StageState, Moment]:
         self._activity.begin(task)
+        self._forwards.offload.begin_backward(kind, stage, index)
         stage_state = self._stage_states[stage]
         if self._is_remote[stage]:
             # The forward ran on another rank; its input has arrived, and the graph is made here.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Content, Message
-from pipedream.runtime.comm.values import flatten, to_device, unflatten
+from pipedream.runtime.comm.values import flatten, tensors_in, to_device, unflatten
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Output, Results
 from pipedream.runtime.results.scoring import Scorer, Targets
 from pipedream.runtime.stage.host_store import RemoteForward
+from pipedream.runtime.stage.offload import Offload
 from pipedream.runtime.stage.recompute import ForwardFunction
-from pipedream.runtime.stage.stage_module import SavedForward
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_state import StageState
 
 
@@ -59,6 +61,7 @@ class ForwardRunner:
     Attributes:
         saved_forwards: (stage, microbatch) -> what its backward needs.
         yielded: outputs that were received, in a prediction.
+        offload: what waits elsewhere for its backward.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class ForwardRunner:
         self._recorder = recorder
         self._activity = activity
         self._device = device
+        self.offload = Offload(rank, device)
         self.saved_forwards: dict[tuple[int, int], SavedForward] = {}
         self.yielded = 0
 
@@ -92,6 +96,7 @@ class ForwardRunner:
         self._stream = stream
         self._last = program.placement.stages - 1
         self._replicas = program.placement.replicas
+        self.offload.begin()
         self.saved_forwards.clear()
         self.yielded = 0
 
@@ -226,20 +231,22 @@ class ForwardRunner:
                 # Before the stage's own forward, which may write into its input and its buffers.
                 stage_state.check.before_forward(value, self._stream.first + index, stage == 0, message, targets)
             read = stage_state.read_again(saved) if again else weights
-            with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
-                output = stage_state.forward(value, read, self._stream.first + index, stage == 0)
-            if targets is None:
-                structure, saved.outputs = stage_state.module.sent(output, message.samples)
-                wants = tuple(tensor.requires_grad for tensor in saved.outputs)
-                return message.with_tensors(structure, saved.outputs, wants, version)
-            output = stage_state.module.whole(output)
-            key = self._stream.minibatch(index)
-            with stage_state.module.casting():
-                value, saved.loss_weight, saved.scale = self._scorer.score(
-                    key, message, output, self._unpack_targets(targets), again
-                )
-            saved.outputs = (value,)
-            return message
+            kept = partial(_list_kept, stage_state.module, read.leaves, value if stage == 0 else None)
+            with self.offload.keeping(stage, index, kept):
+                with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
+                    output = stage_state.forward(value, read, self._stream.first + index, stage == 0)
+                if targets is None:
+                    structure, saved.outputs = stage_state.module.sent(output, message.samples)
+                    wants = tuple(tensor.requires_grad for tensor in saved.outputs)
+                    return message.with_tensors(structure, saved.outputs, wants, version)
+                output = stage_state.module.whole(output)
+                key = self._stream.minibatch(index)
+                with stage_state.module.casting():
+                    value, saved.loss_weight, saved.scale = self._scorer.score(
+                        key, message, output, self._unpack_targets(targets), again
+                    )
+                saved.outputs = (value,)
+                return message
 
         return saved, run
 
@@ -278,3 +285,12 @@ class ForwardRunner:
 
     def _unpack_value(self, message: Message) -> Any:
         return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
+
+
+def _list_kept(module: StageModule, leaves: Mapping[str, torch.Tensor], value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a forward reads and that stay: weights, buffers, and `value`, the model's input."""
+    yield from leaves.values()
+    for _, layer in module.layers:
+        yield from layer.parameters()
+        yield from layer.buffers()
+    yield from tensors_in(value)

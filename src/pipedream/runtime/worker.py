@@ -139,12 +139,12 @@ class Worker:
         self._turn = 0
         results.where = lambda: self.where
         mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
-        recorder = self.recorder
         forwards = self._forwards = ForwardRunner(
-            rank, stage_states, remote_forwards, self._admit, mailbox, scorer, results, recorder, activity, device
+            rank, stage_states, remote_forwards, self._admit, mailbox, scorer, results, self.recorder, activity, device
         )
+        self.offload = forwards.offload
         backwards = self._backwards = BackwardRunner(
-            rank, stage_states, forwards, mailbox, results, recorder, activity, lambda: self.stop_requested()
+            rank, stage_states, forwards, mailbox, results, self.recorder, activity, lambda: self.stop_requested()
         )
         self._actions: _Actions = {
             Kind.FORWARD: forwards.run,

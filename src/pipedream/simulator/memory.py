@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pipedream.core.plan.activations import share_of, window_bytes
 from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.schedule.op import Kind
@@ -138,10 +139,13 @@ class _StageTrace:
         self.weights_bytes: int = row.parameter_bytes
         self.working_bytes = int(sizes.working_bytes)
         self.largest_bytes = int(sizes.largest_parameter_bytes)
-        self.deferred_bytes = int(DEFERRED_SHARE * sizes.activation_bytes)
-        self.waiting_bytes = int(sizes.input_bytes if row.recompute else sizes.activation_bytes)
-        self.forward_bytes = int(sizes.activation_bytes - self.waiting_bytes + sizes.working_bytes)
-        self.first_bytes = int(self.forward_bytes + self.weights_bytes - sizes.relief_bytes)
+        moved_bytes = share_of(sizes.activation_bytes, row.offload)
+        relief_bytes = sizes.relief_bytes - share_of(sizes.relief_bytes, row.offload)
+        self.deferred_bytes = int(DEFERRED_SHARE * sizes.activation_bytes - moved_bytes)
+        self.waiting_bytes = int((sizes.input_bytes if row.recompute else sizes.activation_bytes) - moved_bytes)
+        here_bytes = sizes.activation_bytes - moved_bytes + window_bytes(moved_bytes)
+        self.forward_bytes = int(here_bytes - self.waiting_bytes + sizes.working_bytes)
+        self.first_bytes = int(self.forward_bytes + self.weights_bytes - relief_bytes)
         self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
         tensors = program.updates.kept_tensors(program.weights.staleness(stage))
         tensors += (row.replicas > 1) * program.plan.costs.sum_costs[stage].kept_tensors

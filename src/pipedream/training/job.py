@@ -20,7 +20,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.messages import Messages
-from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.plan import Plan, move_activations
 from pipedream.core.plan.sums import FULL
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
@@ -141,7 +141,10 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
 
     Raises PlanError, RecipeError or ArtifactError if these contradict each other.
     """
-    check_options({"plan": options.plan} | options.plan_settings)
+    recompute = "always" if options.recompute else None
+    check_options(
+        {"plan": options.plan, "recompute": recompute, "activations": options.activations} | options.plan_settings
+    )
     resumed = resume_point(options.resume, options.out)
     if options.schedule and options.schedule != "auto":
         options = replace(options, schedule=canonical(options.schedule))
@@ -225,6 +228,7 @@ def _choose_plan(job: Job, process: Process, *, same_machine: bool) -> tuple[Pla
     # What was measured with the plan is not measured again, nor by the workers that are left of a run.
     measured = saved if same_machine and saved is not None else plan
     runtime = (measured is not None and measured.runtime) or _measure_runtime_costs(recipe, str(process.device))
+    is_given = plan is not None
     if plan is None:
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(_read_mesh(options))} - {""})
         if options.mesh == AUTO:
@@ -253,6 +257,7 @@ def _choose_plan(job: Job, process: Process, *, same_machine: bool) -> tuple[Pla
             allow_asynchronous=options.allow_asynchronous and job.schedule == AUTO,
             mesh=options.mesh,
             messages=Messages.read(options.messages or (recipe.messages if saved is None else saved.messages)),
+            activations=options.activations or (recipe.activations if saved is None else saved.activations) or "",
             sums=options.sums or (recipe.sums or FULL if saved is None else saved.sums),
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
@@ -264,8 +269,7 @@ def _choose_plan(job: Job, process: Process, *, same_machine: bool) -> tuple[Pla
     messages = options.messages or (recipe.messages if job.resumed is None and not plan.messages else None)
     if messages is not None:
         plan = replace(plan, messages=Messages.read(messages, plan.messages.value_bits))
-    if options.recompute:
-        plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    plan = _settle_activations(job, plan, is_given=is_given)
     return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
 
 
@@ -279,6 +283,16 @@ def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob
         compensation = job.recipe.compensation
     check_phases_fit(plan, add_compensation(plan, phases, compensation), profile)
     return PlannedJob(job, plan, profile, phases, compensation)
+
+
+def _settle_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
+    """Returns the plan with what the run or the recipe asks of its activations, if it was not planned for that."""
+    if job.options.recompute:
+        return replace(plan, stages=tuple(replace(stage, recompute=True, offload=0.0) for stage in plan.stages))
+    place = job.options.activations
+    if place is None and job.resumed is None and not plan.activations:
+        place = job.recipe.activations
+    return plan if place is None or not is_given else move_activations(plan, place)
 
 
 def _choose_sums(job: Job, plan: Plan) -> str | None:

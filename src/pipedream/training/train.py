@@ -177,8 +177,9 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
                 "phases": planned.phases,
                 "compensation": planned.compensation,
                 "compile": job.compile,
-                "sums": None,  # the plan has both
+                "sums": None,  # the plan has these
                 "messages": None,
+                "activations": None,
                 "loggers": [*recipe.loggers, *make_loggers(options.logs, job.folder)],
                 "sample": None if names_layers else model_input(recipe, recipe.first_batch()),
             },

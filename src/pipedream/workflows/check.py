@@ -21,6 +21,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner import Score, SearchSpace
+from pipedream.planner.tables.search_space import offload_stage
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.methods import check_no_remote_stages, occupancy_of, resolve_method, score
 
@@ -101,7 +102,7 @@ def check_plan_memory(plan: Plan, built: Schedule, profile: Profile | None) -> t
     Returns the plan for that method, and the differences between plan and profile.
     """
     marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may make stages recompute
-    stages = tuple(replace(stage, recompute=rebuilt.recompute) for stage, rebuilt in marked)
+    stages = tuple(replace(stage, recompute=rebuilt.recompute, offload=rebuilt.offload) for stage, rebuilt in marked)
     plan = replace(plan, stages=stages, schedule=built.name, microbatches=built.microbatches)
     differences: tuple[str, ...] = ()
     if profile is None or plan.ranks > plan.workers:  # a rank's figures depend on where its mesh lies
@@ -149,6 +150,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
     rows, differences = [], []
     for s, (stage, span) in enumerate(zip(plan.stages, pairwise(places), strict=True)):
         row = space.stage(*span, stage.replicas, stage.recompute)
+        row = offload_stage(space, row, *span, stage.offload, plan.activations)
         differences += [f"stage {s}, {line}" for line in _list_differences(stage, row)]
         rows.append(row)
     tied = space.tied_weights(list(pairwise(places)))
@@ -224,6 +226,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             flushes=built.flushes,
             update_delay=plan.update_delay[s],
             recompute=stage.recompute,
+            offload=stage.offload,
             peers=its_peers,
             matrix_bytes=usage.matrix_bytes(stage.matrices),
             kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.sum_costs[s].kept_tensors,

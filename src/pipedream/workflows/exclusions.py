@@ -115,11 +115,19 @@ cuts | shape=data-parallel
 cost_model=classic | shape!=any|straight cuts update_delay microbatches recompute chunks batch mesh strategy=2bw
     the planner of the original PipeDream has no such option
     leave out OTHERS, or use the cost model pipedream
-strategy=2bw | shape cuts update_delay in_flight chunks
+cost_model=classic | activations
+    the planner of the original PipeDream has no such option
+    leave out OTHERS, or use the cost model pipedream
+strategy=2bw | shape cuts update_delay in_flight chunks activations
     PipeDream-2BW's planner chooses the stages and the depth itself
 strategy=2bw | schedule!=pipedream|2bw|pipedream_2bw
     PipeDream-2BW's planner plans for pipedream_2bw only
     leave one of them out
+recompute=always | activations
+    a stage that recomputes keeps nothing but its input
+    leave one of them out
+activations | mesh
+    the ranks of a mesh keep parts of tensors
 schedule=auto | cuts chunks strategy=search
     the search for the fastest method chooses the stages
     leave out OTHERS, or name the method

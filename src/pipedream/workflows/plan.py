@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
+from pipedream.core.plan.activations import DISK, Activations
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.sums import SumMethod
@@ -63,7 +65,7 @@ def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
     profile, request = _complete(request, profile)
     if request.mesh == AUTO:
         return _add_exchange(_search_meshes(profile, request).plan, profile, request)
-    with suggest_mesh_on_shortage(profile, request), _suggest_smaller_bases(profile, request):
+    with _suggest_on_shortage(profile, request):
         comparison = _compare(*_plan_on_mesh(profile, request))
         return _add_exchange(add_mesh(comparison.plan, request.mesh), profile, request)
 
@@ -94,7 +96,7 @@ def plan_and_compare(
         chosen = comparison.plan
     else:
         mesh = request.mesh
-        with suggest_mesh_on_shortage(profile, request), _suggest_smaller_bases(profile, request):
+        with _suggest_on_shortage(profile, request):
             profile, request = _plan_on_mesh(profile, request)
             comparison = _compare(profile, request, names)
         chosen = add_mesh(comparison.plan, mesh)
@@ -144,6 +146,43 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
 
 
 @contextmanager
+def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
+    """Adds to a shortage of memory what would fit."""
+    with suggest_mesh_on_shortage(profile, request), _suggest_smaller_bases(profile, request):
+        try:
+            yield
+        except ShortageError as error:
+            if request.schedule == AUTO or not (fitting := list(_list_fitting(profile, request))):
+                raise
+            raise ShortageError(f"{error}; this would fit: {'; '.join(fitting)}", error.need_bytes) from None
+
+
+def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterator[str]:
+    """Yields changes of a request with which it fits: what must wait elsewhere, and the largest microbatch."""
+
+    def find_plan(**changes: Any) -> Plan | None:
+        with suppress(PipelineError):
+            return _compare(*_plan_on_mesh(profile, replace(request, **changes))).plan
+        return None
+
+    batch, cluster = _read_profile(profile).batch, request.workers_and_links
+    if request.recompute == "never" and find_plan(recompute="auto"):
+        yield "recomputation (--recompute auto)"
+    if not request.activations and request.recompute != "always":
+        place = f"{DISK}:FOLDER"
+        moved = find_plan(activations=place, cluster=replace(cluster, activations=place))
+        if moved is not None:
+            sizes = [format_bytes(stage.memory.moved_bytes) for stage in moved.stages]
+            yield f"activations on disk (--activations {place}; {', '.join(sizes)} for the stages)"
+    m = 2 * (request.microbatches or 1)
+    while m <= batch:
+        if find_plan(microbatches=m):
+            yield f"microbatches of at most {-(-batch // m)} samples (--microbatches {m})"
+            return
+        m *= 2
+
+
+@contextmanager
 def _suggest_smaller_bases(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
     """Adds to a shortage of memory what the bases of the method's `BasisRotation` take, and which smaller form fits."""
     try:
@@ -174,7 +213,7 @@ def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest
     """Returns the plan with its messages and sums; their costs leave its cluster and runtime."""
     plan = replace(
         plan,
-        cluster=replace(plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts()),
+        cluster=replace(plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts(), activations=""),
         runtime=replace(plan.runtime, encoding_s_per_byte=0.0),
         messages=Messages.read(request.messages, 8 * _read_profile(profile).value_bytes),
     )
@@ -202,6 +241,8 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
             stacklevel=4,
         )
     messages, sums = Messages.read(request.messages, 8 * source.value_bytes), SumMethod.read(request.sums)
+    if request.activations:
+        request = replace(request, cluster=_add_activations(request.workers_and_links, request.activations))
     if messages:
         profile = replace(source, runtime=messages.add_costs(source.runtime))
         request = replace(request, cluster=messages.on(request.workers_and_links))
@@ -214,6 +255,16 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
         sum_costs = sums.costs(source.parameter_bytes, source.matrices, source.value_bytes)
         request = replace(request, cluster=replace(request.workers_and_links, sum_costs=sum_costs))
     return profile, request
+
+
+def _add_activations(cluster: Cluster, text: str) -> Cluster:
+    """Returns the cluster with a place for activations; the rate of a disk that is here is measured, if unknown."""
+    folder = Activations.read(text).folder
+    if folder is not None and cluster.disk_bytes_per_s is None and os.access(folder, os.W_OK | os.X_OK):
+        from pipedream.runtime.stage.offload_place import measure_disk  # loads torch
+
+        cluster = replace(cluster, disk_bytes_per_s=measure_disk(folder))
+    return replace(cluster, activations=text)
 
 
 def _read_profile(profile: Profile | GraphText) -> Profile:
@@ -246,8 +297,30 @@ def _compare(
     score_plan: Callable[[Plan], planner.Score] = score_if_quick,
     rival_s: float = inf,
 ) -> planner.Comparison:
-    """Plans without a mesh, by the planner that the request names."""
+    """Plans without a mesh, by the planner that the request names; activations move only where that saves seconds."""
     check_options(vars(request))
+    if not request.activations:
+        return _compare_alike(source, request, names, score_plan, rival_s)
+    comparisons = []
+    cluster = replace(request.workers_and_links, activations="")
+    with suppress(PlanError):
+        stay = replace(request, activations="", cluster=cluster)
+        comparisons.append(_compare_alike(source, stay, names, score_plan, rival_s))
+    try:
+        comparisons.append(_compare_alike(source, request, names, score_plan, rival_s))
+    except PlanError:
+        if not comparisons:
+            raise
+    return min(comparisons, key=lambda comparison: comparison.candidates[0].period_s or comparison.plan.period_s)
+
+
+def _compare_alike(
+    source: Profile | GraphText,
+    request: PlanRequest,
+    names: Sequence[str],
+    score_plan: Callable[[Plan], planner.Score],
+    rival_s: float,
+) -> planner.Comparison:
     if request.cost_model == "classic":
         return _make_single_candidate(classic(source, request).plan, request)
     profile = _read_profile(source)
@@ -439,8 +512,9 @@ def _check_worker_memory(plan: Plan) -> None:
     worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
     stages = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
     smaller = "more stages on each worker (--chunks), " if plan.stages[s].memory.host_bytes else ""
-    raise PlanError(
+    raise ShortageError(
         f"stages {', '.join(stages)} of worker {worker} need up to {format_bytes(plan.worker_bytes[worker])} together, "
         f"it has {format_bytes(plan.cluster.memories[worker] or 0)}; use {smaller}recomputation, smaller microbatches, "
-        "more workers or another method"
+        "more workers or another method",
+        plan.worker_bytes[worker],
     )

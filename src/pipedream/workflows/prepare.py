@@ -134,7 +134,7 @@ def build_phase(plan: Plan, phase: Phase) -> Schedule:
         name, parts = resolve_method(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
     else:
-        exchanged = {name: getattr(plan, name) for name in ("tied_weights", "sums", "messages")}
+        exchanged = {name: getattr(plan, name) for name in ("tied_weights", "sums", "messages", "activations")}
         if any(getattr(built.plan, name) != value for name, value in exchanged.items()):
             built = replace(built, plan=replace(built.plan, **exchanged))
     return built if phase.compensation is None else built.with_compensation(phase.compensation)

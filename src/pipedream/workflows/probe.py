@@ -38,6 +38,7 @@ from pipedream.runtime.calibration import calibrate, measure_encodings
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.connections import has_nccl, make_link_group, name_card
 from pipedream.runtime.failure.launch import set_threads
+from pipedream.runtime.stage.offload_place import measure_disk
 from pipedream.verifier import verify
 
 Step = tuple[str, int, tuple[int, ...]]
@@ -50,7 +51,7 @@ _MOST_OTHERS = 3
 _AT_ONCE_BYTES_PER_S = 1e30
 
 
-def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
+def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = None) -> Survey:
     """Measures links, all-reduces, speed and memory of all workers; every rank calls it and gets the same answer.
 
     Nothing else should use the cluster meanwhile.
@@ -58,6 +59,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     Args:
         device: 'cpu' (gloo) or 'cuda' (NCCL).
         most_s: approximate limit in seconds. What every level needs is measured first, the rest as time allows.
+        folder: where activations are to wait, on each machine.
 
     Raises:
         PlanError: there is a single process, or the ranks of a machine are not consecutive.
@@ -80,6 +82,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
         name_device(place),
         work_s(place, most_s / 30),
         available_bytes(place, Counter(memory for _, memory in names)[names[rank][1]]),
+        None if folder is None else measure_disk(folder),
     )
     needed, further = choose_steps(machines_of([name for name, _ in names]))
     # A link takes about 60 messages of this length.

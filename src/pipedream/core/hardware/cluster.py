@@ -121,7 +121,11 @@ class Cluster(Artifact):
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.all_reduce_s`).
         host_bytes: memory of each machine beside its GPUs; None: unknown.
         sum_costs: what sums over replicas take.
+        disk_bytes_per_s: at which a worker writes to its disk, and reads from it, while all of its machine do; None if
+            unknown.
+        host_bytes_per_s: the same between a GPU and the memory of its machine.
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
+        activations: where activations may wait (`Plan.activations`).
 
     Raises:
         ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
@@ -133,14 +137,20 @@ class Cluster(Artifact):
     kinds: tuple[Workers, ...] = ()
     sums: str = "ring"
     host_bytes: int | None = None
+    disk_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
     sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
     message_shares: tuple[float, float] = field(default=(1.0, 1.0), metadata=NOT_STORED)
+    activations: str = field(default="", metadata=NOT_STORED)
 
     def __post_init__(self) -> None:
         if not self.levels:
             raise ValueError("a cluster has at least one level, found none")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ValueError(f"memory must be positive, found {self.memory_bytes}")
+        rates = (self.disk_bytes_per_s, self.host_bytes_per_s)
+        if any(rate is not None and not rate > 0 for rate in rates):
+            raise ValueError(f"the rates of disk and host must be positive, found {rates}")
         if self.sums not in ("ring", "tree"):
             raise ValueError(f"sums go by ring or tree, found {self.sums!r}")
         groups = 1
@@ -384,4 +394,5 @@ class Cluster(Artifact):
             f"{format_seconds(level.latency_s)}"
             for level in self.levels
         )
-        return f"Cluster of {who}; levels: {links}"
+        disk = f"; disk {format_rate(self.disk_bytes_per_s)}" if self.disk_bytes_per_s else ""
+        return f"Cluster of {who}; levels: {links}{disk}"

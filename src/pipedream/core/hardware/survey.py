@@ -27,12 +27,13 @@ _HALF_DUPLEX = 0.7
 
 @dataclass(frozen=True)
 class Seen:
-    """One worker; `work_s` is for work that is the same for all."""
+    """One worker; `work_s` is for work that is the same for all. Its disk's rate is None if no folder was given."""
 
     machine: str
     device: str
     work_s: float
     memory_bytes: int
+    disk_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,14 @@ class Survey(Artifact):
         kinds = self._derive_kinds()
         first = kinds[0]
         alike = len(kinds) == 1
-        return Cluster(levels, first.memory_bytes if alike else None, first.device, () if alike else kinds)
+        rates = [seen.disk_bytes_per_s for seen in self.workers if seen.disk_bytes_per_s is not None]
+        return Cluster(
+            levels,
+            first.memory_bytes if alike else None,
+            first.device,
+            () if alike else kinds,
+            disk_bytes_per_s=min(rates) if len(rates) == len(self.workers) else None,
+        )
 
     def _derive_level(self, number: int, width: int, sizes: tuple[int, ...] = ()) -> Level:
         links = [link for link in self.links if link.level == number]

@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from pipedream.core.plan.activations import share_of, window_bytes
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
 DEFERRED_SHARE = 2
@@ -89,6 +90,10 @@ class StageSizes:
     update_working_bytes: Numbers = 0
 
 
+ELSEWHERE = ("host_bytes", "moved_bytes")
+"""Kinds of bytes that are not in the worker's memory."""
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes of one replica of a stage at one moment, by kind.
@@ -98,6 +103,7 @@ class StageMemory:
         activation_bytes: with recomputation inputs, and one microbatch's activations.
         message_bytes: bytes of posted receives, and of messages that may still have to leave.
         host_bytes: weights, gradients and optimizer state in the memory of the machine, where a GPU has only copies.
+        moved_bytes: activations that wait elsewhere, on disk or in the memory of the machine (`Plan.activations`).
     """
 
     weight_bytes: int = 0
@@ -108,11 +114,12 @@ class StageMemory:
     message_bytes: int = 0
     working_bytes: int = 0
     host_bytes: int = 0
+    moved_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """The sum of what the worker has, or an array of them."""
-        total: int = sum(getattr(self, field.name) for field in fields(self) if field.name != "host_bytes")
+        total: int = sum(getattr(self, field.name) for field in fields(self) if field.name not in ELSEWHERE)
         return total
 
     @property
@@ -135,6 +142,7 @@ def moments(
     matrix_bytes: tuple[Numbers, Numbers] = (0, 0),
     deferred: int = 0,
     apart: bool = False,
+    offload: float = 0.0,
 ) -> tuple[StageMemory, ...]:
     """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
 
@@ -145,9 +153,12 @@ def moments(
         matrix_bytes: what they keep besides, such as bases, and what they need in an update before the step.
         deferred: microbatches that wait for their weight gradients.
         apart: weights are in the memory of the machine, and the worker is a GPU.
+        offload: share of the activations that wait elsewhere, but for two windows of them.
     """
     kept, whole = sizes.activation_bytes, sizes.parameter_bytes
     waiting = sizes.input_bytes if recompute else kept
+    moved = share_of(kept, offload)
+    waiting, kept = waiting - moved, kept - moved + window_bytes(moved)
     messages = message_bytes(sizes, in_flight, recompute, peers)
 
     def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
@@ -155,17 +166,18 @@ def moments(
         state = sizes.optimizer_bytes + kept_tensors * whole + matrix_bytes[0]
         host = 2 * whole + stash + state if apart else 0  # with a place for the gradients
         stash, state = (0 * whole, 0 * whole) if apart else (stash, state)
-        kinds = whole * (1 + apart), stash, state, gradients, activations, messages, working, host
+        kinds = whole * (1 + apart), stash, state, gradients, activations, messages, working, host, in_flight * moved
         return StageMemory(*cast(tuple[int, ...], kinds))
 
     def most(count: int) -> Numbers:
         if deferred:
             later = min(deferred, count)
-            return (count - later) * waiting + later * DEFERRED_SHARE * kept
+            deferred_bytes = DEFERRED_SHARE * sizes.activation_bytes - moved
+            return (count - later) * waiting + later * deferred_bytes + (kept - waiting) * (offload > 0)
         return (count - 1) * waiting + kept if count else 0 * kept
 
     working = sizes.working_bytes + bucket_bytes(sizes, peers)
-    relief = 0 if deferred else sizes.relief_bytes
+    relief = 0 if deferred else sizes.relief_bytes - share_of(sizes.relief_bytes, offload)
     late = np.minimum(relief, whole)  # gradients still to come at the peak
     worst = [at(whole - late, most(in_flight), working - (relief - late))]
     # Passes while other microbatches have sums; a flush ends before there are new ones.

@@ -16,6 +16,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
+from pipedream.core.plan.activations import Activations
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.messages import Messages
@@ -49,6 +50,7 @@ class Plan(Tabular, Artifact):
         runtime: seconds that the runtime adds to the stages' seconds.
         sums: how the replicas of a stage agree, see `SumMethod`.
         messages: how what crosses between workers is encoded.
+        activations: where `Stage.offload` of them wait: 'host' or 'disk:FOLDER' (`core.plan.activations`).
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
@@ -76,6 +78,7 @@ class Plan(Tabular, Artifact):
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
     sums: str = FULL
     messages: Messages = field(default_factory=Messages)
+    activations: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sums", str(SumMethod.read(self.sums).check_replicas(self.replicas)))
@@ -327,6 +330,22 @@ class Plan(Tabular, Artifact):
         return _format_plan(self)
 
 
+def move_activations(plan: Plan, place: str) -> Plan:
+    """Returns a plan with its activations in another place; all of them, if it has not chosen how many.
+
+    Args:
+        place: 'host' or 'disk:FOLDER'; '' leaves them on the device.
+
+    Raises:
+        PlanError: another place.
+    """
+    Activations.read(place)
+    stages = plan.stages
+    if not place or not any(stage.offload for stage in stages):
+        stages = tuple(replace(stage, offload=float(bool(place) and not stage.recompute)) for stage in stages)
+    return replace(plan, stages=stages, activations=place)
+
+
 def _check_order(plan: Plan) -> None:
     """Raises a `ValueError` if replicas are not on workers of their own."""
     if plan.worker_order and len(plan.worker_order) != sum(plan.replicas):
@@ -405,6 +424,12 @@ def _describe_exchange(plan: Plan) -> list[str]:
         pairs = zip(plan.stages, plan.costs.sum_costs, strict=True)
         sizes = [format_bytes(stage.parameter_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
         lines.append(f"sums: {plan.sums}, {', '.join(sizes)} an update in the mean (approximate)")
+    if plan.activations:
+        sizes = [f"{stage.offload:.0%}" for stage in plan.stages]
+        moved_bytes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
+        lines.append(
+            f"activations: {', '.join(sizes)} of the stages' wait in {plan.activations}, {', '.join(moved_bytes)}"
+        )
     if plan.messages:
         share = plan.costs.cluster.message_share
         sizes = [format_bytes(stage.output_bytes * share) for stage in plan.stages[:-1]]

@@ -31,6 +31,7 @@ class Stage:
         forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small.
         forward_launch_s, backward_launch_s: seconds that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
+        offload: share of its activations that wait elsewhere (`Plan.activations`).
         gathered_bytes: those of them for sharded weights, whatever the number of samples.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
@@ -52,6 +53,7 @@ class Stage:
     peak_bytes: int = 0
     names: tuple[str, ...] = ()
     recompute: bool = False
+    offload: float = 0.0
     working_bytes: int = 0
     relief_bytes: int = 0
     largest_parameter_bytes: int = 0
@@ -73,6 +75,11 @@ class Stage:
             raise ValueError(f"a stage needs layers first < last, found {self.first} and {self.last}")
         if not 1 <= self.replicas <= MOST_WORKERS:
             raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
+        if not 0 <= self.offload <= (not self.recompute):
+            raise ValueError(
+                f"between 0 and all of a stage's activations may wait elsewhere, and none if it recomputes, found the "
+                f"share {self.offload}"
+            )
         sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes")
         passes = ("forward_s", "backward_s", "forward_fixed_s", "backward_fixed_s")
         for name in (*passes, "forward_launch_s", "backward_launch_s", "update_s", "copy_s", *sizes):

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
+from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.cost import Site
 from pipedream.core.plan.memory import Peers, StageMemory, StageSizes, part_bytes, peers_of, stage_bytes, stage_memory
 from pipedream.core.plan.plan import Plan
@@ -195,8 +196,11 @@ class SearchSpace(PlaceSums):
         update_delay: int = 0,
         recompute: bool = False,
         replicas: int = 1,
+        offload: float | None = None,
     ) -> StageMemory:
+        """Returns the memory of one replica; by default with all activations elsewhere, if they may be."""
         how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
+        how |= {} if offload is None else {"offload": offload}
         return stage_memory(self.sizes(first, last), peers=peers, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
@@ -236,6 +240,7 @@ class SearchSpace(PlaceSums):
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,
             "recompute": recompute,
+            "offload": float(bool(self.cluster.activations) and not recompute),
             "kept_tensors": occupancy.kept_tensors + (replicas > 1) * self.cluster.sum_costs.kept_tensors,
             "matrix_bytes": self.matrix_bytes(occupancy.updates, first, last),
         }
@@ -303,19 +308,8 @@ class SearchSpace(PlaceSums):
         return tuple(weights)
 
     def with_bytes(self, plan: Plan) -> Plan:
-        """Returns the plan with its peak bytes and the seconds of its weight copies."""
-        occupancies = self.occupancy_rule.of_plan(plan)
-        peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])
-        stages = []
-        for space, span, stage, occupancy, neighbours, update_delay in zip(
-            self.of_stages(plan), self.ends(plan), plan.stages, occupancies, peers, plan.update_delay, strict=True
-        ):
-            memory = space.memory(*span, occupancy, neighbours, update_delay, stage.recompute, stage.replicas)
-            copies = occupancy.versions > 1 and occupancy.in_flight + update_delay > 1
-            stages.append(
-                replace(space._add_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory)
-            )
-        return replace(plan, stages=tuple(stages))
+        """Returns the plan with its peak bytes and the seconds of its weight copies; see `fit_by_moving`."""
+        return fit_by_moving(self, plan) if self.cluster.activations else count_bytes(self, plan)
 
     def of_stages(self, plan: Plan) -> Sequence[SearchSpace]:
         """Returns the space that knows each stage's costs: this one, unless stages have meshes."""
@@ -326,6 +320,54 @@ class SearchSpace(PlaceSums):
         numbers = {layer.name: i for i, layer in enumerate(self.profile.graph.layers)}
         stages = (sum(1 << numbers[name] for name in stage.names) for stage in plan.stages)
         return list(pairwise(places[downset] for downset in (0, *accumulate(stages))))
+
+
+def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
+    """Returns the plan, whose stages move what they do, with its peak bytes and the seconds of weight copies."""
+    occupancies = space.occupancy_rule.of_plan(plan)
+    peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])
+    stages = []
+    for each, span, stage, occupancy, neighbours, update_delay in zip(
+        space.of_stages(plan), space.ends(plan), plan.stages, occupancies, peers, plan.update_delay, strict=True
+    ):
+        memory = each.memory(*span, occupancy, neighbours, update_delay, stage.recompute, stage.replicas, stage.offload)
+        copies = occupancy.versions > 1 and occupancy.in_flight + update_delay > 1
+        stages.append(replace(each._add_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory))
+    return replace(plan, stages=tuple(stages))
+
+
+def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
+    """Returns a plan with its peak bytes, whose stages move the fewest eighths of their activations with which it fits.
+
+    Where workers have several stages, all move equally many.
+    """
+    eighths, place = [0] * len(plan.stages), space.cluster.activations
+    ends = space.ends(plan)
+    while True:
+        rows = zip(space.of_stages(plan), ends, plan.stages, eighths, strict=True)
+        stages = [offload_stage(each, stage, *span, count / 8, place) for each, span, stage, count in rows]
+        plan = count_bytes(space, replace(plan, stages=tuple(stages), activations=place if any(eighths) else ""))
+        if plan.first_stage_over_memory is None:
+            return plan
+        limits = [site.memory_bytes for site in plan.costs.sites]
+        more = [
+            s
+            for s, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
+            if not stage.recompute and eighths[s] < 8 and limit and (plan.is_shared or stage.peak_bytes > limit)
+        ]
+        if not more:
+            return plan
+        for s in more:
+            eighths[s] += 1
+
+
+def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, share: float, place: str) -> Stage:
+    """Returns a stage that moves a share of its activations; each pass takes at least as long as the copy."""
+    here, cluster = space.stage(first, last), space.cluster
+    rate = cluster.host_bytes_per_s if place == HOST else cluster.disk_bytes_per_s
+    copy_s = 0.0 if rate is None else share * here.activation_bytes / rate
+    forward_s, backward_s = max(here.forward_s, copy_s), max(here.backward_s, copy_s)
+    return replace(stage, offload=share, forward_s=forward_s, backward_s=backward_s)
 
 
 def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
@@ -347,11 +389,12 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     if (s := deep.first_stage_over_memory) is not None:
         stage, admitted, limit = deep.stages[s], deep.in_flight[s], deep.costs.sites[s].memory_bytes or 0
         less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
-        raise PlanError(
+        raise ShortageError(
             f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
             f"in flight and needs {format_bytes(stage.peak_bytes)}, a worker has {format_bytes(limit)}; ask for "
             f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
-            "fewer versions"
+            "fewer versions",
+            stage.peak_bytes,
         )
     return deep
 

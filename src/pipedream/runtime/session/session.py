@@ -55,6 +55,7 @@ from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore, RemoteForward
+from pipedream.runtime.stage.offload_place import check_place
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.parallelized import parallelize_layers
@@ -114,6 +115,8 @@ class Session:
         local = self.local
         local.activity.place = "closing the pipeline"
         self.streams.close(failed)
+        for worker in local.workers:
+            worker.offload.close()
         if not failed:
             self.checkpointer.check_saved(wait=True)
             if local.connections is not None:
@@ -144,10 +147,12 @@ def _build_local_workers(
     if processes == 1:
         _check_host_memory(blueprint, free_host_bytes)
         _build_all(local, weights)
+        _check_activations(local)
         return local
     local.guard = Guard.of_session(rank, processes, local.activity, stuck_after_s)
     try:
         _join_others(local, graph, processes, weights, free_host_bytes)
+        _check_activations(local)
     except BaseException as error:
         first = local.guard.first_cause(error, local.activity.where)
         if local.connections is not None:
@@ -157,6 +162,11 @@ def _build_local_workers(
             raise
         raise first from error
     return local
+
+
+def _check_activations(local: LocalWorkers) -> None:
+    for program in local.blueprint.programs:
+        check_place(program, local.blueprint.device, [stage for stage, _ in local.stage_states])
 
 
 def _build_all(local: LocalWorkers, weights: Weights) -> None:

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pipedream.core.errors import ScheduleError
 from pipedream.runtime.comm.values import tensors_in
+from pipedream.runtime.stage.offload import SavedTensor, find_hook, unpack
 from pipedream.runtime.stage.split_backward import saved_by
 from pipedream.runtime.stage.versions import WeightSet
 from pipedream.sharding.parts import like_part, local_part, spec_of
@@ -92,10 +93,12 @@ class SavedTensorHooks:
         tracker = None if self._checked else _DataflowTracker(read.leaves, tensors_in(value))
         locator = _WeightLocator(read.leaves if self.redirects else {})
 
-        def pack(tensor: torch.Tensor) -> _SavedActivation | _WeightSlice:
+        keep = find_hook() or SavedTensor
+
+        def pack(tensor: torch.Tensor) -> SavedTensor | _WeightSlice:
             if tracker is not None:
                 tracker.note(tensor)
-            return locator.of(tensor) or _SavedActivation(tensor, tensor._version)
+            return locator.of(tensor) or keep(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), tracker or nullcontext():
             yield tracker
@@ -117,8 +120,8 @@ class SavedTensorHooks:
         finally:
             self._target = {}
 
-    def _unpack(self, saved: _SavedActivation | _WeightSlice) -> torch.Tensor:
-        return saved.look_up(self._target) if isinstance(saved, _WeightSlice) else saved.unchanged()
+    def _unpack(self, saved: SavedTensor | _WeightSlice) -> torch.Tensor:
+        return saved.look_up(self._target) if isinstance(saved, _WeightSlice) else saved.unpack()
 
     def _check_graph(
         self, outputs: Iterable[torch.Tensor], locator: _WeightLocator, tracker: _DataflowTracker | None
@@ -128,7 +131,7 @@ class SavedTensorHooks:
             rule = "the backward rule 'graph' uses the activations of the forward and"
             hooks = [s.unpack_hook for s in saved_by(node)]
             hooks = [hook.around if isinstance(hook, WithReferences) else hook for hook in hooks]
-            if isinstance(node, _CHECKPOINT) or any(hook not in (None, self._unpack) for hook in hooks):
+            if isinstance(node, _CHECKPOINT) or any(hook not in (None, self._unpack, unpack) for hook in hooks):
                 raise ScheduleError(
                     f"{rule} the newest weights, but {node.name()} recomputes what it has saved, or takes it from "
                     f"elsewhere (checkpoint, save_on_cpu); take {_RECOMPUTE}, or remove that"
@@ -143,23 +146,6 @@ class SavedTensorHooks:
                         f"{rule} the newest weights, but {node.name()} keeps {names} on its context, where it cannot "
                         f"be replaced; let its forward save_for_backward the weight itself, or take {_RECOMPUTE}"
                     )
-
-
-class _SavedActivation(NamedTuple):
-    """With its version counter when saved: autograd does not check tensors of hooks."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def unchanged(self) -> torch.Tensor:
-        """Raises a `RuntimeError`, as autograd does, if it was written in place meanwhile."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was written in place after the "
-                f"operation that saved it, at version {self.version}, and is at version {self.tensor._version}; let "
-                "the layer write a copy"
-            )
-        return self.tensor
 
 
 class _WeightSlice(NamedTuple):

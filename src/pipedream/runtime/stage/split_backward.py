@@ -29,6 +29,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pipedream.runtime.stage.offload import unpack
+
 _WHOLE = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
 
 _Gradients = tuple[torch.Tensor | None, ...]  # one for each output of a node
@@ -258,7 +260,7 @@ def _must_run_once(node: Node | None) -> bool:
     return node is not None and (
         isinstance(node, BackwardCFunction)
         or node.name() in _WHOLE
-        or any(saved.unpack_hook is not None for saved in saved_by(node))
+        or any(saved.unpack_hook not in (None, unpack) for saved in saved_by(node))
     )
 
 
@@ -266,7 +268,10 @@ def _let_go(node: Node) -> None:
     """Frees what a node has saved, by a hook that packs it into None."""
     for saved in saved_by(node):
         with suppress(RuntimeError):  # freed already, or not kept by the node
-            saved.register_hooks(_forget, _refuse_unpack)
+            if saved.unpack_hook is unpack:
+                saved.data.free()
+            else:
+                saved.register_hooks(_forget, _refuse_unpack)
 
 
 def saved_by(node: Node) -> list[Any]:

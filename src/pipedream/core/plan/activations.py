@@ -1,0 +1,45 @@
+"""Where activations wait between a forward and its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.cost import Numbers
+
+HOST, DISK = "host", "disk"
+
+WINDOW_SHARE = 1 / 8
+"""Of a microbatch's moved bytes: what may be in memory still to be written, and again what was read ahead."""
+
+_PARTS = 1 << 10  # so that bytes stay whole numbers
+
+
+def share_of(whole_bytes: Numbers, share: float) -> Numbers:
+    """Returns a share of some bytes, rounded down."""
+    return whole_bytes * round(_PARTS * share) // _PARTS
+
+
+def window_bytes(moved_bytes: Numbers) -> Numbers:
+    """Returns what is in memory of the bytes of a microbatch that move."""
+    return share_of(moved_bytes, 2 * WINDOW_SHARE)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The place: the worker's own memory (''), 'host' or 'disk'."""
+
+    kind: str = ""
+    folder: str | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Reads '', 'host' or 'disk:FOLDER'; raises a `PlanError` for anything else."""
+        kind, _, folder = text.partition(":")
+        if text in ("", HOST) or (kind == DISK and folder):
+            return cls(kind, folder or None)
+        raise PlanError(f"activations={text!r} was asked for; give 'host' or 'disk:FOLDER'")
+
+    def __bool__(self) -> bool:
+        return bool(self.kind)

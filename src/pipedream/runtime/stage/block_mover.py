@@ -1,0 +1,317 @@
+"""Blocks of memory that wait elsewhere: one thread writes them, another one reads them back ahead of their use.
+
+A block is the storage of tensors that a graph has saved. It is written after the last of them was saved, because
+others than the saved ones may be written in place in between; it is read for the backward that comes, the last block of
+a forward first. Two windows limit what is in memory: blocks still to be written, for which the forward waits, and
+blocks that were read ahead.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipedream.core.units import format_bytes
+
+_PAGE_BYTES = 4096
+
+
+class BlockFile:
+    """Holds the blocks of one microbatch, in a file without a name, which the kernel frees with the process.
+
+    Args:
+        folder: None: blocks wait in the memory of the host, and there is no file.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._file = None if folder is None else tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self.used_bytes = 0
+
+    def reserve(self, size: int) -> int:
+        """Returns where a block is to be written."""
+        offset = self.used_bytes
+        self.used_bytes += -(-size // _PAGE_BYTES) * _PAGE_BYTES
+        return offset
+
+    def write(self, offset: int, data: memoryview) -> None:
+        assert self._file is not None
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:], offset + done)
+
+    def read(self, offset: int, data: memoryview) -> None:
+        assert self._file is not None
+        done = 0
+        while done < len(data):
+            count = os.preadv(self._file.fileno(), [data[done:]], offset + done)
+            if not count:
+                raise OSError(f"a file there ends {len(data) - done} bytes too early")
+            done += count
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Block:
+    """A storage that moves.
+
+    Attributes:
+        memory: while it is in the worker's memory.
+        host: in the memory of the host, if it waits there.
+        is_away: its newest contents are elsewhere.
+        tensors: saved ones that a graph still has.
+        views: those of them that the coming pass is still to unpack.
+        wanted: the backward comes, so `memory` stays.
+        reading: a thread is about to fill `memory`.
+        changes: counts how often it may have been written.
+        ready: on a GPU, when it may be read.
+    """
+
+    __slots__ = (
+        "changes", "file", "host", "is_away", "memory", "offset", "reading", "ready", "size", "tensors", "views",
+        "wanted",
+    )  # fmt: skip
+
+    def __init__(self, memory: torch.UntypedStorage, file: BlockFile) -> None:
+        self.memory: torch.UntypedStorage | None = memory
+        self.size = memory.nbytes()
+        self.file = file
+        self.offset = file.reserve(self.size)
+        self.host: torch.Tensor | None = None
+        self.tensors = self.views = self.changes = 0
+        self.is_away = self.wanted = self.reading = False
+        self.ready: Any = None
+
+
+class BlockMover:
+    """Moves blocks, for one worker. Life: `put` each block; `load` its tensors; `free`, `send_away`; `close`.
+
+    Args:
+        folder: None: the memory of the host.
+        choose: returns the next block that the coming backwards need and that is not in memory, or None; called with
+            the lock.
+
+    Attributes:
+        changed: the lock, notified of everything.
+        is_last_pass: the running backward is the last that reads its blocks.
+    """
+
+    def __init__(self, folder: str | None, device: torch.device, choose: Callable[[], Block | None]) -> None:
+        self.folder = folder
+        self.changed = threading.Condition()
+        self.is_last_pass = True
+        self._device = device
+        self._choose = choose
+        self._window_bytes = self._unwritten_bytes = self._ahead_bytes = self._written_bytes = 0
+        self._newest: Block | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+        self._queue: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._threads = [
+            threading.Thread(target=target, name=f"pipedream-{name}", daemon=True)
+            for name, target in (("write-activations", self._write_blocks), ("read-activations", self._read_blocks))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, block: Block, memory: torch.UntypedStorage, window_bytes: int) -> None:
+        """Takes a block that is new, or one of whose tensors was saved now; waits until a window at most is unwritten.
+
+        It is written once another block comes, or at `flush`.
+        """
+        with self.changed:
+            if block is not self._newest:
+                self._queue_newest()
+            if block.memory is None or not block.changes:
+                block.memory = memory
+                self._unwritten_bytes += block.size
+            block.changes += 1
+            block.is_away = False
+            block.ready = self._stream and torch.cuda.current_stream(self._device).record_event()
+            self._newest, self._window_bytes = block, window_bytes
+            while self._unwritten_bytes > max(window_bytes, block.size) and self._error is None:
+                self.changed.wait()
+            self._check()
+
+    def flush(self) -> None:
+        """Follows a forward."""
+        with self.changed:
+            self._queue_newest()
+            self.changed.notify_all()
+
+    def _queue_newest(self) -> None:
+        if self._newest is not None:
+            self._queue.put(self._newest)
+        self._newest = None
+
+    def load(self, block: Block) -> torch.UntypedStorage:
+        """Returns the memory of a block for a tensor that is unpacked."""
+        with self.changed:
+            self._want(block)
+            while block.reading and self._error is None:
+                self.changed.wait()
+            self._check()
+            memory = block.memory
+        if memory is None:
+            memory = self._read(block)
+        with self.changed:
+            block.memory = memory
+            block.views -= 1
+            if block.views <= 0 and (self.is_last_pass or block.is_away):
+                self.drop(block)
+        if self._stream is not None:
+            data = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory)
+            data.record_stream(torch.cuda.current_stream(self._device))
+        return memory
+
+    def free(self, block: Block) -> None:
+        """Notes that a graph has let go of one of a block's tensors."""
+        with self.changed:
+            block.tensors -= 1
+            if not block.tensors:
+                self.drop(block)
+
+    # -- all of these are called with the lock ---------------------------------------------------------
+
+    def _want(self, block: Block) -> None:
+        if not block.wanted:
+            block.wanted = True
+            self._ahead_bytes += block.size
+            self._unwritten_bytes -= block.size if block.memory is not None else 0
+            self.changed.notify_all()
+
+    def drop(self, block: Block) -> None:
+        """Frees a block's memory."""
+        if block.wanted:
+            self._ahead_bytes -= block.size
+        elif block.memory is not None:
+            self._unwritten_bytes -= block.size
+        block.memory, block.wanted = None, False
+        self.changed.notify_all()
+
+    def send_away(self, block: Block) -> None:
+        """Frees a block's memory until a later pass, for which it may have to be written first."""
+        block.views = block.tensors
+        if block.is_away:
+            self.drop(block)
+        elif block.wanted and block.memory is not None:
+            block.wanted = False
+            self._ahead_bytes -= block.size
+            self._unwritten_bytes += block.size
+            self._queue.put(block)
+
+    def _check(self) -> None:
+        """Raises a `RuntimeError` if a thread has failed."""
+        if self._error is None:
+            return
+        where = "the memory of the host" if self.folder is None else f"the folder {self.folder!r}"
+        advice = ""
+        if isinstance(self._error, OSError) and self._error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = (
+                f" (this rank has written {format_bytes(self._written_bytes)} so far); free some of it, or name "
+                "another folder (--activations disk:FOLDER)"
+            )
+        raise RuntimeError(f"activations wait in {where}, but {self._error}{advice}") from self._error
+
+    # -- the threads ----------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self._error = error
+            self.changed.notify_all()
+
+    def raise_failure(self) -> None:
+        with self.changed:
+            self._check()
+
+    def _write_blocks(self) -> None:
+        while (block := self._queue.get()) is not None:
+            with self.changed:
+                memory, changes = None if block.wanted or block.is_away else block.memory, block.changes
+            if memory is None:
+                continue
+            try:
+                self._write(block, memory)
+            except BaseException as error:
+                self.fail(error)
+                return
+            del memory
+            with self.changed:
+                self._written_bytes += block.size
+                if block.changes == changes:
+                    block.is_away = True
+                    if not block.wanted and block.memory is not None:
+                        self.drop(block)
+
+    def _read_blocks(self) -> None:
+        while True:
+            with self.changed:
+                while not self._closed and (block := self._choose_to_read()) is None:
+                    self.changed.wait()
+                if self._closed or block is None:
+                    return
+                self._want(block)
+                if block.memory is not None:
+                    continue
+                block.reading = True
+            try:
+                memory = self._read(block)
+            except BaseException as error:
+                self.fail(error)
+                return
+            with self.changed:
+                block.reading = False
+                block.memory = memory if block.wanted else None
+                self.changed.notify_all()
+            del memory
+
+    def _choose_to_read(self) -> Block | None:
+        return None if self._ahead_bytes >= self._window_bytes else self._choose()
+
+    def _write(self, block: Block, memory: torch.UntypedStorage) -> None:
+        data = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+        if self._stream is not None:
+            host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(block.ready)
+                host.copy_(data, non_blocking=True)
+                self._stream.synchronize()
+            data = host
+        if self.folder is None:
+            block.host = data
+        else:
+            block.file.write(block.offset, view_bytes(data))
+
+    def _read(self, block: Block) -> torch.UntypedStorage:
+        data = block.host
+        if data is None:
+            data = torch.empty(block.size, dtype=torch.uint8, pin_memory=self._stream is not None)
+            block.file.read(block.offset, view_bytes(data))
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                data = data.to(self._device, non_blocking=True)
+                self._stream.synchronize()
+        return data.untyped_storage()
+
+    def close(self) -> None:
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def view_bytes(data: torch.Tensor) -> memoryview:
+    """Returns the memory of uint8[n]."""
+    view: Any = data.numpy()
+    return memoryview(view)

@@ -1,0 +1,303 @@
+"""Activations that wait elsewhere: what a forward keeps for its backward leaves the worker's memory until then.
+
+Hooks see each tensor that autograd saves. Those of at least `_LEAST_BYTES` that no one else keeps (no weight, buffer or
+input of the model) go to disk or to the memory of the host while the forward continues, and come back ahead of the
+backwards, in the order of the program (`runtime.stage.block_mover`). A storage moves once, however many tensors are
+views of it. The oldest of a forward move first, because they are needed last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipedream.core.plan.activations import WINDOW_SHARE, Activations
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.stage.block_mover import Block, BlockFile, BlockMover
+from pipedream.sharding.outside_func import HooksOutsideFunc
+
+_LEAST_BYTES = 1 << 16
+_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+
+
+class SavedTensor:
+    """A tensor that a graph has saved, with its version counter then: autograd does not check tensors of hooks."""
+
+    __slots__ = ("_shape", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._shape = tensor.shape
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """Raises a `RuntimeError`, as autograd does, if it was written in place meanwhile."""
+        if self._tensor is None:
+            raise RuntimeError("a backward ran again through a graph that a split backward has freed")
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._shape)} that the backward needs was written in place after the "
+                f"operation that saved it, at version {self._version}, and is at version {self._tensor._version}; let "
+                "the layer write a copy"
+            )
+        return self._tensor
+
+    def free(self) -> None:
+        """Lets go of the tensor, which no backward needs any more."""
+        self._tensor = None
+
+
+class _MovedTensor(SavedTensor):
+    __slots__ = ("_block", "_layout", "_mover")
+
+    def __init__(self, tensor: torch.Tensor, block: Block, mover: BlockMover) -> None:
+        super().__init__(tensor)
+        self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._tensor = tensor.detach()
+        self._tensor.data = tensor.new_empty(0)  # keeps the counter, not the memory
+        self._block = block
+        self._mover = mover
+        block.tensors += 1
+        block.views += 1
+
+    def unpack(self) -> torch.Tensor:
+        empty = super().unpack()
+        with torch.no_grad():
+            return empty.new_empty(0).set_(self._mover.load(self._block), *self._layout)
+
+    def free(self) -> None:
+        if self._tensor is not None:
+            super().free()
+            self._mover.free(self._block)
+
+
+def unpack(saved: SavedTensor) -> torch.Tensor:
+    """The hook for all of them, by which others recognise a tensor that may be unpacked more than once."""
+    return saved.unpack()
+
+
+def find_hook() -> Callable[[torch.Tensor], SavedTensor] | None:
+    """Returns the hook of the `Offload` around the running forward, for other hooks inside it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None or hooks[1] is not unpack else hooks[0]
+
+
+class _Pass(NamedTuple):
+    """A backward, or half of one."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+class Offload:
+    """What the forwards of one rank keep elsewhere.
+
+    Life: `switch_to` a program, `begin` a stream; then `keeping` around each forward, `begin_backward` and
+    `end_backward` around each backward; `close`.
+
+    Attributes:
+        moved_bytes: so far.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._device = device
+        self._mover: BlockMover | None = None
+        self._shares: tuple[float, ...] = ()
+        self._blocks: dict[tuple[int, int], list[Block]] = {}
+        self._files: list[BlockFile] = []
+        self._free_files: list[BlockFile] = []
+        self._movable_bytes: dict[int, int] = {}  # stage -> of its last forward
+        self._windows: dict[int, int] = {}
+        self.moved_bytes = 0
+
+    def switch_to(self, program: Program) -> None:
+        self._program = program
+        self._place = Activations.read(program.plan.activations)
+        self._shares = tuple(stage.offload if self._place else 0.0 for stage in program.plan.stages)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a stream, at a drain."""
+        if self._mover is not None:
+            with self._mover.changed:
+                self._begin()
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._order = self._list_passes()
+        self._coming: deque[_Pass] = deque()
+        self._position = 0  # in `_coming`, of the first pass whose blocks are not in `_to_read`
+        self._to_read: list[Block] = []
+
+    def _list_passes(self) -> Iterator[_Pass]:
+        for instruction in self._program.stream(self._rank):
+            if isinstance(instruction, Op) and instruction.kind in _BACKWARDS and self.moves(instruction.stage):
+                yield _Pass(instruction.kind, instruction.stage, instruction.index)
+
+    def moves(self, stage: int) -> bool:
+        return bool(self._shares) and self._shares[stage] > 0
+
+    @contextmanager
+    def keeping(self, stage: int, index: int, kept: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+        """Context of a forward.
+
+        Args:
+            kept: yields tensors that stay anyway: weights, buffers, inputs.
+        """
+        if not self.moves(stage):
+            yield
+            return
+        mover = self._mover = self._mover or BlockMover(self._place.folder, self._device, self._choose_to_read)
+        share, movable_bytes = self._shares[stage], self._movable_bytes.get(stage)
+        forward = _Forward(
+            mover,
+            {tensor.untyped_storage()._cdata for tensor in kept() if tensor.layout is torch.strided},
+            self._take_file(mover),
+            self._device,
+            None if share == 1 or movable_bytes is None else int(share * movable_bytes),
+            self._windows.get(stage, 0),
+        )
+        with HooksOutsideFunc(forward.pack, unpack):
+            yield
+        mover.flush()
+        self._movable_bytes[stage], self._windows[stage] = forward.movable_bytes, forward.window_bytes
+        self.moved_bytes += forward.moved_bytes
+        with mover.changed:
+            self._blocks[stage, index] = forward.blocks
+            mover.changed.notify_all()
+
+    def _take_file(self, mover: BlockMover) -> BlockFile:
+        if self._free_files:
+            file = self._free_files.pop()
+            file.used_bytes = 0
+            return file
+        try:
+            self._files.append(BlockFile(self._place.folder))
+        except OSError as error:
+            mover.fail(error)
+            mover.raise_failure()
+        return self._files[-1]
+
+    def begin_backward(self, kind: Kind, stage: int, index: int) -> None:
+        if not self.moves(stage) or self._mover is None:
+            return
+        this = _Pass(kind, stage, index)
+        with self._mover.changed:
+            while (self._coming.popleft() if self._coming else next(self._order)) != this:
+                pass  # one that a drain leaves out
+            self._position = 0
+            self._to_read = list(self._blocks.get((stage, index), ()))
+            self._mover.is_last_pass = kind is not Kind.INPUT_GRADIENT
+            self._mover.changed.notify_all()
+
+    def end_backward(self, stage: int, index: int) -> None:
+        """Frees what the backward needed; after the first half of one it goes away again."""
+        if not self.moves(stage) or self._mover is None:
+            return
+        with self._mover.changed:
+            blocks = self._blocks.get((stage, index), [])
+            if not self._mover.is_last_pass:
+                for block in blocks:
+                    self._mover.send_away(block)
+                return
+            self._blocks.pop((stage, index), None)
+            for block in blocks:
+                self._mover.drop(block)
+                block.views = 0
+            if blocks:
+                self._free_files.append(blocks[0].file)
+
+    def _choose_to_read(self) -> Block | None:
+        while True:
+            while self._to_read:
+                block = self._to_read.pop()
+                if block.views and not block.wanted:
+                    return block
+            if self._position == len(self._coming):
+                self._coming.append(next(self._order))
+            coming = self._coming[self._position]
+            if (coming.stage, coming.microbatch) not in self._blocks:  # its forward has not ended
+                return None
+            self._to_read = list(self._blocks[coming.stage, coming.microbatch])
+            self._position += 1
+
+    def close(self) -> None:
+        """Ends the threads and frees the files."""
+        if self._mover is not None:
+            self._mover.close()
+        for file in self._files:
+            file.close()
+        self._blocks.clear()
+
+
+class _Forward:
+    """Packs what one forward saves.
+
+    Args:
+        stay: storages that others keep.
+        limit_bytes: to move; None: all.
+
+    Attributes:
+        movable_bytes, moved_bytes: so far.
+    """
+
+    def __init__(
+        self,
+        mover: BlockMover,
+        stay: set[int],
+        file: BlockFile,
+        device: torch.device,
+        limit_bytes: int | None,
+        window_bytes: int,
+    ) -> None:
+        self._mover = mover
+        self._stay = stay
+        self._file = file
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._before_bytes = window_bytes
+        self._by_storage: dict[int, tuple[StorageWeakRef, Block]] = {}
+        self._largest_bytes = 0
+        self.movable_bytes = self.moved_bytes = 0
+        self.blocks: list[Block] = []
+
+    @property
+    def window_bytes(self) -> int:
+        """What may be unwritten, and what may be read ahead."""
+        return max(int(WINDOW_SHARE * self.moved_bytes), self._largest_bytes)
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        if not self._may_move(tensor):
+            return SavedTensor(tensor)
+        storage = tensor.untyped_storage()
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._stay or size < _LEAST_BYTES:
+            return SavedTensor(tensor)
+        if place not in self._by_storage:
+            self.movable_bytes += size
+            if self._limit_bytes is not None and self.moved_bytes + size // 2 > self._limit_bytes:
+                self._stay.add(place)
+                return SavedTensor(tensor)
+            # The weak reference keeps the address from being used again.
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._by_storage[place] = reference, Block(storage, self._file)
+            self.blocks.append(self._by_storage[place][1])
+            self.moved_bytes += size
+            self._largest_bytes = max(self._largest_bytes, size)
+        block = self._by_storage[place][1]
+        self._mover.put(block, storage, max(self._before_bytes, self.window_bytes))
+        return _MovedTensor(tensor, block, self._mover)
+
+    def _may_move(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return False
+        return tensor.device.type == self._device.type and not tensor.is_conj() and not tensor.is_neg()

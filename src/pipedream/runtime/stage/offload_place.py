@@ -1,0 +1,95 @@
+"""The place where activations wait: whether it can hold them, and how fast it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.survey import lower_quartile
+from pipedream.core.plan.activations import Activations
+from pipedream.core.plan.placement import Dispatched
+from pipedream.core.schedule.program import Program
+from pipedream.core.units import format_bytes, format_rate
+from pipedream.runtime.stage.block_mover import BlockFile, view_bytes
+
+_MEASURED_BYTES = 1 << 26
+_NETWORK_FILE_SYSTEMS = {"9p", "afs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "lustre", "nfs", "nfs4", "smb3"}
+
+
+def check_place(program: Program, device: torch.device, stages: Iterable[int]) -> None:
+    """Raises a `PlanError` if activations cannot wait where the plan says; warns of a network file system.
+
+    Args:
+        stages: of this process.
+    """
+    plan = program.plan
+    place = Activations.read(plan.activations)
+    if not place or not any(stage.offload for stage in plan.stages):
+        return
+    asked = f"activations={plan.activations!r} was asked for, but "
+    if place.folder is None and device.type == "cpu":
+        raise PlanError(f"{asked}the workers are CPUs, whose memory is the host's; give disk:FOLDER")
+    if plan.ranks > plan.workers:
+        raise PlanError(f"{asked}the plan {plan.config} has meshes, whose ranks keep parts of tensors; leave it out")
+    if isinstance(program.placement, Dispatched):
+        raise PlanError(f"{asked}with {program.name!r} nothing waits for a backward but its input; leave it out")
+    if place.folder is None:
+        return
+    try:
+        BlockFile(place.folder).close()
+    except OSError as error:
+        raise PlanError(
+            f"{asked}no file can be made in {place.folder!r} ({error.strerror}); make the folder on every machine, on "
+            "a local disk that this user may write to"
+        ) from error
+    need_bytes = sum(plan.stages[stage].memory.moved_bytes for stage in stages)
+    free_bytes = shutil.disk_usage(place.folder).free
+    if need_bytes > free_bytes:
+        raise PlanError(
+            f"{asked}it takes {format_bytes(need_bytes)} of {place.folder!r}, where {format_bytes(free_bytes)} are "
+            f"free, {format_bytes(need_bytes - free_bytes)} too few; free some, name another folder, or give the "
+            "workers more memory"
+        )
+    kind = find_file_system(place.folder)
+    if kind in _NETWORK_FILE_SYSTEMS:
+        rate = format_rate(measure_disk(place.folder))
+        warnings.warn(
+            f"activations wait in {place.folder!r}, on a network file system ({kind}) at {rate}; a local disk is "
+            "faster",
+            stacklevel=2,
+        )
+
+
+def measure_disk(folder: str) -> float:
+    """Returns bytes/s at which a file in a folder is written again and again, and read, as activations are.
+
+    Both go through the system's cache, so that the disk counts only where that is full.
+    """
+    data = view_bytes(torch.zeros(_MEASURED_BYTES, dtype=torch.uint8))
+    seconds: tuple[list[float], list[float]] = ([], [])
+    file = BlockFile(folder)
+    for _ in range(5):
+        for row, move in zip(seconds, (file.write, file.read), strict=True):
+            start = time.perf_counter()
+            move(0, data)
+            row.append(time.perf_counter() - start)
+    file.close()
+    return _MEASURED_BYTES / max(map(lower_quartile, seconds))
+
+
+def find_file_system(folder: str) -> str:
+    """Returns the type of the file system that a folder is on; '' if unknown."""
+    device = os.stat(folder).st_dev
+    try:
+        rows = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return next((row[row.index("-") + 1] for row in reversed(rows) if row[2] == number), "")

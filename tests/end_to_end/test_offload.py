@@ -1,0 +1,176 @@
+"""A stage whose activations wait on disk trains to the bit as one that keeps them."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from cases import Case, check_same, run
+from marks import thinned
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipedream as pd
+from pipedream.core.errors import PlanError, WorkerError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.memory import StageMemory
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
+from pipedream.runtime.stage import offload, offload_place
+
+CASES = [
+    *(Case(a, "1f1b", 3, microbatches=4, optimizer="adamw", check=True) for a in zoo.NAMES),
+    Case("transformer", "pipedream", 3),
+    Case("transformer", "pipedream_2bw", 3, microbatches=3),
+    Case("transformer", "zb_h1", 3, microbatches=6),
+    Case("transformer", "interleaved_1f1b", 4, microbatches=4),
+    Case("cnn", "zbv", 4, microbatches=4),
+    Case("mlp", "v_half", 4, microbatches=4),
+    Case("transformer", "paci", 3, microbatches=3),
+    Case("cnn", "gpipe", 2, microbatches=3),
+    Case("mlp", "pipemare", 3, microbatches=3),
+    Case("mlp", "pipedream", 3, dtype=torch.float32, autocast=torch.bfloat16),
+    Case("mlp", "xpipe", 2, microbatches=2),
+    Case("cnn", "pipedream", 2, replicas=(1, 3), drain_at=-1),
+]
+
+
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
+
+
+@pytest.mark.parametrize("case", thinned(pytest.param(case, id=str(case)) for case in CASES))
+def test_activations_on_disk_change_no_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    close = offload.Offload.close
+    monkeypatch.setattr(offload.Offload, "close", lambda self: (moved.append(self.moved_bytes), close(self)))
+    away = run(replace(case, activations=f"disk:{tmp_path}"))
+    assert sum(moved) > 0
+    assert not os.listdir(tmp_path), "files have no names"
+    check_same(away, run(case), 0)
+
+
+class Watched(nn.Module):
+    """Tells how many of its results are in memory at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[Any] = []
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = torch.exp(x)  # keeps its result
+        self.alive.append(weakref.ref(output.untyped_storage()))
+        self.most = max(self.most, sum(ref() is not None for ref in self.alive))
+        return output * 2.0
+
+
+def train(activations: str | None, model: nn.Sequential, **options: Any) -> None:
+    """Trains a row of modules with the first two in stage 0, and each other one in a stage."""
+    names = [tuple(map(str, range(2))), *((str(i),) for i in range(2, len(model)))]
+    stages = [Stage(int(each[0]), int(each[-1]) + 1, names=each) for each in names]
+    plan = Plan(tuple(stages), tuple(range(len(stages), 0, -1)), Cluster.flat(len(stages)))
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(12)]
+    options = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.01), "check": False} | options
+    with pd.Pipeline(model, plan, activations=activations, **options) as pipeline:
+        list(pipeline.train(data))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_waits_on_disk_is_not_in_memory(waits: bool, tmp_path: Path) -> None:
+    gc.disable()  # what is freed is freed at once, and not by chance
+    try:
+        watched = Watched()
+        train(f"disk:{tmp_path}" if waits else None, nn.Sequential(nn.Linear(8, 8), watched, *make_linears(6)))
+    finally:
+        gc.enable()
+    # One in its forward, at most one unwritten, at most one read ahead.
+    assert watched.most <= 3 if waits else watched.most == 7
+
+
+def make_linears(count: int) -> list[nn.Linear]:
+    return [nn.Linear(8, 8) for _ in range(count)]
+
+
+def test_a_tensor_that_is_written_after_it_was_saved_is_an_error(tmp_path: Path) -> None:
+    class Overwriting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            return y.add_(1.0)
+
+    with pytest.raises(WorkerError, match="written in place after the operation that saved it"):
+        train(f"disk:{tmp_path}", nn.Sequential(nn.Linear(8, 8), Overwriting(), *make_linears(2)))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("disk:/no/such/folder", "no file can be made in '/no/such/folder' \\(No such file or directory\\)"),
+        ("host", "the workers are CPUs, whose memory is the host's; give disk:FOLDER"),
+        ("disk", "give 'host' or 'disk:FOLDER'"),
+    ],
+)
+def test_a_place_that_cannot_hold_activations_is_refused(place: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        train(place, nn.Sequential(*make_linears(3)))
+
+
+def test_a_disk_with_too_little_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_place.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3_000_000))
+    stages = (
+        Stage(0, 1, names=("0",), offload=1.0, memory=StageMemory(moved_bytes=5_000_000)),
+        Stage(1, 2, names=("1",)),
+    )
+    plan = Plan(stages, (2, 1), Cluster.flat(2), activations=f"disk:{tmp_path}")
+    with pytest.raises(PlanError, match=r"takes 5\.00 MB of .* where 3\.00 MB are free, 2\.00 MB too few"):
+        pd.Pipeline(nn.Sequential(*make_linears(2)), plan, loss=F.mse_loss, optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_ends_the_run_with_its_folder(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    advice = "free some of it, or name another folder" if number == errno.ENOSPC else ""
+    with pytest.raises(WorkerError, match=f"activations wait in the folder '{tmp_path}', but .*{advice}"):
+        train(f"disk:{tmp_path}", nn.Sequential(*make_linears(4)))
+
+
+def test_a_folder_that_is_removed_during_a_run_does_not_matter(tmp_path: Path) -> None:
+    folder = tmp_path / "away"
+    folder.mkdir()
+    done: list[int] = []
+
+    def remove(output: Tensor, target: Tensor) -> Tensor:
+        done.append(1)
+        if len(done) == 8:  # all files are open
+            folder.rmdir()
+        return F.mse_loss(output, target[1])
+
+    train(f"disk:{folder}", nn.Sequential(*make_linears(4)), loss=remove)
+    assert len(done) == 12
+
+
+def test_a_network_file_system_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_place, "find_file_system", lambda folder: "nfs4")
+    monkeypatch.setattr(offload_place, "_MEASURED_BYTES", 1 << 16)
+    with pytest.warns(UserWarning, match=r"on a network file system \(nfs4\) at .*/s; a local disk is faster"):
+        train(f"disk:{tmp_path}", nn.Sequential(*make_linears(3)))
+
+
+def test_the_file_system_of_a_folder_is_known() -> None:
+    assert offload_place.find_file_system("/proc") == "proc"

@@ -1,0 +1,99 @@
+"""Activations that wait elsewhere: no more than must, counted by plan and simulation, and named in a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipedream as pd
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan, move_activations
+from pipedream.core.units import format_bytes
+
+LAYER = LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, working_bytes=2000)
+CHAIN = Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
+
+
+def plan_of(memory_bytes: int | None, rate: float | None = None, profile: Profile = CHAIN, **request: Any) -> Plan:
+    cluster = replace(Cluster.flat(4, memory_bytes=memory_bytes), disk_bytes_per_s=rate)
+    return pd.plan(profile, cluster, **{"shape": "straight", "activations": "disk:/none"} | request)
+
+
+NEEDS = [stage.peak_bytes for stage in plan_of(None).stages]
+
+
+def test_without_a_limit_everything_stays() -> None:
+    plan = plan_of(None)
+    assert not plan.activations
+    assert {stage.offload for stage in plan.stages} == {0.0}
+
+
+@given(share=st.floats(0.3, 1.0), method=st.sampled_from([("pipedream", None), ("1f1b", 4), ("pipedream_2bw", 4)]))
+def test_each_stage_moves_the_fewest_eighths_that_fit(share: float, method: tuple[str, int | None]) -> None:
+    how = dict(zip(("schedule", "microbatches"), method, strict=True))
+    free = plan_of(None, activations="", **how)
+    limit = int(share * max(stage.peak_bytes for stage in free.stages))
+    try:
+        plan = plan_of(limit, **how)
+    except PlanError:
+        return
+    for stage, before in zip(plan.stages, free.stages, strict=True):
+        assert stage.peak_bytes <= limit
+        if stage.offload:
+            assert before.peak_bytes > limit
+            more = stage.offload - 1 / 8
+            # Between two eighths the peak falls by at most what one of them moves.
+            assert stage.peak_bytes + (stage.memory.moved_bytes / stage.offload) / 8 * 1.01 + 8 > limit, more
+        else:
+            assert stage.peak_bytes == before.peak_bytes
+    timeline = pd.simulate(plan, minibatches=20)
+    for stage, memory in zip(plan.stages, timeline.peak_bytes, strict=True):
+        assert memory <= stage.peak_bytes
+
+
+def test_a_slow_disk_makes_the_passes_longer() -> None:
+    limit = NEEDS[0] - 150_000
+    fast, slow = plan_of(limit, 1e9), plan_of(limit, 10_000.0)
+    assert fast.stages[0].offload == slow.stages[0].offload > 0
+    assert (fast.stages[0].forward_s, fast.stages[0].backward_s) == (1.0, 2.0)
+    copy_s = slow.stages[0].offload * 100_000 / 10_000.0
+    assert slow.stages[0].forward_s == slow.stages[0].backward_s == copy_s
+    assert slow.stages[3].forward_s == 1.0, "it moves nothing"
+    assert pd.simulate(slow, minibatches=20).makespan_s > pd.simulate(fast, minibatches=20).makespan_s + 20
+
+
+@pytest.mark.parametrize(("method", "less_bytes"), [(("1f1b", 1), 45_000), (("pipedream", None), 150_000)])
+def test_a_refusal_says_what_would_fit(method: tuple[str, int | None], less_bytes: int) -> None:
+    how = dict(zip(("schedule", "microbatches"), method, strict=True))
+    limit = max(stage.peak_bytes for stage in plan_of(None, **how).stages) - less_bytes
+    with pytest.raises(PlanError) as refusal:
+        plan_of(limit, activations="", **how)
+    text = str(refusal.value)
+    moved_bytes = plan_of(limit, **how).stages[0].memory.moved_bytes
+    assert f"activations on disk (--activations disk:FOLDER; {format_bytes(moved_bytes)}" in text
+    # Of one microbatch in flight everything is there in its backward; of eight at most four are in flight.
+    assert ("recomputation (--recompute auto)" in text) == (method[0] == "pipedream")
+    assert ("microbatches of at most 1 samples (--microbatches 8)" in text) == (method[0] == "1f1b")
+
+
+def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
+    plan = plan_of(NEEDS[0] - 150_000)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert (plan.activations, plan.cluster.activations) == ("disk:/none", "")
+    assert "of the stages' wait in disk:/none" in str(plan)
+
+
+def test_recomputation_and_moving_exclude_each_other() -> None:
+    with pytest.raises(PlanError, match="a stage that recomputes keeps nothing but its input"):
+        plan_of(None, recompute="always")
+    moved = move_activations(plan_of(None), "disk:/none")
+    assert {stage.offload for stage in moved.stages} == {1.0}
+    with pytest.raises(ValueError, match="none if it recomputes"):
+        replace(moved.stages[0], recompute=True)
