@@ -35,7 +35,7 @@ from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
-from pipedream.training.restarts import find_plan_left
+from pipedream.training.restarts import Left, find_left
 from pipedream.training.run_folder import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
@@ -202,7 +202,8 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
 
     Raises a `PlanError` if none fits.
     """
-    plan, lost = find_plan_left()
+    left = find_left()
+    plan, lost = left.plan, left.lost
     if plan is not None and plan.ranks == job.workers:
         if job.resumed is None and job.options.schedule is None:
             job = replace(job, schedule=AUTO)  # the plan's
@@ -214,10 +215,10 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             return replace(planned, lost=lost)
         except (PlanError, ScheduleError) as error:
             process.console.print(f"the plan {plan.config}{without} is not possible ({error}); planning again")
-    return replace(_choose_methods(job, *_choose_plan(job, process, same_machine=bool(lost))), lost=lost)
+    return replace(_choose_methods(job, *_choose_plan(job, process, left)), lost=lost)
 
 
-def _choose_plan(job: Job, process: Process, *, same_machine: bool) -> tuple[Plan, Profile | None]:
+def _choose_plan(job: Job, process: Process, left: Left) -> tuple[Plan, Profile | None]:
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
     saved = None
@@ -226,7 +227,7 @@ def _choose_plan(job: Job, process: Process, *, same_machine: bool) -> tuple[Pla
         if plan is None and saved.ranks == job.workers and not any(options.plan_settings.values()):
             plan = saved
     # What was measured with the plan is not measured again, nor by the workers that are left of a run.
-    measured = saved if same_machine and saved is not None else plan
+    measured = left.before or plan
     runtime = (measured is not None and measured.runtime) or _measure_runtime_costs(recipe, str(process.device))
     is_given = plan is not None
     if plan is None:
@@ -246,7 +247,7 @@ def _choose_plan(job: Job, process: Process, *, same_machine: bool) -> tuple[Pla
                     meshes=meshes,
                 )
         request = PlanRequest(
-            _choose_cluster(job, process),
+            left.cluster or _choose_cluster(job, process),
             schedule=job.schedule,
             microbatches=job.microbatches,
             in_flight=options.in_flight,

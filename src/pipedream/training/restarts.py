@@ -6,12 +6,14 @@ import os
 import struct
 import time
 import weakref
+from dataclasses import dataclass, replace
 from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import RecipeError
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.without import drop_worker
 from pipedream.runtime.failure.processes import find_launch_folder, read_lost
@@ -123,26 +125,49 @@ def check_recipe_stays(source: str, rank: int) -> None:
 
 
 def keep_plan_of_attempt(plan: Plan) -> None:
-    """Keeps the plan for `find_plan_left`; does nothing under another launcher."""
+    """Keeps the plan for `find_left`; does nothing under another launcher."""
     folder = find_launch_folder()
     if folder is not None:
         plan.save(folder / str(_read_count()) / _PLAN)
 
 
-def find_plan_left() -> tuple[Plan | None, tuple[int, ...]]:
-    """Returns the plan of the newest attempt that had one, without the workers lost since, and their ranks.
+@dataclass(frozen=True)
+class Left:
+    """What the attempts before have left to this one.
 
-    None if a stage would have no worker, or no attempt had a plan.
+    Attributes:
+        before: the plan of the newest that had one.
+        lost: ranks in it that were lost since, in this order; each counts in what the ones before it have left.
+        plan: without them; None if a stage would have no worker.
     """
+
+    before: Plan | None = None
+    lost: tuple[int, ...] = ()
     plan: Plan | None = None
-    ranks: list[int] = []
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster without the lost workers; None if nothing was lost, or it had more workers than the plan."""
+        if self.before is None or not self.lost or self.before.cluster.workers != self.before.ranks:
+            return None
+        cluster = self.before.cluster
+        for rank in self.lost:
+            cluster = cluster.without(rank)
+        return cluster
+
+
+def find_left() -> Left:
+    """Returns what is left of the attempts before; nothing in the first one, or under another launcher."""
+    left = Left()
     for folder, lost in _list_attempts():
         if (folder / _PLAN).exists():
-            plan, ranks = Plan.load(folder / _PLAN), []
-        ranks += lost
+            plan = Plan.load(folder / _PLAN)
+            left = Left(plan, (), plan)
+        plan_left = left.plan
         for rank in lost:
-            plan = plan and drop_worker(plan, rank)
-    return plan, tuple(ranks)
+            plan_left = plan_left and drop_worker(plan_left, rank)
+        left = replace(left, lost=(*left.lost, *lost), plan=plan_left)
+    return left
 
 
 def _list_attempts() -> list[tuple[Path, list[int]]]:
