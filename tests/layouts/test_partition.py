@@ -259,6 +259,13 @@ def test_all_cuts_at_once_equal_exhaustive_search(ops: Operators) -> None:
     assert partition(ops, 4, "joint").elements == _yield_cut_pairs(ops)
 
 
+def test_without_replicas_each_rank_has_a_part_of_everything() -> None:
+    ops = square_layers(4, 512, 8192)
+    result = partition(ops, 4, replicate=False)
+    assert all(scheme is not None for cut in result.cuts for scheme in cut.schemes.values())
+    assert result.elements >= partition(ops, 4).elements
+
+
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     ops = recurrent(2, 6, 64, 64)
     plain, merged = Search(ops, most_cells=10**9), Search(ops, most_cells=100)

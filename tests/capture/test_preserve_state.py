@@ -1,0 +1,46 @@
+"""What the modules of a model hold is after a run as it was before."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipedream.capture import preserve_state
+
+HELD: dict[str, tuple[Any, Callable[[Any], object]]] = {  # an attribute, and what a forward does to it
+    "list": ([1, 2], list.clear),
+    "deque": (deque([1], maxlen=2), lambda held: held.append(2)),
+    "dict": ({"a": 1}, lambda held: held.update(a=2)),
+    "set": ({1}, lambda held: held.add(2)),
+    "tuple": (([1],), lambda held: held[0].clear()),
+    "nested": ({"a": [{1}]}, lambda held: held["a"][0].clear()),
+    "instance": (SimpleNamespace(x=1), lambda held: setattr(held, "y", 2)),
+    "partial": (partial(sorted, [1]), lambda held: held.args[0].clear()),
+    "tensor": (torch.ones(2), torch.Tensor.zero_),
+    "array": (np.ones(2), lambda held: held.fill(0)),
+    "random": (random.Random(0), random.Random.random),
+    "generator": (np.random.default_rng(0), np.random.Generator.random),
+    "state": (np.random.RandomState(0), np.random.RandomState.rand),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_an_attribute_is_left_as_it_was(name: str) -> None:
+    held, change = HELD[name]
+    module, before = nn.Identity(), pickle.dumps(held)
+    module.held = held
+    with preserve_state([module]):
+        change(held)
+        assert pickle.dumps(held) != before
+    assert module.held is held
+    assert pickle.dumps(held) == before
