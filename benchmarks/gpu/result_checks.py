@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,18 @@ def equality(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     batches = loops.batches_of(scale.width, scale.samples, scale.minibatches)
     x = batches[0][0]
     with loops.deterministic():
-        for name in ("gpipe", "1f1b", "interleaved_1f1b", "chimera", "recompute", "dropout", "zb_h1", "roundpipe"):
-            method = "1f1b" if name in ("recompute", "dropout") else name
+        for name in (
+            "gpipe", "1f1b", "interleaved_1f1b", "chimera", "recompute", "dropout", "zb_h1", "roundpipe", "host"
+        ):  # fmt: skip
+            method = "1f1b" if name in ("recompute", "dropout", "host") else name
             model = loops.dense(scale.width, dropout=0.2 if name == "dropout" else 0.0)
             plan = loops.plan_of(model, x, STAGES, method, recompute=name == "recompute")
+            plan = replace(plan, optimizer_state="host" if name == "host" else "device")
             trained = loops.train(model, plan, batches, device, schedule=method, microbatches=MICROBATCHES)
             holders = 2 if method == "chimera" else 1
             expected = loops.plain_loop(model, batches, device, microbatches=MICROBATCHES, holders=holders)
             # The gradients of the weights come from other operations; the updates are made on the CPU.
-            if name in ("zb_h1", "roundpipe"):
+            if name in ("zb_h1", "roundpipe", "host"):
                 yield Finding(f"{name}_distance", loops.distance(trained, expected), "<=", 1e-6)
             else:
                 yield Finding(f"{name}_differing_weights", loops.differing_bits(trained, expected), "==", 0)

@@ -80,6 +80,8 @@ class ModelOptions:
         messages: how tensors with a gradient, and their gradients, are encoded between workers: 'full', 'bfloat16',
             'float16', 'int8', 'int4', or two of these, for activations and for gradients (docs/less_communication.md).
             By default as the plan says.
+        optimizer_state: 'host' keeps optimizers and their state in the memory of the machine: gradients go there, the
+            optimizer steps there, and the weights come back. By default as the plan says.
         parallelize: ``parallelize(name, layer, device_mesh)`` is called for each layer of a worker that is a mesh. It
             may call torch's `parallelize_module`, whose placements come before those of the layout.
     """
@@ -123,6 +125,7 @@ class ModelOptions:
     )
     layout: Layout | None = None
     messages: str | Sequence[str] | Messages | None = None
+    optimizer_state: str | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
     activations: str | None = option(
         None,
@@ -256,7 +259,7 @@ class TrainingOptions(MethodOptions):
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         in_flight: counts may be a tuple.
         layout: in place of the recipe's rules, whose names stay.
-        messages, activations: in place of the recipe's.
+        messages, activations, optimizer_state: in place of the recipe's.
         compile: False leaves it to the recipe.
         epochs, minibatches: since the start of training.
         evaluate_every: each evaluation drains the pipeline.
@@ -315,6 +318,7 @@ class TrainingOptions(MethodOptions):
     )
     messages: str | None = option_of(PlanRequest, "messages", unset="the recipe's or the plan's, or full")
     activations: str | None = option_of(PlanRequest, "activations", default=None, unset="the recipe's or the plan's")
+    optimizer_state: str | None = option_of(PlanRequest, "optimizer_state", unset="the recipe's or the plan's")
     allow_asynchronous: bool = option_of(PlanRequest, "allow_asynchronous")
     compile: bool = option_of(ModelOptions, "compile")
     epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)

@@ -28,6 +28,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan, move_activations
 from pipedream.core.schedule.compensation import compensations
@@ -365,12 +366,13 @@ class Pipeline:
 
 
 def _choose_exchange(plan: Plan, options: PipelineOptions) -> Plan:
-    """Returns the plan with the sums, messages and place of activations that the options ask for."""
+    """Returns the plan with the sums, messages, and places of activations and optimizers that the options ask for."""
     messages = plan.messages if options.messages is None else options.messages
     messages = Messages.read(messages, plan.messages.value_bits)
     if options.activations is not None:
         plan = move_activations(plan, options.activations)
-    return replace(plan, sums=options.sums or plan.sums, messages=messages)
+    state = read_optimizer_state(options.optimizer_state or plan.optimizer_state)
+    return replace(plan, sums=options.sums or plan.sums, messages=messages, optimizer_state=state)
 
 
 def _report_checkpoint(pipeline: Pipeline, listening: Sequence[Callback], path: Path) -> None:

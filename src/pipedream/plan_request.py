@@ -9,6 +9,7 @@ from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.activations import Activations
 from pipedream.core.plan.depth import read_depth
+from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.sums import FULL, SUMS_METAVAR, SumMethod
 
@@ -147,6 +148,14 @@ class PlanRequest:
         unset="in the worker's own memory",
         panel=Panel.SHAPE,
     )
+    optimizer_state: str | None = option(
+        None,
+        "Where optimizers and their state are: with the weights, or in the memory of the machine (host), which updates "
+        "there.",
+        metavar="device|host",
+        unset="device",
+        panel=Panel.METHOD,
+    )
     cost_model: str = option(
         "pipedream",
         "Cost model; classic is that of the original PipeDream's planner.",
@@ -166,6 +175,7 @@ class PlanRequest:
         object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
         Messages.read(self.messages)
         Activations.read(self.activations)
+        read_optimizer_state(self.optimizer_state)
         if self.cost_model not in ("pipedream", "classic"):
             raise PlanError(f"cost model {self.cost_model!r} is not known; write pipedream or classic")
         if self.strategy not in ("simulate", "search", "2bw"):

@@ -49,6 +49,7 @@ class Case:
         check: compares the first minibatch with the model.
         messages: their encoding; every cut lies between two workers.
         activations: where they wait.
+        optimizer_state: where the optimizer is.
     """
 
     animal: str
@@ -76,6 +77,7 @@ class Case:
     check: bool = False
     messages: Any = None
     activations: str | None = None
+    optimizer_state: str | None = None
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -177,6 +179,7 @@ def run(case: Case) -> Outcome:
         check=case.check,
         messages=case.messages,
         activations=case.activations,
+        optimizer_state=case.optimizer_state,
     ) as pipeline:
         # Copies: a network that works in place may write into what it is given.
         for done in pipeline.train(_fresh(animal.batches), epochs=case.epochs):

@@ -13,6 +13,7 @@ from torch import nn
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.layout import Boundary, Layout
+from pipedream.core.plan.memory import HOST
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Dispatched, Placement
@@ -172,6 +173,7 @@ def make_local_workers(
                 replica_groups[stage].member(replica) if placement.replicas[stage] > 1 else None,
                 copies=copy_tied(replica_parameters, stage, shared) if not replica else None,
                 store=store,
+                replica=replica,
             )
             if placement.replicas[stage] > 1:
                 stage_states[stage].copied = CopiedAttributes(
@@ -313,6 +315,7 @@ def _make_stage_state(
     replica_group: Group | None,
     copies: dict[str, nn.Parameter] | None,
     store: HostStore,
+    replica: int = 0,
     sharding: StageSharding | None = None,
     boundary: Boundary | None = None,
 ) -> StageState:
@@ -334,17 +337,19 @@ def _make_stage_state(
     stored = None
     if isinstance(blueprint.placement, Dispatched):
         stored = store.open(stage, _lay_out_stage(blueprint, stage, module))
-    versions = (
-        Versions(parameters, low, watched=replica_group is not None)
-        if stored is None
-        else HostVersions(parameters, stored)
-    )
+    hosted = None
+    if plan.optimizer_state == HOST and stored is None:
+        _refuse_mesh(sharding)
+        layout = StageLayout(module, {}, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
+        hosted = store.host(stage, replica, parameters, layout)
     counted_elsewhere = [name for weights in blueprint.shared if stage in weights.stages[1:] for name in weights.names]
     # Under these programs weights change between a forward and its backward.
     moving = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
     stage_state = StageState(
         module=module,
-        versions=versions,
+        versions=HostVersions(parameters, stored)
+        if stored is not None
+        else Versions(parameters, low, watched=replica_group is not None),
         gradients=Gradients([handle.dtype for handle in parameters.values()]),
         optimizer=Optimizer(
             parameters,
@@ -358,7 +363,9 @@ def _make_stage_state(
             tied=[name for weights in blueprint.shared if stage in weights.stages for name in weights.names],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
             sharding=sharding,
+            hosted=hosted,
         ),
+        hosted=hosted,
         saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
     )
     if stored is not None:
@@ -373,6 +380,14 @@ def _make_stage_state(
         rotates = any(isinstance(rule, BasisRotation) for p in programs for rule in p.updates.compensation)
         sharding.adapt_optimizer(stage_state.optimizer.optimizer, rotates=rotates)
     return stage_state
+
+
+def _refuse_mesh(sharding: StageSharding | None) -> None:
+    if sharding is not None:
+        raise ScheduleError(
+            "optimizer_state='host' was asked for on a mesh, whose ranks divide weights and state themselves; keep the "
+            "optimizer on the device, or plan without a mesh"
+        )
 
 
 def _make_worker(

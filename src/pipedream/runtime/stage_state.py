@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from pipedream.core.errors import WorkerError
+from pipedream.core.errors import ScheduleError, WorkerError
 from pipedream.core.model.collective import StageCollectives
+from pipedream.core.schedule.compensation import GapAware
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
@@ -28,6 +29,7 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, choose_weights
 from pipedream.runtime.stage.without_data import drop_data, predict_collectives
 from pipedream.runtime.update.compensation import check_optimizer
+from pipedream.runtime.update.hosted import HostedWeights, check_movable
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
@@ -90,6 +92,7 @@ class StageState:
         choice: which weights the passes read.
         copied: attributes of the modules, if there are other replicas in this process.
         overlapped: the newest update, while a thread makes it, or if that failed.
+        hosted: copies of the weights in the memory of the machine, which the optimizer steps there.
     """
 
     module: StageModule
@@ -105,6 +108,7 @@ class StageState:
     received: Message | None = None
     copied: CopiedAttributes | None = None
     overlapped: OverlappedUpdate | None = None
+    hosted: HostedWeights | None = None
     replicas: EqualReplicas | None = field(init=False)
     choice: WeightChoice = field(init=False)
 
@@ -114,9 +118,19 @@ class StageState:
 
     def check_programs(self, programs: Iterable[Program], stage: int) -> None:
         """Raises a `ScheduleError` before a run if a method needs a velocity that the optimizer does not have."""
+        if self.hosted is not None:
+            check_movable(self.optimizer.optimizer)
         for program in programs:
+            by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage))
+            reads_both = any(isinstance(rule, GapAware) for rule in program.updates.compensation) or by_velocity
+            if self.hosted is not None and (reads_both or self.optimizer.average is not None):
+                raise ScheduleError(
+                    f"optimizer_state='host' was asked for with {program.name!r}, which "
+                    f"{'reads weights beside the state' if reads_both else 'averages weights over replicas'} of its "
+                    "optimizer; keep the optimizer on the device"
+                )
             check_optimizer(program.updates.compensation, self.optimizer.optimizer)
-            if any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage)):
+            if by_velocity:
                 check_velocity(self.optimizer.optimizer)
 
     def switch_to(self, program: Program, stage: int, input_updates: int) -> None:
@@ -143,6 +157,8 @@ class StageState:
 
     def begin(self) -> None:
         self.next_forward = 0
+        if self.hosted is not None:
+            self.hosted.read()  # weights may have been loaded
         if self.predictions is not None:
             self.predictions.begin()
         if self.replicas is not None:

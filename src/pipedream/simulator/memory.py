@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedream.core.plan.activations import share_of, window_bytes
-from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
+from pipedream.core.plan.memory import DEFERRED_SHARE, HOST, StageSizes, message_bytes, peers_of
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
@@ -156,6 +156,12 @@ class _StageTrace:
         self.update_bytes = int(self.weights_bytes + max(step_bytes, temporary))
         state_bytes = self.weights_bytes * (1 + program.weights.buffers(stage)) + row.optimizer_bytes + kept
         messages = message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage])
+        if plan.optimizer_state == HOST and not isinstance(program.placement, Dispatched):
+            if plan.costs.on_gpus:
+                state_bytes -= row.optimizer_bytes + kept
+                self.update_bytes = self.weights_bytes
+            else:
+                state_bytes += self.weights_bytes
         if _is_apart(program):  # copies, for a slot alone, and those of the slot before
             self.forward_bytes += 2 * self.weights_bytes
             self.first_bytes += 2 * self.weights_bytes

@@ -18,6 +18,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan, move_activations
@@ -260,17 +261,13 @@ def _choose_plan(job: Job, process: Process, left: Left) -> tuple[Plan, Profile 
             messages=Messages.read(options.messages or (recipe.messages if saved is None else saved.messages)),
             activations=options.activations or (recipe.activations if saved is None else saved.activations) or "",
             sums=options.sums or (recipe.sums or FULL if saved is None else saved.sums),
+            optimizer_state=options.optimizer_state or (recipe if saved is None else saved).optimizer_state,
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
         process.console.print(f"\n{profile}")
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
-    sums = _choose_sums(job, plan)
-    plan = plan if sums is None else replace(plan, sums=sums)
-    messages = options.messages or (recipe.messages if job.resumed is None and not plan.messages else None)
-    if messages is not None:
-        plan = replace(plan, messages=Messages.read(messages, plan.messages.value_bits))
-    plan = _settle_activations(job, plan, is_given=is_given)
+    plan = _settle_activations(job, _choose_exchange(job, plan), is_given=is_given)
     return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
 
 
@@ -294,6 +291,18 @@ def _settle_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
     if place is None and job.resumed is None and not plan.activations:
         place = job.recipe.activations
     return plan if place is None or not is_given else move_activations(plan, place)
+
+
+def _choose_exchange(job: Job, plan: Plan) -> Plan:
+    """Returns the plan with the sums, messages and place of optimizers of this run, or of its recipe."""
+    options, recipe, is_new = job.options, job.recipe, job.resumed is None
+    sums = _choose_sums(job, plan)
+    plan = plan if sums is None else replace(plan, sums=sums)
+    messages = options.messages or (recipe.messages if is_new and not plan.messages else None)
+    if messages is not None:
+        plan = replace(plan, messages=Messages.read(messages, plan.messages.value_bits))
+    state = options.optimizer_state or (recipe.optimizer_state if is_new else None)
+    return plan if state is None else replace(plan, optimizer_state=read_optimizer_state(state))
 
 
 def _choose_sums(job: Job, plan: Plan) -> str | None:

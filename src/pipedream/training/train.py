@@ -180,6 +180,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
                 "sums": None,  # the plan has these
                 "messages": None,
                 "activations": None,
+                "optimizer_state": None,
                 "loggers": [*recipe.loggers, *make_loggers(options.logs, job.folder)],
                 "sample": None if names_layers else model_input(recipe, recipe.first_batch()),
             },

@@ -10,7 +10,7 @@ from pipedream import metrics, planner, schedules
 from pipedream import simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.memory import peers_of, stage_memory
+from pipedream.core.plan.memory import HOST, peers_of, place_state, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.compensation import BasisRotation
@@ -23,7 +23,7 @@ from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner import Score, SearchSpace
 from pipedream.planner.tables.search_space import offload_stage
 from pipedream.verifier import Proof, verify
-from pipedream.workflows.methods import check_no_remote_stages, occupancy_of, resolve_method, score
+from pipedream.workflows.methods import check_machines, check_no_remote_stages, occupancy_of, resolve_method, score
 
 _SAME_FIGURE = 0.01  # relative; smaller differences between plan and profile are not reported
 _SAME_CLAIM = 1e-9
@@ -110,6 +110,7 @@ def check_plan_memory(plan: Plan, built: Schedule, profile: Profile | None) -> t
     else:
         plan, differences = _plan_from_profile(plan, profile, built)
     _check_stage_memory(plan, occupancy(built))
+    check_machines(plan, built)
     check_no_remote_stages(replace(built, plan=plan))
     return plan, differences
 
@@ -141,7 +142,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
     downsets = _find_downsets(plan, profile)
     space = SearchSpace.of(
         profile,
-        plan.cluster,
+        replace(plan.cluster, hosts_optimizers=plan.optimizer_state == HOST),
         microbatches=plan.microbatches,
         occupancy=occupancy_of(plan.schedule, plan.microbatches, built.updates.compensation),
         downsets=downsets,
@@ -214,14 +215,14 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
     parts = built.microbatches if plan.unit == "minibatch" else 1
     last, holds = len(plan.stages) - 1, occupancy(built)
     peers = peers_of(plan.replicas, [usage.in_flight for usage in holds])
-    stages = []
+    stages, cluster = [], replace(plan.cluster, hosts_optimizers=plan.optimizer_state == HOST)
     for s, (stage, usage, its_peers) in enumerate(zip(plan.stages, holds, peers, strict=True)):
         memory = stage_memory(
             stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
             versions=usage.versions,
             in_flight=usage.in_flight,
             deferred=usage.deferred,
-            apart=usage.apart and plan.costs.on_gpus,
+            **place_state(usage.apart, cluster, plan.costs.on_gpus),
             per_update=-(-built.microbatches // stage.replicas),
             flushes=built.flushes,
             update_delay=plan.update_delay[s],

@@ -11,6 +11,7 @@ from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.host_memory import check_host_memory
+from pipedream.core.plan.memory import HOST
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -172,15 +173,24 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
 
 
-def check_no_remote_stages(built: Schedule) -> None:
-    """Raises PlanError if the machine, or a worker, lacks the memory for what is kept, or copied, for remote forwards.
+def check_machines(plan: Plan, built: Schedule | None = None) -> None:
+    """Raises PlanError if a machine of GPUs lacks the memory for weights and optimizers that are kept there.
 
-    The stages must have their bytes.
+    `built`: of a method that may keep weights there.
     """
+    cluster, dispatched = plan.cluster, built is not None and isinstance(built.placement, Dispatched)
+    if not plan.costs.on_gpus or not (dispatched or plan.optimizer_state == HOST):
+        return
+    starts = cluster.starts(1) if len(cluster.levels) > 1 else (0, cluster.workers)
+    for machine in map(range, starts, starts[1:]):
+        stages = [s for s in range(len(plan.stages)) for worker in plan.workers_of(s) if worker in machine]
+        versions = [built.weights.versions(s) if built is not None and dispatched else 1 for s in stages]
+        check_host_memory([plan.stages[s] for s in stages], versions, cluster.host_bytes)
+
+
+def check_no_remote_stages(built: Schedule) -> None:
+    """Raises PlanError if a worker lacks the memory for remote forwards; the stages must have their bytes."""
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
-    if isinstance(built.placement, Dispatched) and plan.costs.on_gpus:
-        versions = [built.weights.versions(stage) for stage in range(len(plan.stages))]
-        check_host_memory(plan.stages, versions, plan.cluster.host_bytes)
     if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
         return
     peaks = simulator.simulate(lower(built), simulator.costs(plan, split=m), m).peak_bytes

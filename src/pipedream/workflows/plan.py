@@ -18,6 +18,7 @@ from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.activations import DISK, Activations
+from pipedream.core.plan.memory import HOST, read_optimizer_state
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.sums import SumMethod
@@ -28,6 +29,7 @@ from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import add_mesh, choose_meshes, suggest_mesh_on_shortage, take_one_rank
 from pipedream.workflows.methods import (
     adapt_plan_to_method,
+    check_machines,
     check_no_remote_stages,
     occupancy_of,
     score,
@@ -209,14 +211,20 @@ def _count_bases(profile: Profile, name: str) -> int:
     return updates.matrix_bytes([matrix for layer in profile.layers for matrix in layer.matrices])[0]
 
 
+def _drop_exchange(cluster: Cluster) -> Cluster:
+    return replace(cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts(), activations="", hosts_optimizers=False)
+
+
 def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:
     """Returns the plan with its messages and sums; their costs leave its cluster and runtime."""
     plan = replace(
         plan,
-        cluster=replace(plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts(), activations=""),
+        cluster=_drop_exchange(plan.cluster),
         runtime=replace(plan.runtime, encoding_s_per_byte=0.0),
         messages=Messages.read(request.messages, 8 * _read_profile(profile).value_bytes),
+        optimizer_state=read_optimizer_state(request.optimizer_state),
     )
+    check_machines(plan)
     return plan if max(plan.replicas) == 1 else replace(plan, sums=request.sums)
 
 
@@ -246,6 +254,8 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
     if messages:
         profile = replace(source, runtime=messages.add_costs(source.runtime))
         request = replace(request, cluster=messages.on(request.workers_and_links))
+    if request.optimizer_state == HOST:
+        request = replace(request, cluster=replace(request.workers_and_links, hosts_optimizers=True))
     if sums.is_low_rank and not source.matrices:
         raise PlanError(
             f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
@@ -459,6 +469,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     space = planner.SearchSpace.of(profile, cluster, occupancy=occupancy_of(schedule, m), microbatches=m)
     plan = space.with_bytes(plan)
     _check_worker_memory(plan)
+    check_machines(plan, built)
     check_no_remote_stages(replace(built, plan=plan))
     return plan
 

@@ -231,7 +231,7 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch
 
 def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(stage.parameter_bytes for stage in plan(3, make()).stages)
-    monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 3 * weights - 1)
+    monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 3 * (weights - 3 * 48) + 3 * 48 - 1)
     with pytest.raises(
         PlanError, match=r"of 5 stages were to be kept in the memory of one machine and need .*free; one version"
     ):
@@ -389,6 +389,48 @@ def train_apart() -> str:
 def test_several_machines_are_refused() -> None:
     for reason in processes.kept(3).results(train_apart):
         assert "memory of one machine were asked for, but the ranks are on 2: " in reason
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained adapter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.adapter = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with LoRA: the store has them once, whatever the versions; the optimizer has adapters alone."""
+    model = nn.Sequential(*(Adapted(8) for _ in range(4)), nn.Linear(8, 3))
+    data = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(3)]
+    order = homes(2, 3)
+    planned = replace(plan_of(model, data[0][0], (2, 4)), cluster=Cluster.flat(2), worker_order=order)
+    sizes = zip(planned.stages, (2 * (288 + 256), 2 * (288 + 256), 108), strict=True)
+    planned = replace(planned, stages=tuple(replace(stage, parameter_bytes=size) for stage, size in sizes))
+    options: dict[str, Any] = {
+        "schedule": "roundpipe[delay=1]", "microbatches": 2, "loss": F.cross_entropy, "optimizer": torch.optim.AdamW
+    }  # fmt: skip
+    frozen = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".base." in name}
+    with pd.Pipeline(model, planned, **options) as run:
+        list(run.train(data))
+        for worker in run._session.local.workers:
+            for stage, state in worker.stage_states.items():
+                layout = state.versions._layout  # type: ignore[attr-defined]
+                trained = sum(handle.nbytes for handle in state.versions.handles.values())
+                assert all(".adapter." in name or name.startswith("4") for name in layout.names)
+                assert layout._set.payload_bytes - trained in range(64), "no frozen weights in each set"
+                assert layout._frozen.payload_bytes - (2 * 288 if stage < 2 else 0) in range(64)
+                assert set(state.optimizer.optimizer.state) == set(state.versions.handles.values())
+        after = run.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in frozen.items())
+    need = 2 * 2 * 288 + 3 * (4 * 256 + 108)  # frozen once; adapters and the head twice, and their gradients
+    monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: need - 1)
+    with pytest.raises(PlanError, match=r"and need 4.55 kB, 1.00 B more"):
+        pd.Pipeline(model, planned, **options)
 
 
 # -- the parts ------------------------------------------------------------------------------------------

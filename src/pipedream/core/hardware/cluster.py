@@ -126,6 +126,7 @@ class Cluster(Artifact):
         host_bytes_per_s: the same between a GPU and the memory of its machine.
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
         activations: where activations may wait (`Plan.activations`).
+        hosts_optimizers: they are in the memory of the machines.
 
     Raises:
         ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
@@ -142,6 +143,7 @@ class Cluster(Artifact):
     sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
     message_shares: tuple[float, float] = field(default=(1.0, 1.0), metadata=NOT_STORED)
     activations: str = field(default="", metadata=NOT_STORED)
+    hosts_optimizers: bool = field(default=False, metadata=NOT_STORED)
 
     def __post_init__(self) -> None:
         if not self.levels:

@@ -10,25 +10,30 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
 
-def check_host_memory(stages: Sequence[Stage], versions: Sequence[int], free_bytes: int | None) -> None:
+def check_host_memory(
+    stages: Sequence[Stage], versions: Sequence[int], free_bytes: int | None, frozen_bytes: Sequence[int] = ()
+) -> None:
     """Raises a PlanError if the stages of a machine need more of its memory than is free (None: unknown).
 
     Args:
         versions: sets of weights of each stage.
+        frozen_bytes: of each stage's weights; (): all are trained.
     """
-    weights = sum(stage.parameter_bytes for stage in stages)
-    sets = sum(stage.parameter_bytes * count for stage, count in zip(stages, versions, strict=True))
+    rows = zip(stages, frozen_bytes or [0] * len(stages), strict=True)
+    trained = [max(0, stage.parameter_bytes - frozen) for stage, frozen in rows]
+    weights, frozen = sum(trained), sum(frozen_bytes)
+    sets = frozen + sum(size * count for size, count in zip(trained, versions, strict=True))
     state = sum(stage.optimizer_bytes for stage in stages)
     need = weights + sets + state  # one set of gradients
     if free_bytes is None or need <= free_bytes:
         return
     smaller = {
-        "one version of the weights (a method without delay) needs": 2 * weights + state,
+        "one version of the weights (a method without delay) needs": 2 * weights + frozen + state,
         "an optimizer without state needs": weights + sets,
     }
     fits = {words: size for words, size in smaller.items() if size <= free_bytes}
-    if not fits and 2 * weights <= free_bytes:
-        fits = {"with one version of the weights an optimizer without state needs": 2 * weights}
+    if not fits and 2 * weights + frozen <= free_bytes:
+        fits = {"with one version of the weights an optimizer without state needs": 2 * weights + frozen}
     advice = ", ".join(f"{words} {format_bytes(size)}" for words, size in fits.items())
     raise PlanError(
         f"weights, gradients and optimizer state of {len(stages)} stages were to be kept in the memory of one machine "

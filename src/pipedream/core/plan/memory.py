@@ -28,8 +28,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.activations import share_of, window_bytes
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
+
+DEVICE, HOST = OPTIMIZER_STATES = ("device", "host")
+"""Where an optimizer and its state are: with the weights, or in the memory of the machine."""
 
 DEFERRED_SHARE = 2
 """Upper bound."""
@@ -143,6 +148,8 @@ def moments(
     deferred: int = 0,
     apart: bool = False,
     offload: float = 0.0,
+    hosted: bool = False,
+    on_gpus: bool = False,
 ) -> tuple[StageMemory, ...]:
     """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
 
@@ -154,6 +161,8 @@ def moments(
         deferred: microbatches that wait for their weight gradients.
         apart: weights are in the memory of the machine, and the worker is a GPU.
         offload: share of the activations that wait elsewhere, but for two windows of them.
+        hosted: the optimizer steps copies of the weights in the memory of the machine, which is also that of a worker
+            without a GPU.
     """
     kept, whole = sizes.activation_bytes, sizes.parameter_bytes
     waiting = sizes.input_bytes if recompute else kept
@@ -163,7 +172,9 @@ def moments(
 
     def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
         stash = whole * (versions - 1)
-        state = sizes.optimizer_bytes + kept_tensors * whole + matrix_bytes[0]
+        state = sizes.optimizer_bytes + kept_tensors * whole + matrix_bytes[0] + hosted * whole
+        if hosted and on_gpus:
+            state = 0 * whole
         host = 2 * whole + stash + state if apart else 0  # with a place for the gradients
         stash, state = (0 * whole, 0 * whole) if apart else (stash, state)
         kinds = whole * (1 + apart), stash, state, gradients, activations, messages, working, host, in_flight * moved
@@ -190,7 +201,21 @@ def moments(
         return tuple(worst)
     left = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
     step_bytes = sizes.update_working_bytes + whole * (kept_tensors + matrix_bytes[0] > 0)
-    return (*worst, at(whole, left, np.maximum(step_bytes, matrix_bytes[1])))
+    working = 0 * whole if hosted and on_gpus else np.maximum(step_bytes, matrix_bytes[1])
+    return (*worst, at(whole, left, working))
+
+
+def read_optimizer_state(value: str | None) -> str:
+    """Returns one of `OPTIMIZER_STATES`, by default on the device; raises a PlanError for another word."""
+    if value not in (None, *OPTIMIZER_STATES):
+        raise PlanError(f"optimizer_state={value!r} was asked for; give {' or '.join(OPTIMIZER_STATES)}")
+    return value or DEVICE
+
+
+def place_state(dispatched: bool, cluster: Cluster, on_gpus: Any) -> dict[str, bool]:
+    """Returns the arguments of `moments` that say where weights and optimizers are; `dispatched`: as in RoundPipe."""
+    hosted = cluster.hosts_optimizers and not dispatched
+    return {"apart": dispatched and bool(on_gpus), "hosted": hosted, "on_gpus": bool(on_gpus)}
 
 
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:

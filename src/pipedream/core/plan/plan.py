@@ -18,6 +18,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.activations import Activations
 from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.memory import DEVICE, HOST, read_optimizer_state
 from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
@@ -51,6 +52,7 @@ class Plan(Tabular, Artifact):
         sums: how the replicas of a stage agree, see `SumMethod`.
         messages: how what crosses between workers is encoded.
         activations: where `Stage.offload` of them wait: 'host' or 'disk:FOLDER' (`core.plan.activations`).
+        optimizer_state: 'device', or 'host': optimizers and their state are in the memory of the machine.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
@@ -79,8 +81,10 @@ class Plan(Tabular, Artifact):
     sums: str = FULL
     messages: Messages = field(default_factory=Messages)
     activations: str = ""
+    optimizer_state: str = DEVICE
 
     def __post_init__(self) -> None:
+        read_optimizer_state(self.optimizer_state)
         object.__setattr__(self, "sums", str(SumMethod.read(self.sums).check_replicas(self.replicas)))
         if not self.stages:
             raise ValueError("a plan needs at least one stage, found none")
@@ -126,10 +130,7 @@ class Plan(Tabular, Artifact):
         replicas: tuple[int, ...] | None = None,
         order: tuple[int, ...] = (),
     ) -> Plan:
-        """Returns a plan of equal stages, in seconds per microbatch, for studies and pictures.
-
-        A message takes ``transfer_s`` each way.
-        """
+        """Returns a plan of equal stages, for studies and pictures, in seconds per microbatch and message one way."""
         counts = replicas or (1,) * stages
         cluster = Cluster.flat(len(set(order)) or sum(counts), 1 / transfer_s if transfer_s else 1e30)
         rows = tuple(
@@ -430,6 +431,9 @@ def _describe_exchange(plan: Plan) -> list[str]:
         lines.append(
             f"activations: {', '.join(sizes)} of the stages' wait in {plan.activations}, {', '.join(moved_bytes)}"
         )
+    if plan.optimizer_state == HOST:
+        size = sum(2 * stage.parameter_bytes + stage.optimizer_bytes for stage in plan.stages)
+        lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with weights and gradients")
     if plan.messages:
         share = plan.costs.cluster.message_share
         sizes = [format_bytes(stage.output_bytes * share) for stage in plan.stages[:-1]]

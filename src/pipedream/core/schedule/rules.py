@@ -15,6 +15,7 @@ from math import lcm
 from typing import NamedTuple
 
 from pipedream.core.model.matrices import Matrices
+from pipedream.core.plan.memory import HOST
 from pipedream.core.plan.placement import Dispatched, Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation, rate_factor
@@ -107,7 +108,8 @@ class Rules:
     @property
     def overlaps_updates(self) -> bool:
         """Updates are made in the memory of the machine while the next minibatch's passes read older weights."""
-        return self.trains and isinstance(self.placement, Dispatched) and isinstance(self.weights, DoubleBuffer)
+        hosts = isinstance(self.placement, Dispatched) or self.plan.optimizer_state == HOST
+        return self.trains and hosts and isinstance(self.weights, DoubleBuffer)
 
     @property
     def splits_backward(self) -> bool:

@@ -16,7 +16,16 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
 from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.cost import Site
-from pipedream.core.plan.memory import Peers, StageMemory, StageSizes, part_bytes, peers_of, stage_bytes, stage_memory
+from pipedream.core.plan.memory import (
+    Peers,
+    StageMemory,
+    StageSizes,
+    part_bytes,
+    peers_of,
+    place_state,
+    stage_bytes,
+    stage_memory,
+)
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
@@ -235,7 +244,7 @@ class SearchSpace(PlaceSums):
             "versions": occupancy.versions,
             "in_flight": occupancy.in_flight,
             "deferred": occupancy.deferred,
-            "apart": occupancy.apart and (self.profile.runtime.overlap_device or self._launches),
+            **place_state(occupancy.apart, self.cluster, self.profile.runtime.overlap_device or self._launches),
             "per_update": -(-self.microbatches // replicas),
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,

@@ -140,7 +140,7 @@ def check_after_step(optimizer: Optimizer, make: Callable[[dict[str, Parameter]]
     with fork_rng(devices=[]):
         for _ in range(2):
             try:
-                trials.append(make({name: _shrink(handle) for name, handle in optimizer.named.items()}))
+                trials.append(make({name: _shrink(handle) for name, handle in optimizer.stepped.items()}))
             except Exception:
                 return
         stepped, fresh = trials
@@ -236,7 +236,7 @@ def _check_class(role: str, saved: str, present: object | None) -> None:
 
 def _describe_groups(optimizer: Optimizer) -> _Block:
     """Returns the optimizer's own parameter groups as those of a block without state."""
-    names = {id(handle): name for name, handle in optimizer.named.items()}
+    names = {id(weight): name for name, weight in optimizer.stepped.items()}
     groups, order = [], dict[int, str]()
     index = 0
     for group in optimizer.optimizer.param_groups:

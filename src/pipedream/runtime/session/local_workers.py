@@ -116,6 +116,8 @@ class LocalWorkers:
             average.show_local()
         for _, stage_state in self.stage_states:
             if stage_state.optimizer.switch_mode(mode) or stage_state.optimizer.average is not None:
+                if stage_state.hosted is not None:
+                    stage_state.hosted.write()
                 stage_state.versions.reload()
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.host_memory import check_host_memory
+from pipedream.core.plan.memory import HOST
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (
@@ -54,7 +55,7 @@ from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
-from pipedream.runtime.stage.host_store import HostStore, RemoteForward
+from pipedream.runtime.stage.host_store import HostStore, RemoteForward, read_machine
 from pipedream.runtime.stage.offload_place import check_place
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
@@ -145,7 +146,7 @@ def _build_local_workers(
     rank, processes = join_group(blueprint.device, check_software=False)
     local = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
     if processes == 1:
-        _check_host_memory(blueprint, free_host_bytes)
+        _check_host_memory(local, free_host_bytes, range(blueprint.placement.workers))
         _build_all(local, weights)
         _check_activations(local)
         return local
@@ -186,12 +187,26 @@ def _build_all(local: LocalWorkers, weights: Weights) -> None:
     )
 
 
-def _check_host_memory(blueprint: Blueprint, free_bytes: Callable[[], int]) -> None:
-    """Raises a `PlanError` if the machine has too little memory for stages that all its workers share."""
+def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks: Sequence[int]) -> None:
+    """Raises a `PlanError` if this machine has too little memory for weights and optimizers that are kept there.
+
+    `ranks`: workers of this process.
+    """
+    blueprint, plan = local.blueprint, local.blueprint.program.plan
     if isinstance(blueprint.placement, Dispatched):
-        stages, rules = blueprint.program.plan.stages, [program.weights for program in blueprint.programs]
-        versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
-        check_host_memory(stages, versions, free_bytes())
+        rules = [program.weights for program in blueprint.programs]
+        versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
+        check_host_memory(plan.stages, versions, free_bytes(), list(map(_count_frozen_bytes, blueprint.stages)))
+    elif plan.optimizer_state == HOST:
+        stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
+        rows = map(json.loads, gather_texts(json.dumps([read_machine(), stages]), local.group))
+        here = [stage for machine, others in rows for stage in others if machine == read_machine()]
+        check_host_memory([plan.stages[stage] for stage in here], [1] * len(here), free_bytes())
+
+
+def _count_frozen_bytes(layers: Sequence[tuple[str, nn.Module]]) -> int:
+    frozen = {id(p): p for _, layer in layers for p in layer.parameters() if not p.requires_grad}
+    return sum(parameter.nbytes for parameter in frozen.values())
 
 
 def _join_others(
@@ -199,7 +214,7 @@ def _join_others(
 ) -> None:
     blueprint = local.blueprint
     connections = _connect(local, processes)
-    _check_host_memory(blueprint, free_host_bytes)
+    _check_host_memory(local, free_host_bytes, [connections.rank])
     local.worker_rank = connections.rank
     local.workers = [_build_worker(local, graph, connections, weights)]
     optimizers = {
@@ -248,7 +263,8 @@ def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connectio
     if connections.mesh is not None:
         for stage in trained:
             _shard_stage(local, graph, connections, stage, trained[stage])
-    local.store = HostStore(connections.everyone, blueprint.device)
+    shared = isinstance(blueprint.placement, Dispatched)
+    local.store = HostStore(connections.everyone if shared else None, blueprint.device)
     return make_distributed_worker(
         blueprint,
         local.worker_rank,

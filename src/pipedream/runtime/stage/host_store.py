@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from pipedream.runtime.comm.process_group import gather_texts, machine_address
 from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
+from pipedream.runtime.update.hosted import HostedWeights
 
 _NUMBERS = 9
 """int64: the newest version, the version that is being made, then the set of version v at 2 + v mod 7."""
@@ -55,6 +56,7 @@ class StageLayout:
         sets: of weights and buffers, for the versions that are read at once.
         ema: averaged weights are kept, too.
         gradients: there is room for the gradients, which a GPU copies there.
+        trained_only: without frozen weights and buffers.
 
     Attributes:
         names: of the trained weights.
@@ -63,7 +65,13 @@ class StageLayout:
     """
 
     def __init__(
-        self, module: StageModule, low: Mapping[str, torch.dtype], sets: int, ema: bool, gradients: bool = False
+        self,
+        module: StageModule,
+        low: Mapping[str, torch.dtype],
+        sets: int,
+        ema: bool,
+        gradients: bool = False,
+        trained_only: bool = False,
     ) -> None:
         self.low = dict(low)
         self.names = tuple(module.handles)
@@ -71,7 +79,8 @@ class StageLayout:
         frozen: dict[int, _Slots] = {}
         buffers: dict[int, _Slots] = {}
         statistics: set[int] = set()
-        for inner in {id(m): m for _, layer in module.layers for m in layer.modules()}.values():
+        modules = {} if trained_only else {id(m): m for _, layer in module.layers for m in layer.modules()}
+        for inner in modules.values():
             for tensors, kind in ((inner._parameters, frozen), (inner._buffers, buffers)):
                 for name, tensor in tensors.items():
                     if tensor is not None and id(tensor) not in trained:
@@ -270,12 +279,20 @@ class HostStore:
         self._group = None if group is None else weakref.ref(group)  # which ends with the run
         self._device = device
         self._workers = workers
-        self._memory: dict[int, torch.Tensor] = {}
+        self._memory: dict[int | tuple[int, int], torch.Tensor] = {}
         self._files: dict[int, tuple[int, int]] = {}  # stage -> descriptor, bytes; of the parts that were made here
 
     @cached_property
     def _copies(self) -> DeviceCopies:
         return DeviceCopies(self._device, self._workers)
+
+    def host(self, stage: int, replica: int, handles: Mapping[str, nn.Parameter], layout: StageLayout) -> HostedWeights:
+        """Returns copies of a stage replica's weights, in memory of this process."""
+        memory = self._memory[stage, replica] = self._make(stage, layout.stored_bytes)
+        stored = StoredStage(layout, memory, False, self._copies)
+        places, _ = layout.set_in(stored.sets[0])
+        take_back = partial(stored.copies.take_back, places=layout.gradients_in(stored.gradients))
+        return HostedWeights(handles, places, take_back)
 
     def open(self, stage: int, layout: StageLayout) -> StoredStage:
         """Opens a stage's part, which is made if its home is here and it is not there yet."""

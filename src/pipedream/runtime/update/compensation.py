@@ -19,6 +19,7 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import BasisRotation, Compensation, ErrorFeedback, GapAware, OfVelocity
+from pipedream.runtime.update.hosted import HostedWeights
 from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, turn_back
 from pipedream.sharding.stage import StageSharding
 from pipedream.sharding.whole_weights import whole_weights
@@ -43,6 +44,8 @@ class Compensator:
     Args:
         chosen: checked (`core.schedule.compensation.check_compensations`).
         staleness: D.
+        handles: what the optimizer steps.
+        hosted: has these, as copies of the weights.
 
     Raises:
         ScheduleError: one is not defined for this optimizer.
@@ -55,8 +58,10 @@ class Compensator:
         optimizer: torch.optim.Optimizer,
         handles: Mapping[str, torch.nn.Parameter],
         sharding: StageSharding | None = None,
+        hosted: HostedWeights | None = None,
     ) -> None:
         self._staleness = staleness
+        self._hosted = hosted
         self._sharding = sharding
         self._optimizer = optimizer
         self._handles = dict(handles)
@@ -123,6 +128,13 @@ class Compensator:
                     handle.grad.div_(penalty)
 
     def step(self) -> None:
+        if self._hosted is not None:
+            self._hosted.take_gradients()
+        self._step()
+        if self._hosted is not None:
+            self._hosted.write()
+
+    def _step(self) -> None:
         if self._velocity is not None:
             self._step_along_velocity(self._velocity)
         elif self._strength or self._gap is not None:

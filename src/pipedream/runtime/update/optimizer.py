@@ -21,6 +21,7 @@ from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.agreement import Agreement
 from pipedream.runtime.update.compensation import Compensator
+from pipedream.runtime.update.hosted import HostedWeights
 from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.sharding.stage import StageSharding
 
@@ -136,6 +137,7 @@ class Optimizer:
         tied: names of weights that other stages hold, too, and whose gradients are summed over all holders.
         loss_scale: None if the loss is not scaled.
         sharding: None on a single rank.
+        hosted: copies of the handles, which the optimizer steps (`stepped`); None: it steps the handles.
 
     Attributes:
         finite: False skips the coming update.
@@ -161,12 +163,14 @@ class Optimizer:
         tied: Collection[str] = (),
         loss_scale: LossScale | None = None,
         sharding: StageSharding | None = None,
+        hosted: HostedWeights | None = None,
     ) -> None:
         self.named = dict(handles)
+        self.stepped = self.named if hosted is None else hosted.copies
         self._handles = list(handles.values())
         self._names = list(handles)
         # A stage may have no weights; it still has the common clock and rate.
-        named = list(handles.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
+        named = list(self.stepped.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         try:
             self.optimizer = optimizer(named)
         except ValueError as error:
@@ -177,12 +181,10 @@ class Optimizer:
                 f"{', '.join(name for name, _ in named[:3])}{', ...' if named[3:] else ''}; freeze what is not to be "
                 "trained (requires_grad_(False)), so that a stage without trained parameters needs no optimizer"
             ) from error
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ScheduleError(
-                "the optimizer LBFGS computes the loss several times per update, but a pipeline does so once; use one "
-                "that steps by gradients, such as SGD, AdamW or Muon"
-            )
-        self.compensator = Compensator((), 0, self.optimizer, handles, sharding)
+        _check_steps_by_gradients(self.optimizer)
+        stepped = self.optimizer, self.stepped, sharding, hosted
+        self._make_compensator: Callable[[Any, int], Compensator] = lambda rules, d: Compensator(rules, d, *stepped)
+        self.compensator = self._make_compensator((), 0)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._clock_rate = 1, 1
         self._rate_factor: Callable[[int], float] = lambda rounds: 1.0
@@ -199,9 +201,7 @@ class Optimizer:
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
         agreement = Agreement.by(sum_method, handles, self.ema, replica_group, replicas, tied)
         self.all_reduce, self.low_rank, self.average = agreement
-        self.scheduled = 0
-        self.updates = 0
-        self.rounds_before = 0
+        self.scheduled = self.updates = self.rounds_before = 0
 
     def switch_to(
         self,
@@ -231,7 +231,7 @@ class Optimizer:
         self._mean_of_rounds = updates.mean_of_rounds
         self._rate_factor = partial(updates.rate_factor, stage, staleness if mean_staleness is None else mean_staleness)
         before = self.compensator.state
-        self.compensator = Compensator(updates.compensation, staleness, self.optimizer, self.named, self._sharding)
+        self.compensator = self._make_compensator(updates.compensation, staleness)
         for name, kept in before.items():
             self.compensator.load(name, kept)
 
@@ -401,7 +401,8 @@ class Optimizer:
             self.scheduler.step(value)
 
     def unpredicted(self) -> dict[str, torch.Tensor]:
-        return self.compensator.unpredicted(self.rate_factor)
+        weights = self.compensator.unpredicted(self.rate_factor)
+        return {name: weight.to(self.named[name].device) for name, weight in weights.items()}
 
     def step_schedule(self) -> None:
         """Sets the learning rate of the coming update, if that is not done yet."""
@@ -419,6 +420,14 @@ class Optimizer:
             for _ in range(steps):
                 self.scheduler.step()
                 self.scheduled += 1
+
+
+def _check_steps_by_gradients(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ScheduleError(
+            "the optimizer LBFGS computes the loss several times per update, but a pipeline does so once; use one that "
+            "steps by gradients, such as SGD, AdamW or Muon"
+        )
 
 
 def _view_numbers(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""An optimizer in the memory of the machine, for weights that are on a device.
+
+Life of an update: the gradients go to the machine's memory, the optimizer steps there on copies of the weights, and
+these come back. The weights and their versions stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pipedream.core.errors import ScheduleError
+
+TakeBack = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
+
+
+class HostedWeights:
+    """Copies of a stage's trained weights, which an optimizer steps.
+
+    Args:
+        places: for the copies, by name.
+        take_back: copies gradients; returns them, and what to wait for before they are read.
+
+    Attributes:
+        copies: by name, with the attributes of the handles.
+    """
+
+    def __init__(
+        self, handles: Mapping[str, torch.nn.Parameter], places: Mapping[str, torch.Tensor], take_back: TakeBack
+    ) -> None:
+        self._handles = dict(handles)
+        self._take_back = take_back
+        self.copies = {name: _make_like(handle, places[name]) for name, handle in handles.items()}
+        self.read()
+
+    def read(self) -> None:
+        """Takes what was written into the handles."""
+        for name, copy in self.copies.items():
+            copy.data.copy_(self._handles[name].data)
+
+    def take_gradients(self) -> None:
+        """Gives the copies the handles' gradients."""
+        gradients, ready = self._take_back([handle.grad for handle in self._handles.values()])
+        if ready is not None:
+            ready.synchronize()
+        for copy, gradient in zip(self.copies.values(), gradients, strict=True):
+            copy.grad = gradient
+
+    def write(self) -> None:
+        """Copies the weights into the handles; a GPU is not waited for."""
+        for name, copy in self.copies.items():
+            copy.grad = None
+            self._handles[name].data.copy_(copy.data, non_blocking=True)
+
+
+def check_movable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises a `ScheduleError` if an optimizer cannot step in the memory of the machine."""
+    found = next(_list_obstacles(optimizer), "")
+    if found:
+        raise ScheduleError(
+            f"optimizer_state='host' was asked for with {type(optimizer).__name__}, which {found}; leave that out, or "
+            "keep the optimizer on the device"
+        )
+
+
+def _list_obstacles(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    for group in optimizer.param_groups:
+        if group.get("capturable"):
+            yield "has capturable=True, for CUDA graphs"
+        yield from (f"has {key!r} on {value.device}" for key, value in group.items() if _is_on_device(value))
+    for values in (*optimizer.state.values(), vars(optimizer)):
+        items = values.items() if isinstance(values, Mapping) else ()
+        yield from (f"holds {key!r} on {value.device}" for key, value in items if _is_on_device(value))
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+
+
+def _make_like(handle: torch.nn.Parameter, place: torch.Tensor) -> torch.nn.Parameter:
+    copy: torch.nn.Parameter = torch.Tensor._make_subclass(type(handle), place, handle.requires_grad)
+    copy.__dict__.update(handle.__dict__)
+    return copy

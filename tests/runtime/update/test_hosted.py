@@ -1,0 +1,186 @@
+"""Optimizers in the memory of the machine: the same bits, checkpoints, memory, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import OPTIMIZERS, Case, Fresh, run
+from first_minibatches import plan_of
+from torch import Tensor, nn
+
+import pipedream as pd
+from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.schedule.lowering import lower
+from pipedream.runtime.update.hosted import HostedWeights, check_movable
+from pipedream.schedules import build
+from pipedream.simulator import costs, simulate
+from pipedream.workflows.check import check_plan
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def make() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(4)]
+
+
+def pipeline(state: str | None, schedule: str = "1f1b", optimizer: Any = ADAMW, **options: Any) -> pd.Pipeline:
+    options = {"microbatches": 1 if schedule == "pipedream" else 4, "loss": F.cross_entropy} | options
+    replicas = options.pop("replicas", None)
+    plan = plan_of(make(), batches()[0][0], (3, 5), replicas)
+    return pd.Pipeline(make(), plan, schedule=schedule, optimizer=optimizer, optimizer_state=state, **options)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mlp", "1f1b", 3, microbatches=4, optimizer="adamw", clip_grad_norm=0.1, scheduled=True, ema=0.9),
+        Case("mlp", "pipedream", 3, replicas=(2, 1, 1), optimizer="adamw", drain_at=3),
+        Case("mlp", "pipedream_2bw", 3, microbatches=4, optimizer="nadam", leave_at=5),
+        Case("mlp", "pipedream_2bw", 2, microbatches=4, compensation="error_feedback"),
+        pytest.param(Case("cnn", "zb_h1", 3, microbatches=4, autocast=torch.bfloat16), marks=pytest.mark.slow),
+        pytest.param(Case("transformer", "pipemare", 3, microbatches=2, optimizer="adamw"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_place_of_the_optimizer_changes_no_bit(case: Case) -> None:
+    device, host = run(case), run(replace(case, optimizer_state="host"))
+    assert [done.loss for done in host.dones] == [done.loss for done in device.dones]
+    assert host.evaluated == device.evaluated
+    for state, expected in ((host.state, device.state), (host.ema, device.ema)):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def test_the_optimizer_steps_copies_in_memory_of_its_own() -> None:
+    with pipeline("host") as trained:
+        list(trained.train(batches()))
+        for worker in trained._session.local.workers:
+            for stage_state in worker.stage_states.values():
+                optimizer, handles = stage_state.optimizer, stage_state.versions.handles
+                stepped = [weight for group in optimizer.optimizer.param_groups for weight in group["params"]]
+                assert [id(weight) for weight in stepped] == [id(weight) for weight in optimizer.stepped.values()]
+                for name, weight in optimizer.stepped.items():
+                    assert weight.untyped_storage().data_ptr() != handles[name].untyped_storage().data_ptr()
+                    assert torch.equal(weight, handles[name])
+                assert set(optimizer.optimizer.state) <= set(stepped)
+
+
+def test_attributes_of_parameters_are_seen_by_the_optimizer() -> None:
+    handle = nn.Parameter(torch.arange(3.0))
+    handle.no_decay = True  # type: ignore[attr-defined]
+    hosted = HostedWeights({"bias": handle}, {"bias": torch.zeros(3)}, lambda gradients: (gradients, None))
+    assert hosted.copies["bias"].no_decay  # type: ignore[attr-defined]
+    assert torch.equal(hosted.copies["bias"], handle)
+
+
+@pytest.mark.parametrize(("before", "after"), [("host", None), (None, "host")])
+def test_a_checkpoint_goes_on_with_the_optimizer_elsewhere(before: Any, after: Any, tmp_path: Path) -> None:
+    """Momentum of a loaded checkpoint, and loaded weights, count."""
+    losses = {}
+    for last in (before, after):
+        with pipeline(before) as first:
+            list(first.train(Fresh(batches()), epochs=1))
+            first.save(tmp_path / str(last))
+        with pipeline(last) as second:
+            second.load(tmp_path / str(last))
+            losses[last] = [done.loss for done in second.train(Fresh(batches()), epochs=2)]
+    assert losses[before] == losses[after]
+
+
+def test_loaded_weights_are_trained() -> None:
+    states = []
+    for state in ("host", "device"):
+        with pipeline(state) as trained:
+            list(trained.train(batches()))
+            trained.load_state_dict(make().state_dict())
+            list(trained.train(batches()))
+            states.append(trained.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+class _OnDevice(torch.optim.SGD):
+    """Holds a tensor on a device."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, lr=0.1)
+        self.state[self.param_groups[0]["params"][0]]["seen"] = _Elsewhere()
+
+
+class _Elsewhere(torch.Tensor):
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def test_what_cannot_be_moved_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    capturable = torch.optim.SGD([weight], lr=0.1)
+    capturable.param_groups[0]["capturable"] = True
+    with pytest.raises(ScheduleError, match=r"'host' was asked for with SGD, which has capturable=True, .*; leave"):
+        check_movable(capturable)
+    with pytest.raises(ScheduleError, match=r"_OnDevice, which holds 'seen' on cuda:0"):
+        check_movable(_OnDevice([weight]))
+    check_movable(torch.optim.AdamW([weight], fused=True))
+    with pytest.raises(PlanError, match="optimizer_state='gpu' was asked for; give device or host"):
+        pipeline("gpu")
+    with pytest.raises(ScheduleError, match="'spectrain', which reads weights beside the state of its optimizer; keep"):
+        pipeline("host", "spectrain", OPTIMIZERS["sgd"], microbatches=1)
+    with pytest.raises(ScheduleError, match="which averages weights over replicas of its optimizer; keep"):
+        pipeline("host", "pipedream", replicas=(2, 1, 1), sums="every:2")
+
+
+# -- plans ----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_counts_device_and_host() -> None:
+    """Weights of 8 kB on 2 workers, an optimizer's state of twice that."""
+    layers = (LayerProfile(1.0, 2.0, output_bytes=0, activation_bytes=0, parameter_bytes=1000),) * 8
+    cpu = Profile.of_chain(layers, batch=16, optimizer_bytes=16_000)
+    gpu = replace(cpu, runtime=RuntimeCosts(overlap_device=True))
+    cluster = Cluster((Level(2, 1e9),), host_bytes=32_000)
+    ask = partial(pd.plan, schedule="1f1b", microbatches=4, shape="straight")
+    for profile, state, expected in (
+        (cpu, None, 16_000),
+        (cpu, "host", 20_000),
+        (gpu, None, 16_000),
+        (gpu, "host", 8000),
+    ):
+        plan = ask(profile, cluster, optimizer_state=state)
+        assert plan.optimizer_state == (state or "device")
+        assert set(plan.worker_bytes.values()) == {expected}, "weights, gradients, state"
+        assert check_plan(plan, profile=profile).plan.worker_bytes == plan.worker_bytes
+        assert check_plan(plan).plan.worker_bytes == plan.worker_bytes
+        peaks = simulate(lower(build("1f1b", plan, 4)), costs(plan, split=4), 8).peak_bytes
+        assert max(peaks) <= expected
+    assert "optimizers: in the memory of the machine, 32.0 kB" in str(plan)
+    short = replace(cluster, host_bytes=31_999)
+    with pytest.raises(PlanError, match=r"of 2 stages were to be kept .* 32.0 kB, 1.00 B more than the 32.0 kB"):
+        ask(gpu, short, optimizer_state="host")
+    two = Cluster((Level(1, 1e9), Level(2, 1e9)), host_bytes=16_000)
+    ask(gpu, two, optimizer_state="host")
+    with pytest.raises(PlanError, match=r"of 1 stages were to be kept .* 16.0 kB"):
+        ask(gpu, replace(two, host_bytes=15_999), optimizer_state="host")
+
+
+def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 0)
+    with pytest.raises(PlanError, match=r"of 3 stages were to be kept in the memory of one machine"):
+        pipeline("host")
+    with pipeline("device"):
+        pass
