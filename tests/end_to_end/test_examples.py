@@ -29,7 +29,7 @@ LLAMA = FOLDER / "llama70b.py"  # too large to be trained here: tests/test_witho
 TABLE = FOLDER / "partition_table.py"  # what two of them print, no recipe
 PARTITIONED = [FOLDER / "rnn_partition.py", FOLDER / "wide_resnet.py"]
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {LLAMA, TABLE})
-ALIKE = ("gpt2_stdlib", "mesh_gpt", "muon_gpt", "resnet_digits", "soap_gpt")
+ALIKE = ("gpt2_stdlib", "lora_gpt", "mesh_gpt", "muon_gpt", "resnet_digits", "soap_gpt")
 """Recipes as others are; continuous integration does not run them."""
 SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
