@@ -186,13 +186,6 @@ BREAKS = (
         ("runtime/stage/test_host_store.py",),
     ),
     Break(
-        "host store: an overlapped update publishes later buffers",
-        "runtime/stage/host_store.py",
-        "self._kept_buffers = [buffer.clone() for",
-        "self._kept_buffers = [buffer for",
-        ("runtime/stage/test_host_store.py",),
-    ),
-    Break(
         "waits: a forward does not wait for an update on another rank",
         "verifier/waits.py",
         "if awaited is not None and awaited not in self.done_updates:",

@@ -377,7 +377,6 @@ class HostVersions(Versions):
         self._copies: dict[int, WeightSet] = {}
         self._others: list[torch.Tensor] | None = None
         self._loaded: list[tuple[torch.Tensor, int]] = []  # buffers as they were copied
-        self._kept_buffers: list[torch.Tensor] | None = None  # at the update that a thread makes
         leaves, _ = self._layout.set_in(stored.sets[0])
         for name, handle in handles.items():
             if name not in self._layout.low:
@@ -406,13 +405,11 @@ class HostVersions(Versions):
     def publish(self) -> None:
         number = self._numbers[id(self.peek())]
         _, buffers = self._layout.set_in(self._stored.sets[number])
-        written, self._kept_buffers = self._kept_buffers, None
-        write(self._layout.others[self._layout.frozen :] if written is None else written, buffers)
+        # While a thread publishes, nothing writes those that another rank reads: home's passes end after the update.
+        write(self._layout.others[self._layout.frozen :], buffers)
         self._stored.publish(self.newest, number)
 
     def announce(self) -> None:
-        # The next minibatch's passes write the modules' own, and a GPU may not have read all of the set yet.
-        self._kept_buffers = [buffer.clone() for buffer in self._layout.others[self._layout.frozen :]]
         self._stored.announce(self.newest + 1)
 
     def withdraw(self) -> None:

@@ -170,7 +170,7 @@ class Versions:
         """Lets other ranks read the newest version."""
 
     def announce(self) -> None:
-        """Follows `choose_storage` of an update that a thread makes: notes what may change until then."""
+        """Follows `choose_storage` of an update that a thread makes."""
 
     def withdraw(self) -> None:
         """Follows an announced update that failed."""
