@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.program import Channel
-from pipedream.runtime.comm.channel import Pending, Receiver, Sender
+from pipedream.runtime.comm.channel import Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
 
 _FORWARD = (Carries.ACTIVATION, Carries.INPUT, Carries.STAGE_INPUT)
@@ -17,7 +17,7 @@ _FORWARD = (Carries.ACTIVATION, Carries.INPUT, Carries.STAGE_INPUT)
 
 
 class Mailbox:
-    """Messages of one rank. Life: `begin` a stream; `receive`, `take`, `put` and `send`; `end`."""
+    """Messages of one rank. Life: `begin` a stream; `arrived`, `take`, `put` and `send`; `end`."""
 
     def __init__(
         self,
@@ -25,13 +25,11 @@ class Mailbox:
         placement: Placement,
         channels: tuple[Channel, ...],
         senders: Mapping[int, Sender],
-        receivers: Mapping[int, Receiver],
     ) -> None:
         self._rank = rank
         self._placement = placement
         self._channels = channels
         self._senders = senders
-        self._receivers = receivers
         self._stays: dict[tuple[str, int, int], bool] = {}
         self.begin()
 
@@ -43,10 +41,6 @@ class Mailbox:
         self._ended: set[int] = set()
         self._sent: dict[int, int] = {}
         self._last: tuple[int, StopReason] | None = None
-
-    def receive(self, number: int) -> Pending[Message]:
-        """Begins to receive a channel's next message; the result goes to `arrived`."""
-        return self._receivers[number].receive()
 
     def arrived(self, number: int, index: int, message: Message) -> tuple[int, StopReason] | None:
         """Takes a message that was received for microbatch `index`.

@@ -138,7 +138,7 @@ class Worker:
         self._text: Program | None = None
         self._turn = 0
         results.where = lambda: self.where
-        mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
+        mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders)
         forwards = self._forwards = ForwardRunner(
             rank, stage_states, remote_forwards, self._admit, mailbox, scorer, results, self.recorder, activity, device
         )
@@ -339,7 +339,7 @@ class Worker:
 
     def _receive(self, number: int, index: int) -> Waiting[None] | None:
         start = self.recorder.mark()
-        pending = self._mailbox.receive(number)
+        pending = self.receivers[number].receive()
         if not pending.ready():
             return self._finish_receive(pending, number, index, start)
         self._note_arrival(pending.result(), number, index, start)

@@ -213,12 +213,14 @@ def test_where_says_the_place_and_within_a_task_the_op() -> None:
     activity.describe_op = lambda: "stage 0, 0F3"
     activity.place = None
     assert activity.where == "stage 0, 0F3"
-    with activity.running("loading data"):
-        assert activity.where == "stage 0, 0F3 (loading data)"
+    activity.begin("loading data")
+    assert activity.where == "stage 0, 0F3 (loading data)"
+    activity.end()
     with activity.at("saving"):
         assert activity.where == "saving"
-        with activity.running("a forward"):  # of an evaluation, say
-            assert activity.where == "stage 0, 0F3"
+        activity.begin("a forward")  # of an evaluation, say
+        assert activity.where == "stage 0, 0F3"
+        activity.end()
     assert activity.where == "stage 0, 0F3"
 
 

@@ -69,14 +69,6 @@ class Activity:
         self.task = None
 
     @contextmanager
-    def running(self, kind: str) -> Iterator[None]:
-        self.begin(kind)
-        try:
-            yield
-        finally:
-            self.end()
-
-    @contextmanager
     def at(self, place: str) -> Iterator[None]:
         """Context of anything that is not an op."""
         before, self.place = self.place, place

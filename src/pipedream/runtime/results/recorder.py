@@ -62,7 +62,7 @@ class Recorder:
         self._gpu = GpuTimer(device) if device.type == "cuda" else None
         self.mark: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.begin
         self._end: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.mark
-        self._loose: deque[tuple[int, int, int, int, Moment, Moment]] = deque()
+        self._loose: deque[tuple[int, int, int, int, Any, Any]] = deque()  # phase, kind, stage, index, moments
         self._spans = _Newest(_SPAN)
         self._loose_versions: list[tuple[int, ...]] = []
         self._versions = _Newest(_VERSIONS)
@@ -159,9 +159,9 @@ class Recorder:
             return time.perf_counter()
         now_s = self._gpu.settle(wait)
         over = []
-        while self._loose and (end_s := _read_seconds(self._loose[0][5])) == end_s:
+        while self._loose and (end_s := self._loose[0][5].seconds) == end_s:
             *numbers, start, _ = self._loose.popleft()
-            over.append((*numbers, _read_seconds(start), end_s))
+            over.append((*numbers, start.seconds, end_s))
         self._spans.add(over)
         return now_s
 
@@ -277,7 +277,3 @@ class GpuTimer:
             self._origin, self._origin_s, event = event, moment.seconds, self._origin
         self._free.append(event)
         return moment.seconds
-
-
-def _read_seconds(moment: Moment) -> float:
-    return moment.seconds if isinstance(moment, GpuMoment) else moment
