@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stages import Shape
+from startup import MARK, STEPS
 from variants import Segment
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -28,6 +33,7 @@ COMPUTE = (48, 160, 4)
 LARGE = (704, 1024, 2)
 """About 50 ms for forward and backward."""
 FOLDER = Path(__file__).parent
+RECIPE = str(FOLDER.resolve() / "startup.py")
 
 Rounds = list[list[Segment]]
 """Of a variant: rounds -> ranks."""
@@ -35,7 +41,8 @@ Rounds = list[list[Segment]]
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process, "memory": _ask_memory}
+    sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process, "ops": _ask_ops}
+    sections |= {"startup": _ask_startup, "memory": _ask_memory}
     parser = scaffold.make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
     parser.add_argument("--only", choices=sections)
     parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, in turns")
@@ -180,6 +187,39 @@ def _ask_process(options: argparse.Namespace) -> Iterator[str]:
         times = (scaffold.format_quartiles(walls, lambda s: f"{s * 1e6:.0f}") for walls, _ in (plain, by_hand, ours))
         ratios = (scaffold.format_quartiles(scaffold.compare_rounds(ours[i], plain[i])) for i in range(2))
         yield scaffold.format_row((name, schedule, *times, bound, *ratios))
+    yield ""
+
+
+def _ask_ops(options: argparse.Namespace) -> Iterator[str]:
+    parts_us = scaffold.run_processes(FOLDER / "ops.py", {"minibatches": 20 if options.quick else 600})
+    yield f"### Where the {sum(parts_us.values()):.0f} us of a microbatch go, two stages that wait 1 + 2 ms\n"
+    yield scaffold.format_table(
+        "part | us of CPU", "lr", [(part, f"{parts_us[part]:.1f}") for part in sorted(parts_us)]
+    )
+    yield ""
+
+
+def _ask_startup(options: argparse.Namespace) -> Iterator[str]:
+    yield "### From the command to the first minibatch, two workers: seconds of rank 0 at the end of each step\n"
+    titles = " | ".join(("command", "bytecode", *STEPS, "CPU of all processes"))
+    yield scaffold.format_head(titles, "llr")
+    commands = {
+        "pipedream train": (sys.executable, "-m", "pipedream", "train", RECIPE, "--workers", "2"),
+        "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", RECIPE),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, command) in product(range(1 if options.quick else options.rounds), commands.items()):
+            kind = "new" if not number else "kept"
+            variables = {"PYTHONPYCACHEPREFIX": f"{folder}/{name}", "PYTHONDONTWRITEBYTECODE": ""}
+            began_s, cpu_s = time.time(), sum(os.times()[2:4])
+            done = subprocess.run(
+                command, env={**os.environ, **variables}, cwd=folder, stdout=subprocess.PIPE, text=True
+            )
+            if done.returncode:
+                raise SystemExit(f"{name} ended with {done.returncode}")
+            steps_s = json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK))[len(MARK) :])
+            cells = (f"{steps_s[step] - began_s:.2f}" for step in STEPS)
+            yield scaffold.format_row((name, kind, *cells, f"{sum(os.times()[2:4]) - cpu_s:.2f}"))
     yield ""
 
 
