@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from random import Random
+from threading import Barrier
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +24,7 @@ class Run:
         writing_s: that it is then being written.
         slower: of what a minibatch takes longer meanwhile.
         refill_s: that the first minibatch after a drain takes longer.
-        noise: of each minibatch, and of what ranks measure.
+        noise: of each minibatch, and of what each rank measures of a snapshot.
     """
 
     def __init__(
@@ -31,15 +34,16 @@ class Run:
         self.hold_s, self.writing_s, self.slower, self.refill_s, self.noise = hold_s, writing_s, slower, refill_s, noise
         self.now_s, self.written_s, self.refill, self.numbers = 0.0, 0.0, 0.0, list[int]()
         self._draw = Random(0)
-        self._texts: dict[int, str] = {}
+        self._threads = ThreadPoolExecutor(ranks)
+        self._texts, self._all_here = [""] * ranks, Barrier(ranks, timeout=60.0)
 
     def _gather(self, rank: int) -> Callable[[str], list[str]]:
         def gather(text: str) -> list[str]:
-            spent_s, cost_s, minibatch_s = json.loads(text)
-            # What the other ranks say; the same for all.
-            draw = Random(len(self.numbers))
-            others = [1 + self.noise * draw.random() for _ in self.costs]
-            return [json.dumps([spent_s, cost_s * other, minibatch_s]) for other in others]
+            self._texts[rank] = text
+            self._all_here.wait()
+            texts = list(self._texts)
+            self._all_here.wait()
+            return texts
 
         return gather
 
@@ -64,35 +68,37 @@ class Run:
             self.now_s += self.writing_s
         self.written_s = self.now_s + self.writing_s * bool(self.numbers)
         self.numbers.append(number)
-        for cost in self.costs:
-            cost.save(begin_s, copy_s, self.now_s)
+        ends = [self.now_s + self.noise * self._draw.random() for _ in self.costs]
+        # Several wait for each other.
+        run: Any = map if len(ends) == 1 else self._threads.map
+        list(run(lambda cost, end_s: cost.save(begin_s, copy_s, end_s), self.costs, ends))
 
 
 seconds = st.floats(0.01, 5.0)
 
 
-@given(st.integers(1, 3), seconds, seconds, st.floats(0.0, 0.9), st.floats(0.0, 3.0))
-def test_snapshots_cost_at_most_what_they_may(
-    ranks: int, hold_s: float, writing_s: float, slower: float, refill_s: float
-) -> None:
+@given(seconds, seconds, st.floats(0.0, 0.9), st.floats(0.0, 3.0))
+def test_snapshots_cost_at_most_what_they_may(hold_s: float, writing_s: float, slower: float, refill_s: float) -> None:
     """And no more than three times as rarely as they might."""
-    run = Run(ranks, hold_s, writing_s, slower, refill_s, 0.0)
+    run = Run(1, hold_s, writing_s, slower, refill_s, 0.0)
     share = run.train(6000)
     assert run.numbers[0] == FIRST - 1
-    assert SHARE / 3 < share <= SHARE + 1e-9
+    assert min(SHARE / 3, hold_s / 30) < share <= SHARE + 1e-9
     cost_s = (run.now_s - 6000) / len(run.numbers)
-    assert run.costs[0].every == pytest.approx(cost_s / SHARE, rel=0.3, abs=3)
+    every = max(writing_s * 1.2, cost_s / SHARE)
+    assert run.costs[0].every == pytest.approx(every, rel=0.3, abs=6)
     assert run.costs[0].spent_s == pytest.approx(run.now_s - 6000, rel=0.1, abs=2 * cost_s)
 
 
 @given(st.integers(2, 4), seconds, st.floats(0.0, 0.5))
 def test_all_ranks_choose_the_same_whatever_they_measure(ranks: int, hold_s: float, noise: float) -> None:
     run = Run(ranks, hold_s, 1.0, 0.3, 0.5, noise)
-    run.train(1000)
+    run.train(500)
     assert len({cost.every for cost in run.costs}) == 1
 
 
-def test_a_snapshot_that_costs_nothing_is_made_after_each_minibatch() -> None:
+def test_snapshots_that_cost_nothing_are_made_whenever_the_pipeline_is_full() -> None:
     run = Run(1, 0.0, 0.0, 0.0, 0.0, 0.0)
     run.train(100)
-    assert run.numbers == list(range(FIRST - 1, 100))
+    assert run.numbers[0] == FIRST - 1
+    assert {after - before for before, after in pairwise(run.numbers)} <= {1, 2, 4}

@@ -22,7 +22,7 @@ class SnapshotCost:
 
     A snapshot costs what minibatches take longer than as many others, from the drain before it until it is written
     and the pipeline is full again; at least the seconds of the copy that holds training up. The first one is waited
-    for: no later one costs more.
+    for, so that its seconds are known at once. None is planned before the one before is written.
 
     Args:
         fill: minibatches until a drained pipeline is full again.
@@ -40,6 +40,7 @@ class SnapshotCost:
         self._last_s: float | None = None
         self._minibatch_s: deque[float] = deque(maxlen=_KEPT_MINIBATCHES)
         self._costs_s: deque[float] = deque(maxlen=_KEPT_SNAPSHOTS)
+        self._written: deque[int] = deque([0], maxlen=_KEPT_SNAPSHOTS)  # after how many minibatches
         self._disturbed: tuple[float, int] | None = None  # since when, and after how many minibatches
 
     def finish_minibatch(self, now_s: float, is_saving: bool) -> bool:
@@ -49,6 +50,7 @@ class SnapshotCost:
             begin_s, trained = self._disturbed
             if not is_saving and self._trained - trained >= self._fill:
                 self._add(now_s - begin_s - (self._trained - trained) * median(self._minibatch_s))
+                self._written.append(self._trained - trained)
         elif self._last_s is not None and not (is_saving and self._minibatch_s):
             self._minibatch_s.append(now_s - self._last_s)
         self._last_s = now_s
@@ -67,16 +69,15 @@ class SnapshotCost:
         if self._disturbed is not None:  # the one before was not written yet
             before_s, trained = self._disturbed
             self._add(begin_s - before_s - (self._trained - trained) * median(self._minibatch_s))
-        if self.is_first:
-            self._add(end_s - begin_s)
-        else:
-            self._disturbed = begin_s, self._trained
-        cost_s = max(median(self._costs_s), end_s - copy_s)
-        rows = [json.loads(row) for row in self._gather(json.dumps([self.spent_s, cost_s, median(self._minibatch_s)]))]
-        spent_s, cost_s = max(row[0] for row in rows), max(row[1] for row in rows)
-        allowed_s = SHARE * max(fmean(row[2] for row in rows), 1e-9)  # for each minibatch
-        pending = self._disturbed is not None  # what this one costs is not known yet
-        due = max(self._trained + cost_s / allowed_s, (spent_s + (1 + pending) * cost_s) / allowed_s)
+            self._written.append(2 * (self._trained - trained))
+        self._disturbed = begin_s, self._trained
+        cost_s = max(median(self._costs_s or [end_s - begin_s]), end_s - copy_s)
+        mine = self.spent_s, cost_s, max(self._written), median(self._minibatch_s)
+        rows = [json.loads(row) for row in self._gather(json.dumps(mine))]
+        spent_s, cost_s, written, _ = map(max, zip(*rows, strict=True))
+        allowed_s = SHARE * max(fmean(row[3] for row in rows), 1e-9)  # for each minibatch
+        # What this one costs is not known yet.
+        due = max(self._trained + max(written, cost_s / allowed_s), (spent_s + 2 * cost_s) / allowed_s)
         self._due = max(ceil(due), self._trained + 1)
         self.every = self._due - self._trained
         self._last_s = end_s
