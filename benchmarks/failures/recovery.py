@@ -102,13 +102,13 @@ def time_recovery(source: Path, workers: int, restarts: int, victim: int, *more:
         return first[2] - killed_s, max(int(number) for attempt, number, _ in rows if not attempt) - int(first[1]) + 1
 
 
-def compare_run(source: Path, workers: int, *more: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Returns the training seconds of a run that nothing happens to, and its weights."""
+def train_undisturbed(source: Path, workers: int, *more: str) -> dict[str, torch.Tensor]:
+    """Returns the weights of a run that nothing happens to."""
     with TemporaryDirectory() as folder:
         with start(Path(folder), source, workers, 1, *more) as launcher:
             assert launcher.wait() == 0
-        run = Path(folder, "run")
-        return json.loads((run / "summary.json").read_text())["train_seconds"], torch.load(run / "weights.pt")
+        weights: dict[str, torch.Tensor] = torch.load(Path(folder, "run", "weights.pt"))
+        return weights
 
 
 def kill_at_random(source: Path, workers: int, draw: random.Random, *more: str) -> dict[str, torch.Tensor]:
@@ -162,7 +162,6 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--plan", help="a plan's file; by default each run measures and plans first")
     parser.add_argument("--snapshots", action="store_true", help="each version also with snapshots")
-    parser.add_argument("--cost", action="store_true", help="the time of training with snapshots, and without")
     parser.add_argument("--kills", action="store_true", help="kills at random moments; compare the weights")
     options = parser.parse_args()
     environment, more = Environment(), ["--plan", options.plan] if options.plan else []
@@ -170,17 +169,11 @@ def main() -> int:
     if options.kills:
         every = ("--snapshot-every", str(SNAPSHOT_EVERY))
         more += ["--minibatches", "150"]
-        _, weights = compare_run(here, workers, *every, *more)
+        weights = train_undisturbed(here, workers, *every, *more)
         for trial in range(trials):
             killed = kill_at_random(here, workers, random.Random(trial), *more)
             assert all(torch.equal(killed[name], weights[name]) for name in weights), trial
         print(f"{trials} runs that were killed at random ended with the weights of one that was not")
-        return 0
-    if options.cost:
-        flags: dict[str, list[str]] = {"without": [], "with": ["--snapshot-every", str(EVERY)]}
-        costs = collect_rounds(lambda name: compare_run(here, workers, *flags[name], *more)[0], list(flags), trials)
-        ratios = [after / before for before, after in zip(costs["without"], costs["with"], strict=True)]
-        print(f"{environment.describe(f'{trials} rounds')}\nratio {format_quartiles(ratios, '{:.3f}'.format)}")
         return 0
     if options.snapshots:
         sources += [source + SNAPSHOTS for source in sources]
