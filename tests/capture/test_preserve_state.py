@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pipedream.capture import preserve_state
+from pipedream.capture.preserve_state import running
 
 HELD: dict[str, tuple[Any, Callable[[Any], object]]] = {  # an attribute, and what a forward does to it
     "list": ([1, 2], list.clear),
@@ -44,3 +45,14 @@ def test_an_attribute_is_left_as_it_was(name: str) -> None:
         assert pickle.dumps(held) != before
     assert module.held is held
     assert pickle.dumps(held) == before
+
+
+def test_a_weight_that_a_forward_writes_is_as_it_was() -> None:
+    layer = nn.Linear(2, 2)
+    before = {name: (tensor, tensor.clone()) for name, tensor in layer.state_dict(keep_vars=True).items()}
+    with running(layer, (), True), torch.no_grad():
+        layer.weight.mul_(2)
+        layer.bias.data.zero_()
+    for name, tensor in layer.state_dict(keep_vars=True).items():
+        assert tensor is before[name][0]
+        assert torch.equal(tensor, before[name][1])
