@@ -28,7 +28,7 @@ from scaffold import Environment, collect_rounds, format_quartiles, format_table
 SOURCE = Path(__file__).parents[2] / "src"
 MEMORY = ("--snapshot-every", str(recovery.SNAPSHOT_EVERY))
 CASES: dict[str, tuple[tuple[int, ...], int, int, tuple[str, ...]]] = {
-    "a replica of 2-1-1, every update kept": ((2, 1, 1), 0, 1, ("--elastic", "--snapshot-every", "1")),
+    "a replica of 2-1-1, a snapshot of each minibatch": ((2, 1, 1), 0, 1, ("--elastic", "--snapshot-every", "1")),
     "a replica of 2-1-1": ((2, 1, 1), 0, 1, ("--elastic", *MEMORY)),
     "one of 4 data parallel": ((4,), 0, 3, ("--elastic", *MEMORY)),
     "a stage of 1-1-1-1, replaced": ((1, 1, 1, 1), 1, 3, MEMORY),
