@@ -231,22 +231,24 @@ def test_losses_count_from_the_newest_plan_on(monkeypatch: pytest.MonkeyPatch, t
     attempts = [tmp_path / "launch" / str(attempt) for attempt in range(3)]
     for attempt in attempts:
         attempt.mkdir(exist_ok=True)
-    assert restarts.find_left() == restarts.Left()
+    assert restarts.find_survivors() == restarts.Survivors()
     plan.save(attempts[0] / "plan.json")
-    assert restarts.find_left() == restarts.Left(plan, (), plan)
-    assert restarts.find_left().cluster is None
+    assert restarts.find_survivors() == restarts.Survivors(plan, (), plan)
+    assert restarts.find_survivors().cluster is None
     processes.write_lost(attempts[0], [0, 3])
     processes.write_lost(attempts[2], [1])
-    left = restarts.find_left()
-    assert left.plan is not None
-    assert left.plan.config == "1-1"
-    assert left.lost == (3, 0, 1)
-    assert left.cluster == left.plan.cluster
-    left.plan.save(attempts[1] / "plan.json")
-    assert restarts.find_left() == restarts.Left(left.plan, (1,), None), "rank 1 is now the last of stage 1"
-    left = restarts.find_left()
-    assert left.cluster is not None
-    assert left.cluster.workers == 1
+    survivors = restarts.find_survivors()
+    assert survivors.plan is not None
+    assert survivors.plan.config == "1-1"
+    assert survivors.lost == (3, 0, 1)
+    assert survivors.cluster == survivors.plan.cluster
+    survivors.plan.save(attempts[1] / "plan.json")
+    assert restarts.find_survivors() == restarts.Survivors(survivors.plan, (1,), None), (
+        "rank 1 is now the last of stage 1"
+    )
+    survivors = restarts.find_survivors()
+    assert survivors.cluster is not None
+    assert survivors.cluster.workers == 1
 
 
 def test_a_recipe_may_not_change_between_attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
-from pipedream.training.restarts import Left, find_left
+from pipedream.training.restarts import Survivors, find_survivors
 from pipedream.training.run_folder import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
@@ -203,8 +203,8 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
 
     Raises a `PlanError` if none fits.
     """
-    left = find_left()
-    plan, lost = left.plan, left.lost
+    survivors = find_survivors()
+    plan, lost = survivors.plan, survivors.lost
     if plan is not None and plan.ranks == job.workers:
         if job.resumed is None and job.options.schedule is None:
             job = replace(job, schedule=AUTO)  # the plan's
@@ -216,10 +216,10 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             return replace(planned, lost=lost)
         except (PlanError, ScheduleError) as error:
             process.console.print(f"the plan {plan.config}{without} is not possible ({error}); planning again")
-    return replace(_choose_methods(job, *_choose_plan(job, process, left)), lost=lost)
+    return replace(_choose_methods(job, *_choose_plan(job, process, survivors)), lost=lost)
 
 
-def _choose_plan(job: Job, process: Process, left: Left) -> tuple[Plan, Profile | None]:
+def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan, Profile | None]:
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
     saved = None
@@ -228,7 +228,7 @@ def _choose_plan(job: Job, process: Process, left: Left) -> tuple[Plan, Profile 
         if plan is None and saved.ranks == job.workers and not any(options.plan_settings.values()):
             plan = saved
     # What was measured with the plan is not measured again, nor by the workers that are left of a run.
-    measured = left.before or plan
+    measured = survivors.before or plan
     runtime = (measured is not None and measured.runtime) or _measure_runtime_costs(recipe, str(process.device))
     is_given = plan is not None
     if plan is None:
@@ -248,7 +248,7 @@ def _choose_plan(job: Job, process: Process, left: Left) -> tuple[Plan, Profile 
                     meshes=meshes,
                 )
         request = PlanRequest(
-            left.cluster or _choose_cluster(job, process),
+            survivors.cluster or _choose_cluster(job, process),
             schedule=job.schedule,
             microbatches=job.microbatches,
             in_flight=options.in_flight,

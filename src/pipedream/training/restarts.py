@@ -111,11 +111,11 @@ def check_recipe_stays(source: str, rank: int) -> None:
     folder = find_launch_folder()
     if folder is None:
         return
-    kept = folder / _RECIPE
-    if not kept.exists():
+    first_source = folder / _RECIPE
+    if not first_source.exists():
         if rank == 0:
-            write_text(kept, source)
-    elif (before := kept.read_text(encoding="utf-8")) != source:
+            write_text(first_source, source)
+    elif (before := first_source.read_text(encoding="utf-8")) != source:
         changes = unified_diff(before.splitlines(), source.splitlines(), lineterm="", n=0)
         first = next((line for line in changes if line[0] in "+-" and line[:3] not in ("---", "+++")), "")
         raise RecipeError(
@@ -125,19 +125,19 @@ def check_recipe_stays(source: str, rank: int) -> None:
 
 
 def keep_plan_of_attempt(plan: Plan) -> None:
-    """Keeps the plan for `find_left`; does nothing under another launcher."""
+    """Keeps the plan for `find_survivors`; does nothing under another launcher."""
     folder = find_launch_folder()
     if folder is not None:
         plan.save(folder / str(_read_count()) / _PLAN)
 
 
 @dataclass(frozen=True)
-class Left:
-    """What the attempts before have left to this one.
+class Survivors:
+    """What remains of the attempts before this one.
 
     Attributes:
         before: the plan of the newest that had one.
-        lost: ranks in it that were lost since, in this order; each counts in what the ones before it have left.
+        lost: ranks in it that were lost since, in this order; each counts in what remains after the ones before it.
         plan: without them; None if a stage would have no worker.
     """
 
@@ -156,18 +156,18 @@ class Left:
         return cluster
 
 
-def find_left() -> Left:
+def find_survivors() -> Survivors:
     """Returns what is left of the attempts before; nothing in the first one, or under another launcher."""
-    left = Left()
+    survivors = Survivors()
     for folder, lost in _list_attempts():
         if (folder / _PLAN).exists():
             plan = Plan.load(folder / _PLAN)
-            left = Left(plan, (), plan)
-        plan_left = left.plan
+            survivors = Survivors(plan, (), plan)
+        plan_now = survivors.plan
         for rank in lost:
-            plan_left = plan_left and drop_worker(plan_left, rank)
-        left = replace(left, lost=(*left.lost, *lost), plan=plan_left)
-    return left
+            plan_now = plan_now and drop_worker(plan_now, rank)
+        survivors = replace(survivors, lost=(*survivors.lost, *lost), plan=plan_now)
+    return survivors
 
 
 def _list_attempts() -> list[tuple[Path, list[int]]]:

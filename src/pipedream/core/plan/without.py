@@ -24,7 +24,7 @@ def drop_worker(plan: Plan, rank: int) -> Plan | None:
     if min(counts) < 1:
         return None
     delays = tuple(plan.update_delay[s] if counts[s] > 1 and len(places) > 1 else 0 for s in places)
-    left = replace(
+    reduced = replace(
         plan,
         stages=tuple(replace(stage, replicas=count) for stage, count in zip(plan.stages, counts, strict=True)),
         in_flight=depth.raise_to_legal(plan.in_flight, counts, delays),
@@ -35,4 +35,4 @@ def drop_worker(plan: Plan, rank: int) -> Plan | None:
         note="",
         sums=plan.sums if max(counts) > 1 else FULL,
     )
-    return left.with_depth(plan.depth_mode) if plan.depth_mode in ("noam", "full") else left
+    return reduced.with_depth(plan.depth_mode) if plan.depth_mode in ("noam", "full") else reduced

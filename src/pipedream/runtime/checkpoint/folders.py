@@ -163,11 +163,11 @@ def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None, 
 def list_machines(folder: Path, rank: int, group: dist.ProcessGroup | None) -> list[list[int]]:
     """Returns the ranks that share a folder of this name, which exists at each of them; every rank calls it."""
     machines: list[list[int]] = []
-    left = list(range(1 if group is None else dist.get_world_size(group)))
-    while left:
-        sees = ranks_that_see(folder, rank, group, left[0])
-        machines.append([other for other in left if sees[other]])
-        left = [other for other in left if not sees[other]]
+    remaining = list(range(1 if group is None else dist.get_world_size(group)))
+    while remaining:
+        sees = ranks_that_see(folder, rank, group, remaining[0])
+        machines.append([other for other in remaining if sees[other]])
+        remaining = [other for other in remaining if not sees[other]]
     return machines
 
 

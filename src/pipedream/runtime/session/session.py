@@ -200,8 +200,8 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
     elif plan.optimizer_state == HOST:
         stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
         rows = map(json.loads, gather_texts(json.dumps([read_machine(), stages]), local.group))
-        here = [stage for machine, others in rows for stage in others if machine == read_machine()]
-        check_host_memory([plan.stages[stage] for stage in here], [1] * len(here), free_bytes())
+        stages = [stage for machine, others in rows for stage in others if machine == read_machine()]
+        check_host_memory([plan.stages[stage] for stage in stages], [1] * len(stages), free_bytes())
 
 
 def _count_frozen_bytes(layers: Sequence[tuple[str, nn.Module]]) -> int:

@@ -57,11 +57,11 @@ class HostedWeights:
 
 def check_movable(optimizer: torch.optim.Optimizer) -> None:
     """Raises a `ScheduleError` if an optimizer cannot step in the memory of the machine."""
-    found = next(_list_obstacles(optimizer), "")
-    if found:
+    obstacle = next(_list_obstacles(optimizer), "")
+    if obstacle:
         raise ScheduleError(
-            f"optimizer_state='host' was asked for with {type(optimizer).__name__}, which {found}; leave that out, or "
-            "keep the optimizer on the device"
+            f"optimizer_state='host' was asked for with {type(optimizer).__name__}, which {obstacle}; leave that out, "
+            "or keep the optimizer on the device"
         )
 
 
