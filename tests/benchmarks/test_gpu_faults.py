@@ -82,10 +82,10 @@ def _lose_weight_gradients(run: Any) -> Any:
     return lambda self: run(self) if next(calls) < first else iter(())
 
 
-def _write_in_place(begin_update: Any) -> Any:
+def _write_in_place(choose_storage: Any) -> Any:
     def wrong(self: Versions, coming: Any) -> None:
         self._single = True
-        begin_update(self, coming)
+        choose_storage(self, coming)
 
     return wrong
 
@@ -114,7 +114,7 @@ FAULTS: tuple[tuple[Any, str, Any, str, Fault], ...] = (
         lambda seed: lambda self, microbatch, layer: seed(self, microbatch + (microbatch > 3), layer),
     ),
     (results.equality, "zb_h1_distance", Deferred, "run", _lose_weight_gradients),
-    (results.equality, "pipedream_distance", Versions, "begin_update", _write_in_place),
+    (results.equality, "pipedream_distance", Versions, "choose_storage", _write_in_place),
     (results.equality, "pipedream_2bw_distance", Versions, "read", _read_newest),
     (results.equality, "pipemare_distance", WeightPredictions, "end_update", _do_nothing),
     (results.equality, "spectrain_distance", WeightPredictions, "_advance", _do_nothing),

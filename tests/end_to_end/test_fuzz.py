@@ -151,6 +151,7 @@ COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
 @pytest.mark.parametrize(
     "name", ["plan", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name != "plan")]
 )
+@pytest.mark.filterwarnings("ignore:the workers have")
 @settings(max_examples=30, **QUIET)
 @given(data=st.data())
 def test_the_command_on_a_spoiled_file(

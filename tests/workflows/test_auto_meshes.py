@@ -170,20 +170,20 @@ def test_meshes_are_unknown(tmp_path: Path, refused: Callable[..., str]) -> None
 
 @pytest.mark.slow
 def test_the_command_prints_kinds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Callable[..., str]
 ) -> None:
     file = tmp_path / "cut.profile.json"
     one_of(("model:2", "model:4")).save(file)
     options = [str(file), "--workers", "4", "--bandwidth", "1e9", "--memory", "190", "--mesh", "auto"]
     assert cli.main(["plan", *options, "-o", str(tmp_path / "plan.json"), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(capfd.readouterr().out)
     assert (answer["kind"], answer["config"], answer["ranks"]) == ("mixed", "1x2-1x2", 4)
     assert answer["kinds"]["pipeline"] is None
     assert answer["kinds"]["tensor"]["mesh"] == "model:4"
     assert [stage["mesh"] for stage in answer["stages"]] == ["model:2", "model:2"]
     assert pipedream.Plan.load(tmp_path / "plan.json").ranks == 4
     assert cli.main(["plan", *options]) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "verdict: use the pipeline 1x2-1x2 on the mesh model:2" in out
     assert "mixed, because" in out
     assert "--mesh auto" in refused("plan", *options[:-1], "none")

@@ -36,7 +36,7 @@ class Activations:
     @classmethod
     def read(cls, text: str) -> Self:
         """Reads '', 'host' or 'disk:FOLDER'; raises a `PlanError` for anything else."""
-        kind, _, folder = text.partition(":")
+        kind, _, folder = text.partition(":") if isinstance(text, str) else ("", "", "")
         if text in ("", HOST) or (kind == DISK and folder):
             return cls(kind, folder or None)
         raise PlanError(f"activations={text!r} was asked for; give 'host' or 'disk:FOLDER'")
