@@ -36,9 +36,10 @@ class Activations:
     @classmethod
     def read(cls, text: str) -> Self:
         """Reads '', 'host' or 'disk:FOLDER'; raises a `PlanError` for anything else."""
-        kind, _, folder = text.partition(":") if isinstance(text, str) else ("", "", "")
-        if text in ("", HOST) or (kind == DISK and folder):
-            return cls(kind, folder or None)
+        if isinstance(text, str):
+            kind, _, folder = text.partition(":")
+            if text in ("", HOST) or (kind == DISK and folder):
+                return cls(kind, folder or None)
         raise PlanError(f"activations={text!r} was asked for; give 'host' or 'disk:FOLDER'")
 
     def __bool__(self) -> bool:
