@@ -18,7 +18,7 @@ class CoreTimes:
 
     Attributes:
         run_s: this process's threads were on a core.
-        wait_s: they waited for one (/proc/self/task/*/schedstat); 0 where the kernel does not say.
+        wait_s: they waited for one (``schedstat`` of each in /proc); 0 where the kernel does not say.
         used_s, stolen_s: cores of the machine were in use, or taken from it by its host (/proc/stat).
     """
 
