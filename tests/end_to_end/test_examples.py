@@ -19,8 +19,8 @@ import torch
 
 import pipedream
 from pipedream import cli
-from pipedream.core.hardware.core_times import MUCH
 from pipedream.core.variants import TORCH
+from pipedream.profiler.core_times import MUCH
 from pipedream.recipe import Recipe, load_recipe
 
 FOLDER = Path(__file__).parents[2] / "examples"

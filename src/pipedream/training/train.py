@@ -12,7 +12,6 @@ from typing import Any
 
 from pipedream.callbacks import monitored
 from pipedream.core.errors import RecipeError
-from pipedream.core.hardware.core_times import MUCH, CoreTimes, describe_slowness
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.host_memory import count_saved_bytes
 from pipedream.core.plan.plan import Plan
@@ -23,6 +22,7 @@ from pipedream.core.units import format_bytes, format_number
 from pipedream.metrics import run_metrics
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
+from pipedream.profiler.core_times import MUCH, CoreTimes, describe_slowness
 from pipedream.recipe import Recipe, blaming, make_recipe
 from pipedream.report.text import collectives_text, failures_text
 from pipedream.runtime.checkpoint.folders import ranks_that_see

@@ -22,7 +22,6 @@ from pipedream.capture import (
     stand_ins,
 )
 from pipedream.core.errors import PlanError, ProfileError
-from pipedream.core.hardware.core_times import CoreTimes, describe_slowness
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile, RankProfile
@@ -30,6 +29,7 @@ from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import AUTO, NO_MESH
+from pipedream.profiler.core_times import CoreTimes, describe_slowness
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
