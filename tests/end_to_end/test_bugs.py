@@ -40,7 +40,8 @@ def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
     versions = Versions({"w": handle})
     handles = versions.read(0)
     loss = (handles.leaves["w"] ** 2).sum()
-    versions.begin_update(())
+    versions.choose_storage(())
+    versions.move_handles()
     with torch.no_grad():
         handle.add_(1.0)
     versions.end_update()

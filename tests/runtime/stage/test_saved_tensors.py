@@ -137,7 +137,8 @@ def run_graph_rule(
     output = saved.run(lambda: stage.forward(value, weights.leaves, 0, first=False), value, weights)
     slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     for number, share in enumerate([0.5, 4.0, factor / 2] if led else [factor]):
-        versions.begin_update({number} if led else ())
+        versions.choose_storage({number} if led else ())
+        versions.move_handles()
         with torch.no_grad():
             for handle in handles.values():
                 handle.mul_(share)

@@ -237,7 +237,8 @@ def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatc
         versions.release(weights)
         for handle, twin, gradient in zip(handles.values(), plain.parameters(), gradients, strict=True):
             handle.grad, twin.grad = gradient, gradient.clone()
-        versions.begin_update((versions.newest,) if in_flight > 1 else ())
+        versions.choose_storage((versions.newest,) if in_flight > 1 else ())
+        versions.move_handles()
         optimizer.step()
         versions.end_update()
         serial.step()

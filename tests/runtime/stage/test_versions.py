@@ -45,7 +45,8 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
         for name in handles:
             handles[name].grad = torch.randn_like(handles[name])
             plain[name].grad = handles[name].grad.clone()
-        versions.begin_update(range(max(0, k + 1 - late), versions.newest + 1))
+        versions.choose_storage(range(max(0, k + 1 - late), versions.newest + 1))
+        versions.move_handles()
         optimizer.step()
         versions.end_update()
         serial.step()
@@ -65,14 +66,16 @@ def test_a_version_that_nobody_will_read_is_not_kept() -> None:
     reading = versions.read(0)
     for newest in range(6):
         # Forwards to come read 0 and 3 and so on, two updates late.
-        versions.begin_update({max(0, newest - 2) // 3 * 3, newest // 3 * 3})
+        versions.choose_storage({max(0, newest - 2) // 3 * 3, newest // 3 * 3})
+        versions.move_handles()
         with torch.no_grad():
             handles["a"].add_(1.0)
         versions.end_update()
         assert versions.alive == [2, 2, 2, 3, 3, 3][newest]
         assert versions.storages == versions.peak
     versions.release(reading)
-    versions.begin_update({3, 6})
+    versions.choose_storage({3, 6})
+    versions.move_handles()
     versions.end_update()
     assert (versions.alive, versions.newest) == (3, 7)
     with pytest.raises(KeyError):
@@ -84,20 +87,22 @@ def test_a_version_that_is_read_is_never_written() -> None:
     versions = Versions(handles)
     reading = versions.read(0)
     before = reading.leaves["a"].detach().clone()
-    versions.begin_update(())
+    versions.choose_storage(())
+    versions.move_handles()
     with torch.no_grad():
         handles["a"].add_(1.0)
     versions.end_update()
     assert torch.equal(reading.leaves["a"], before)
     versions.release(reading)
     # A free set with a reader cannot be: should it ever, the update stops.
-    versions.begin_update(())
+    versions.choose_storage(())
+    versions.move_handles()
     versions.end_update()
     versions._free.append(reading)
     reading.readers = 1
     versions.peek().readers = 1
     with pytest.raises(AssertionError, match="a backward still needs"):
-        versions.begin_update(())
+        versions.choose_storage(())
 
 
 def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
@@ -106,7 +111,8 @@ def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
     assert versions.peek().leaves["a"].dtype == torch.bfloat16
     reading = versions.read(0)
     for _ in range(2):
-        versions.begin_update(())
+        versions.choose_storage(())
+        versions.move_handles()
         with torch.no_grad():
             for handle in handles.values():
                 handle.add_(1.0)
@@ -139,7 +145,8 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
         assert sorted(seen, key=str) == sorted(expected, key=str)
 
     check()
-    versions.begin_update({0})
+    versions.choose_storage({0})
+    versions.move_handles()
     versions.end_update()
     assert versions.alive == 2
     check()
@@ -159,7 +166,8 @@ def test_a_single_set_is_written_under_its_readers(stepper: partial) -> None:
     for n in range(1, 4):
         for handle in handles.values():
             handle.grad = torch.randn_like(handle)
-        versions.begin_update({n - 1})
+        versions.choose_storage({n - 1})
+        versions.move_handles()
         optimizer.step()
         versions.end_update()
         readers.append(versions.read(n))
@@ -182,7 +190,8 @@ def test_kept_views_are_sets_of_their_own() -> None:
     first = versions.read_prediction(0, twice)
     assert versions.read_prediction(0, partial(fill, handles, 3.0)) is first, "kept, not computed again"
     expected = {name: 2.0 * handle.detach() for name, handle in handles.items()}
-    versions.begin_update(())
+    versions.choose_storage(())
+    versions.move_handles()
     with torch.no_grad():
         for handle in handles.values():
             handle.add_(1.0)
@@ -213,7 +222,8 @@ def test_weights_in_one_buffer_stay_in_one() -> None:
     handles = {"a": nn.Parameter(buffer[:6].view(3, 2)), "apart": apart, "b": nn.Parameter(buffer[6:10])}
     versions = Versions(handles)
     versions.read(0)
-    versions.begin_update(())
+    versions.choose_storage(())
+    versions.move_handles()
     leaves = versions._sets[1].leaves
     assert list(leaves) == list(handles)
     assert leaves["a"].untyped_storage().data_ptr() == leaves["b"].untyped_storage().data_ptr()

@@ -11,7 +11,7 @@ Life of a version:
    versions are never read.
 
 Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
-(docs/lessons.md, Facts). Leaves and handles share storage but not autograd's version counter, so `begin_update` itself
+(docs/lessons.md, Facts). Leaves and handles share storage but not autograd's version counter, so `choose_storage`
 asserts that the storage it frees has no reader.
 
 Under autocast the leaves are low-precision, cast once per update instead of once per forward.
@@ -200,11 +200,6 @@ class Versions:
             freed = self._sets.pop(old)
             freed.version = -1
             self._free.append(freed)
-
-    def begin_update(self, coming: Collection[int]) -> None:
-        """Makes the handles safe to write: `choose_storage`, then `move_handles`."""
-        self.choose_storage(coming)
-        self.move_handles()
 
     def choose_storage(self, coming: Collection[int]) -> None:
         """Chooses the next version's set: a free one if a later forward (`coming`) or a reader needs the newest."""
