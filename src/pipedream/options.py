@@ -127,13 +127,7 @@ class ModelOptions:
     messages: str | Sequence[str] | Messages | None = None
     optimizer_state: str | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
-    activations: str | None = option(
-        None,
-        "Where activations wait between forward and backward: disk:FOLDER, or host, the memory of a GPU's machine.",
-        metavar="host|disk:FOLDER",
-        unset="the recipe's or the plan's, or the worker's own memory",
-        panel=Panel.RUN,
-    )
+    activations: str | None = None
 
     def policy(self, *, scaling: str = "") -> Policy:
         """Returns the rules that couple the stages, see `Policy`.

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.layout import Boundary, Layout
-from pipedream.core.plan.memory import HOST
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Dispatched, Placement

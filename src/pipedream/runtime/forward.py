@@ -231,8 +231,8 @@ class ForwardRunner:
                 # Before the stage's own forward, which may write into its input and its buffers.
                 stage_state.check.before_forward(value, self._stream.first + index, stage == 0, message, targets)
             read = stage_state.read_again(saved) if again else weights
-            kept = partial(_list_kept, stage_state.module, read.leaves, value if stage == 0 else None)
-            with self.offload.keeping(stage, index, kept):
+            resident = partial(_list_resident, stage_state.module, read.leaves, value if stage == 0 else None)
+            with self.offload.keeping(stage, index, resident):
                 with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
                     output = stage_state.forward(value, read, self._stream.first + index, stage == 0)
                 if targets is None:
@@ -287,7 +287,7 @@ class ForwardRunner:
         return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
 
 
-def _list_kept(module: StageModule, leaves: Mapping[str, torch.Tensor], value: Any) -> Iterator[torch.Tensor]:
+def _list_resident(module: StageModule, leaves: Mapping[str, torch.Tensor], value: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors that a forward reads and that stay: weights, buffers, and `value`, the model's input."""
     yield from leaves.values()
     for _, layer in module.layers:

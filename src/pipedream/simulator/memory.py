@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipedream.core.plan.activations import share_of, window_bytes
-from pipedream.core.plan.memory import DEFERRED_SHARE, HOST, StageSizes, message_bytes, peers_of
+from pipedream.core.plan.activations import HOST, share_of, window_bytes
+from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program

@@ -10,7 +10,8 @@ from pipedream import metrics, planner, schedules
 from pipedream import simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.memory import HOST, peers_of, place_state, stage_memory
+from pipedream.core.plan.activations import HOST
+from pipedream.core.plan.memory import peers_of, place_state, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.compensation import BasisRotation

@@ -10,8 +10,8 @@ from typing import Any
 from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.host_memory import check_host_memory
-from pipedream.core.plan.memory import HOST
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower

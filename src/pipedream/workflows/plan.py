@@ -17,8 +17,8 @@ from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
-from pipedream.core.plan.activations import DISK, Activations
-from pipedream.core.plan.memory import HOST, read_optimizer_state
+from pipedream.core.plan.activations import DISK, HOST, Activations
+from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.sums import SumMethod

@@ -30,10 +30,11 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.activations import share_of, window_bytes
+from pipedream.core.plan.activations import HOST, share_of, window_bytes
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
-DEVICE, HOST = OPTIMIZER_STATES = ("device", "host")
+DEVICE = "device"
+OPTIMIZER_STATES = (DEVICE, HOST)
 """Where an optimizer and its state are: with the weights, or in the memory of the machine."""
 
 DEFERRED_SHARE = 2
@@ -164,10 +165,9 @@ def moments(
         hosted: the optimizer steps copies of the weights in the memory of the machine, which is also that of a worker
             without a GPU.
     """
-    kept, whole = sizes.activation_bytes, sizes.parameter_bytes
-    waiting = sizes.input_bytes if recompute else kept
-    moved = share_of(kept, offload)
-    waiting, kept = waiting - moved, kept - moved + window_bytes(moved)
+    whole, moved = sizes.parameter_bytes, share_of(sizes.activation_bytes, offload)
+    waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved
+    running = sizes.activation_bytes - moved + window_bytes(moved)  # of the microbatch whose pass runs
     messages = message_bytes(sizes, in_flight, recompute, peers)
 
     def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
@@ -184,8 +184,8 @@ def moments(
         if deferred:
             later = min(deferred, count)
             deferred_bytes = DEFERRED_SHARE * sizes.activation_bytes - moved
-            return (count - later) * waiting + later * deferred_bytes + (kept - waiting) * (offload > 0)
-        return (count - 1) * waiting + kept if count else 0 * kept
+            return (count - later) * waiting + later * deferred_bytes + (running - waiting) * (offload > 0)
+        return (count - 1) * waiting + running if count else 0 * running
 
     working = sizes.working_bytes + bucket_bytes(sizes, peers)
     relief = 0 if deferred else sizes.relief_bytes - share_of(sizes.relief_bytes, offload)

@@ -16,9 +16,9 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
-from pipedream.core.plan.activations import Activations
+from pipedream.core.plan.activations import HOST, Activations
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.memory import DEVICE, HOST, read_optimizer_state
+from pipedream.core.plan.memory import DEVICE, read_optimizer_state
 from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement

@@ -15,7 +15,7 @@ from math import lcm
 from typing import NamedTuple
 
 from pipedream.core.model.matrices import Matrices
-from pipedream.core.plan.memory import HOST
+from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.placement import Dispatched, Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation, rate_factor

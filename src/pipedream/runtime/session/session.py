@@ -19,8 +19,8 @@ from torch import nn
 
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
+from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.host_memory import check_host_memory
-from pipedream.core.plan.memory import HOST
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -126,17 +126,11 @@ class Offload:
 
     def begin(self) -> None:
         """Begins a stream, at a drain."""
-        if self._mover is not None:
-            with self._mover.changed:
-                self._begin()
-        else:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._order = self._list_passes()
-        self._coming: deque[_Pass] = deque()
-        self._position = 0  # in `_coming`, of the first pass whose blocks are not in `_to_read`
-        self._to_read: list[Block] = []
+        with self._mover.changed if self._mover is not None else nullcontext():
+            self._order = self._list_passes()
+            self._coming: deque[_Pass] = deque()
+            self._position = 0  # in `_coming`, of the first pass whose blocks are not in `_to_read`
+            self._to_read: list[Block] = []
 
     def _list_passes(self) -> Iterator[_Pass]:
         for instruction in self._program.stream(self._rank):
@@ -147,11 +141,11 @@ class Offload:
         return bool(self._shares) and self._shares[stage] > 0
 
     @contextmanager
-    def keeping(self, stage: int, index: int, kept: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+    def keeping(self, stage: int, index: int, resident: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
         """Context of a forward.
 
         Args:
-            kept: yields tensors that stay anyway: weights, buffers, inputs.
+            resident: yields tensors that stay anyway: weights, buffers, inputs.
         """
         if not self.moves(stage):
             yield
@@ -160,7 +154,7 @@ class Offload:
         share, movable_bytes = self._shares[stage], self._movable_bytes.get(stage)
         forward = _Forward(
             mover,
-            {tensor.untyped_storage()._cdata for tensor in kept() if tensor.layout is torch.strided},
+            {tensor.untyped_storage()._cdata for tensor in resident() if tensor.layout is torch.strided},
             self._take_file(mover),
             self._device,
             None if share == 1 or movable_bytes is None else int(share * movable_bytes),
