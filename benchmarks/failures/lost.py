@@ -52,8 +52,8 @@ def measure(name: str) -> tuple[float, int]:
     shape, restarts, victim, more = CASES[name]
     with TemporaryDirectory() as folder:
         # A run that was given a plan has no profile, and has to measure one to plan again.
-        given = [] if "--straight" in more else ["--plan", str(make_plan(shape).save(Path(folder, "plan.json")))]
-        return recovery.time_recovery(SOURCE, sum(shape), restarts, victim, *given, *more)
+        plan_options = [] if "--straight" in more else ["--plan", str(make_plan(shape).save(Path(folder, "plan.json")))]
+        return recovery.time_recovery(SOURCE, sum(shape), restarts, victim, *plan_options, *more)
 
 
 def kill_at_random(draw: random.Random) -> float:
@@ -69,16 +69,16 @@ def kill_at_random(draw: random.Random) -> float:
         restarts = draw.randint(0, 2)
         with recovery.start(place, SOURCE, workers, restarts, *options, *MEMORY) as launcher:
             recovery.wait_until(lambda: len(recovery.list_workers(launcher, workers + 1)) > workers, launcher)
-            left = workers
+            alive = workers
             for _ in range(draw.randint(1, 2)):
                 time.sleep(draw.uniform(0.0, 5.0))
-                doomed = draw.sample(range(left), min(draw.randint(1, 2), left - (restarts == 0)))
-                pids = recovery.list_workers(launcher, left)
+                doomed = draw.sample(range(alive), min(draw.randint(1, 2), alive - (restarts == 0)))
+                pids = recovery.list_workers(launcher, alive)
                 for rank in doomed:
                     with suppress(ProcessLookupError, IndexError):
                         os.kill(pids[rank], signal.SIGKILL)
                 if doomed and restarts == 0:
-                    left -= len(doomed)
+                    alive -= len(doomed)
                 restarts = max(0, restarts - bool(doomed))
             assert launcher.wait(120) == 0, launcher.returncode
         assert not [path for path in Path("/dev/shm").glob("pipedream-*") if f"-{launcher.pid}-" in path.name]

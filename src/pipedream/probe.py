@@ -65,10 +65,12 @@ def host_bytes() -> int:
     return min([free, *_list_group_bytes()])
 
 
-def _list_group_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+def _list_group_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
     """Yields what each control group of this process, with those around it, has left of its limit."""
     with suppress(OSError, StopIteration):
-        row = next(row for row in own.read_text().splitlines() if row.startswith("0::"))
+        row = next(row for row in membership.read_text().splitlines() if row.startswith("0::"))
         folder = root / row.removeprefix("0::").lstrip("/")
         for group in (folder, *folder.parents):
             if not group.is_relative_to(root):

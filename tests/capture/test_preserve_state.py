@@ -18,33 +18,33 @@ from torch import nn
 from pipedream.capture import preserve_state
 from pipedream.capture.preserve_state import running
 
-HELD: dict[str, tuple[Any, Callable[[Any], object]]] = {  # an attribute, and what a forward does to it
+VALUES: dict[str, tuple[Any, Callable[[Any], object]]] = {  # an attribute, and what a forward does to it
     "list": ([1, 2], list.clear),
-    "deque": (deque([1], maxlen=2), lambda held: held.append(2)),
-    "dict": ({"a": 1}, lambda held: held.update(a=2)),
-    "set": ({1}, lambda held: held.add(2)),
-    "tuple": (([1],), lambda held: held[0].clear()),
-    "nested": ({"a": [{1}]}, lambda held: held["a"][0].clear()),
-    "instance": (SimpleNamespace(x=1), lambda held: setattr(held, "y", 2)),
-    "partial": (partial(sorted, [1]), lambda held: held.args[0].clear()),
+    "deque": (deque([1], maxlen=2), lambda value: value.append(2)),
+    "dict": ({"a": 1}, lambda value: value.update(a=2)),
+    "set": ({1}, lambda value: value.add(2)),
+    "tuple": (([1],), lambda value: value[0].clear()),
+    "nested": ({"a": [{1}]}, lambda value: value["a"][0].clear()),
+    "instance": (SimpleNamespace(x=1), lambda value: setattr(value, "y", 2)),
+    "partial": (partial(sorted, [1]), lambda value: value.args[0].clear()),
     "tensor": (torch.ones(2), torch.Tensor.zero_),
-    "array": (np.ones(2), lambda held: held.fill(0)),
+    "array": (np.ones(2), lambda value: value.fill(0)),
     "random": (random.Random(0), random.Random.random),
     "generator": (np.random.default_rng(0), np.random.Generator.random),
     "state": (np.random.RandomState(0), np.random.RandomState.rand),
 }
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", VALUES)
 def test_an_attribute_is_left_as_it_was(name: str) -> None:
-    held, change = HELD[name]
-    module, before = nn.Identity(), pickle.dumps(held)
-    module.held = held
+    value, change = VALUES[name]
+    module, before = nn.Identity(), pickle.dumps(value)
+    module.value = value
     with preserve_state([module]):
-        change(held)
-        assert pickle.dumps(held) != before
-    assert module.held is held
-    assert pickle.dumps(held) == before
+        change(value)
+        assert pickle.dumps(value) != before
+    assert module.value is value
+    assert pickle.dumps(value) == before
 
 
 def test_a_weight_that_a_forward_writes_is_as_it_was() -> None:

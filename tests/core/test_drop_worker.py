@@ -22,14 +22,14 @@ from pipedream.verifier import verify
 def test_the_others_keep_their_places_links_and_kinds(data: st.DataObject) -> None:
     cluster = data.draw(drawn.clusters(data.draw(st.integers(2, 9))).filter(lambda cluster: cluster.workers > 1))
     worker = data.draw(st.integers(0, cluster.workers - 1))
-    left = cluster.without(worker)
+    smaller = cluster.without(worker)
     others = [other for other in range(cluster.workers) if other != worker]
-    assert left.workers == len(others)
+    assert smaller.workers == len(others)
     for row in ("speeds", "devices", "memories"):
-        assert getattr(left, row) == tuple(getattr(cluster, row)[other] for other in others)
+        assert getattr(smaller, row) == tuple(getattr(cluster, row)[other] for other in others)
     for a, first in enumerate(others):
         for b, second in enumerate(others[:a]):
-            assert left.link(left.reach(a, b)) == cluster.link(cluster.reach(first, second))
+            assert smaller.link(smaller.reach(a, b)) == cluster.link(cluster.reach(first, second))
 
 
 def test_a_machine_without_workers_is_gone() -> None:
@@ -47,35 +47,35 @@ def test_only_its_stage_has_one_replica_fewer_and_the_program_is_proved(counts: 
     plan = plan.with_depth(plan.in_flight if mode == "hand" else mode)
     rank = data.draw(st.integers(0, sum(counts) - 1))
     stage = next(s for s, ranks in enumerate(plan.placement.ranks) if rank in ranks)
-    left = drop_worker(plan, rank)
+    reduced = drop_worker(plan, rank)
     if counts[stage] == 1:
-        assert left is None
+        assert reduced is None
         return
-    assert left is not None
-    assert left.replicas == tuple(count - (s == stage) for s, count in enumerate(counts))
-    assert [replace(row, replicas=1) for row in left.stages] == [replace(row, replicas=1) for row in plan.stages]
-    assert left.depth_mode == mode
-    assert left.cluster.workers == sum(counts)
+    assert reduced is not None
+    assert reduced.replicas == tuple(count - (s == stage) for s, count in enumerate(counts))
+    assert [replace(row, replicas=1) for row in reduced.stages] == [replace(row, replicas=1) for row in plan.stages]
+    assert reduced.depth_mode == mode
+    assert reduced.cluster.workers == sum(counts)
     before = [[r - (r > rank) for r in ranks if r != rank] for ranks in plan.placement.ranks]
-    assert [list(ranks) for ranks in left.placement.ranks] == before, "the others keep their order"
-    verify(lower(build("pipedream", left)))
+    assert [list(ranks) for ranks in reduced.placement.ranks] == before, "the others keep their order"
+    verify(lower(build("pipedream", reduced)))
 
 
 def test_a_worker_of_several_stages_needs_another_in_each() -> None:
     plan = replace(Plan.uniform(2, replicas=(2, 2)), cluster=Cluster.flat(3), worker_order=(0, 1, 1, 2))
-    left = drop_worker(plan, 1)
-    assert left is not None
-    assert Counter(left.worker_order) == Counter((0, 1))
-    assert drop_worker(left, 0) is None
+    reduced = drop_worker(plan, 1)
+    assert reduced is not None
+    assert Counter(reduced.worker_order) == Counter((0, 1))
+    assert drop_worker(reduced, 0) is None
 
 
 @pytest.mark.parametrize("sums", ["bfloat16", "every:4"])
 def test_a_last_replica_has_nobody_to_agree_with(sums: str) -> None:
     plan = replace(Plan.uniform(2, replicas=(3, 1)), sums=sums)
-    left = drop_worker(plan, 0)
-    assert left is not None
-    assert left.sums == sums
-    alone = drop_worker(left, 0)
+    reduced = drop_worker(plan, 0)
+    assert reduced is not None
+    assert reduced.sums == sums
+    alone = drop_worker(reduced, 0)
     assert alone is not None
     assert alone.sums == "full"
     assert drop_worker(Plan.uniform(2, replicas=(2, 2)).with_mesh("model:2"), 0) is None

@@ -62,7 +62,7 @@ def test_activations_on_disk_change_no_bit(case: Case, tmp_path: Path, monkeypat
 
 
 class Watched(nn.Module):
-    """Tells how many of its results are in memory at once."""
+    """Counts its results that are in memory at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -275,9 +275,9 @@ make = recipe
 
 def recipe(seed=0):
     torch.set_default_dtype(torch.float64)
-    made = make(seed)
+    base = make(seed)
     torch.set_default_dtype(torch.float32)
-    return dataclasses.replace(made, callbacks=[Report()])
+    return dataclasses.replace(base, callbacks=[Report()])
 """
 
 
@@ -308,13 +308,13 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
     assert summary["failures"]["restarts"] == summary["failures"]["workers_lost"] == 1
     lost = sorted((tmp_path / "lost.txt").read_text(encoding="utf-8").splitlines())
     assert lost == [f"{rank} {resumed} (1,)" for rank in range(sum(replicas) - 1)]
-    left = drop_worker(plan, 1)
-    assert left is not None
-    assert pipedream.Plan.load(tmp_path / "run" / "plan.json").config == left.config
+    reduced = drop_worker(plan, 1)
+    assert reduced is not None
+    assert pipedream.Plan.load(tmp_path / "run" / "plan.json").config == reduced.config
     assert not (tmp_path / "run" / "profile.json").exists(), "nothing is measured to plan again"
     common: dict[str, Any] = {"checkpoint_every": 4, "quiet": True}
     pipedream.run(make, plan=plan, minibatches=resumed, out=tmp_path / "a", **common)
-    pipedream.run(make, plan=left, resume=tmp_path / "a", out=tmp_path / "b", **common)
+    pipedream.run(make, plan=reduced, resume=tmp_path / "a", out=tmp_path / "b", **common)
     states = [torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "b")]
     assert all(torch.allclose(states[0][name], states[1][name], rtol=0, atol=1e-10) for name in states[0])
     losses = [json.loads((tmp_path / run / "losses.json").read_text(encoding="utf-8")) for run in ("run", "b")]

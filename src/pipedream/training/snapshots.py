@@ -2,8 +2,8 @@
 
 Those of `pipedream train` are in its launcher's folder, which the launcher removes. Under torchrun, srun and mpirun
 nothing of ours outlives the workers: there the run folder names the folder of the snapshots, which is the same in the
-memory of each machine. A run that ends in order removes it; what a run that was never continued has left, the next run
-of the same user with snapshots removes after a day.
+memory of each machine. A run that ends in order removes it; the snapshots of a run that was never continued are
+removed after a day, by the next run of the same user with snapshots.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def find_newest_snapshot(folder: Path, saved: int) -> tuple[Path, list[int]] | N
         saved: minibatches of the newest checkpoint on disk, or -1.
     """
     group, rank = world_group(), int(os.environ.get("RANK", "0"))
-    here = [parse_minibatches(path.name) or 0 for path in complete_checkpoints(folder)]
-    numbers = {int(number) for text in gather_texts(" ".join(map(str, here)), group) for number in text.split()}
+    local = " ".join(str(parse_minibatches(path.name) or 0) for path in complete_checkpoints(folder))
+    numbers = {int(number) for text in gather_texts(local, group) for number in text.split()}
     newer = sorted((number for number in numbers if number > saved), reverse=True)
     if not newer:
         return None
@@ -216,7 +216,7 @@ def check_memory(every: int | None, folder: Path, saved_bytes: list[int], rank: 
     group = world_group()
     machines = list_machines(folder, rank, group)
     neighbours = find_neighbours(machines)
-    kept_bytes = [
+    snapshot_bytes = [
         sum(
             saved_bytes[other] * ((other in ranks) + (neighbours.get(other) in ranks))
             for other in range(len(saved_bytes))
@@ -224,15 +224,15 @@ def check_memory(every: int | None, folder: Path, saved_bytes: list[int], rank: 
         for ranks in machines
     ]
     problem = ""
-    for ranks, kept in zip(machines, kept_bytes, strict=True):
+    for ranks, size in zip(machines, snapshot_bytes, strict=True):
         if ranks[0] == rank:
             copied_bytes = sum(saved_bytes[other] for other in ranks)
             where = f" of rank {rank}'s machine, {machine_address()}" if len(machines) > 1 else ""
-            problem = describe_missing(every or "auto", folder, kept, copied_bytes, where)
+            problem = describe_missing(every or "auto", folder, size, copied_bytes, where)
     for text in gather_texts(problem, group):
         if text:
             raise PlanError(text)
-    return 2 * max(kept_bytes)
+    return 2 * max(snapshot_bytes)
 
 
 def describe_missing(every: int | str, folder: Path, snapshot_bytes: int, copied_bytes: int, where: str = "") -> str:

@@ -40,12 +40,12 @@ MACHINES = {0: "one", 1: "two", 2: "two", 3: "three"}
 NAME = folders.folder_name(15)
 
 
-def train(epochs: int, taken: Path | None = None) -> dict[str, torch.Tensor]:
+def train(epochs: int, checkpoint: Path | None = None) -> dict[str, torch.Tensor]:
     """Trains, from a snapshot if given, with a snapshot after each epoch; returns the weights."""
     animal = saving.zoo.make("mlp")
     with saving.pipeline(animal, (2, 2)) as pipeline:
-        if taken is not None:
-            pipeline.load(taken)
+        if checkpoint is not None:
+            pipeline.load(checkpoint)
         for done in pipeline.train(animal.batches, until_epoch=epochs):
             if done.ends_epoch:
                 pipeline.save(MEMORY, keep=1, wait=False, snapshot=True)
@@ -115,7 +115,7 @@ def save_twice(place: Any, name: str) -> tuple[str, list[str]]:
 
 
 def try_cases(base: Path) -> tuple[Any, ...]:
-    """Trains on three machines, whose memories are folders; returns what is kept, and what is taken in each case."""
+    """Trains on three machines, whose memories are folders; returns what is chosen in each case, and more."""
     home = base / MACHINES[dist.get_rank()]
     home.mkdir(exist_ok=True)
     os.environ["RANK"] = str(dist.get_rank())
@@ -126,7 +126,7 @@ def try_cases(base: Path) -> tuple[Any, ...]:
         train(epochs, None if epochs == 2 else MEMORY)
         dist.barrier()
         shutil.copytree(MEMORY, folder / home.name / MEMORY, dirs_exist_ok=True)
-    taken = {case: take_from(base, case) for case in CASES}
+    chosen = {case: take_from(base, case) for case in CASES}
     point = take_from(base, "two is lost")
     assert point is not None
     continued = train(4, point[0])
@@ -136,26 +136,26 @@ def try_cases(base: Path) -> tuple[Any, ...]:
     dist.barrier()
     shutil.copytree(MEMORY, base / "left" / home.name, dirs_exist_ok=True)
     failed = [save_twice(writer, "publish"), save_twice(copies, "open")]
-    return taken, continued, again, failed
+    return chosen, continued, again, failed
 
 
 @pytest.mark.processes
 def test_what_is_lost_or_damaged_is_read_from_the_next_machine(tmp_path: Path) -> None:
     results = processes.results(try_cases, 4, tmp_path, timeout_s=120.0)
-    taken, continued, again, _ = results[0]
+    chosen, continued, again, _ = results[0]
     saved = {machine: tmp_path / "saved" / machine / MEMORY / NAME for machine in MACHINES.values()}
-    kept = {machine: sorted(path.name for path in place.iterdir()) for machine, place in saved.items()}
-    assert kept == {  # the second replicas, ranks 1 and 3, have nothing of their own that would be sent
+    names = {machine: sorted(path.name for path in place.iterdir()) for machine, place in saved.items()}
+    assert names == {  # the second replicas, ranks 1 and 3, have nothing of their own that would be sent
         "one": ["__0_0.distcp", "checkpoint.json"],
         "two": ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "checkpoint.json"],
         "three": ["__2_0.distcp", "__3_0.distcp", "checkpoint.json"],
     }
     assert len({(place / "checkpoint.json").read_bytes() for place in saved.values()}) == 1
     assert (saved["one"] / "__0_0.distcp").read_bytes() == (saved["two"] / "__0_0.distcp").read_bytes()
-    assert taken == {case: result and (MEMORY / result[0], result[1]) for case, result in CASES.items()}
+    assert chosen == {case: result and (MEMORY / result[0], result[1]) for case, result in CASES.items()}
     for machine in saved:
-        (left,) = folders.complete_checkpoints(tmp_path / "left" / machine, parts=True)
-        assert left.name == folders.folder_name(20), "the one before is removed"
+        (newest,) = folders.complete_checkpoints(tmp_path / "left" / machine, parts=True)
+        assert newest.name == folders.folder_name(20), "the one before is removed"
         assert not list((tmp_path / "left" / machine).glob(".minibatch*"))
     for rank, (*_, failed) in enumerate(results):
         for (error, names), number in zip(failed, (2, 1), strict=True):

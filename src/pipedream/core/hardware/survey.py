@@ -110,7 +110,7 @@ class Survey(Artifact):
         kinds = self._derive_kinds()
         first = kinds[0]
         alike = len(kinds) == 1
-        rates = [seen.disk_bytes_per_s for seen in self.workers if seen.disk_bytes_per_s is not None]
+        rates = [row.disk_bytes_per_s for row in self.workers if row.disk_bytes_per_s is not None]
         return Cluster(
             levels,
             first.memory_bytes if alike else None,

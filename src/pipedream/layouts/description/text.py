@@ -249,8 +249,8 @@ class Operator:
     @cached_property
     def reduced(self) -> frozenset[str]:
         """The indices that the result lacks."""
-        kept = {name for index in self.line.result.indices if index for name, _ in index.terms}
-        return frozenset(self.sizes) - kept
+        in_result = {name for index in self.line.result.indices if index for name, _ in index.terms}
+        return frozenset(self.sizes) - in_result
 
     def outermost(self, index: Affine | None, size: int) -> str | None:
         """Returns the index whose equal parts are equal parts of a dimension, in order, or None.

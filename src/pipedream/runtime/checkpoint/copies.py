@@ -33,12 +33,12 @@ def find_neighbours(machines: Sequence[Sequence[int]]) -> dict[int, int]:
 def exchange_copies(
     folder: Path, files: Mapping[int, tuple[str, int]], neighbours: Mapping[int, int], group: dist.ProcessGroup
 ) -> OSError | None:
-    """Sends this rank's file to its neighbour, and writes those that arrive here; every rank calls it.
+    """Sends this rank's file to its neighbour, and writes those that arrive; every rank calls it.
+
+    Returns why a copy could not be written, if so.
 
     Args:
         files: name and bytes, of each rank that has one.
-
-    Returns why a copy could not be written here.
     """
     rank, failure = dist.get_rank(group), None
     arriving = {sender: file for sender, file in files.items() if neighbours[sender] == rank}
