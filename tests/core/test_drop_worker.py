@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.without import drop_worker
 from pipedream.core.schedule.lowering import lower
@@ -44,7 +45,8 @@ def test_only_its_stage_has_one_replica_fewer_and_the_program_is_proved(counts: 
     cluster = Cluster.flat(sum(counts) + 1)
     plan = replace(Plan.uniform(len(counts), replicas=tuple(counts)), cluster=cluster, worker_order=tuple(order))
     mode = data.draw(st.sampled_from(["noam", "full", "hand"]))
-    plan = plan.with_depth(plan.in_flight if mode == "hand" else mode)
+    by_hand = raise_to_legal([data.draw(st.integers(1, 4)) for _ in counts], counts)
+    plan = plan.with_depth(by_hand if mode == "hand" else mode)
     rank = data.draw(st.integers(0, sum(counts) - 1))
     stage = next(s for s, ranks in enumerate(plan.placement.ranks) if rank in ranks)
     reduced = drop_worker(plan, rank)

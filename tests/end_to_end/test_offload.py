@@ -99,6 +99,22 @@ def test_what_waits_on_disk_is_not_in_memory(waits: bool, tmp_path: Path) -> Non
     assert watched.most <= 3 if waits else watched.most == 7
 
 
+def test_a_stage_moves_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    close = offload.Offload.close
+    monkeypatch.setattr(offload.Offload, "close", lambda self: (moved.append(self.moved_bytes), close(self)))
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(13)]
+    model = nn.Sequential(nn.Linear(8, 8), *(nn.Sigmoid() for _ in range(8)), nn.Linear(8, 8))  # eight results alike
+    for share in (1.0, 0.5):
+        stages = (Stage(0, 9, names=tuple(map(str, range(9))), offload=share), Stage(9, 10, names=("9",)))
+        plan = Plan(stages, (2, 1), Cluster.flat(2), activations=f"disk:{tmp_path}")
+        with pd.Pipeline(model, plan, loss=F.mse_loss, optimizer=torch.optim.SGD, check=False) as pipeline:
+            list(pipeline.train(data))
+    whole, half = filter(None, moved)
+    first = whole // 13  # the first forward, whose bytes are not known before, moves all
+    assert half == first + (whole - first) // 2
+
+
 def make_linears(count: int) -> list[nn.Linear]:
     return [nn.Linear(8, 8) for _ in range(count)]
 
