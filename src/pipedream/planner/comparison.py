@@ -43,7 +43,7 @@ KINDS = ("pipeline", "data", "tensor", "mixed")
 
 _TIE = 1e-9  # relative: closer periods are equal
 _FEW_ROWS = 8
-_MEASURED = 0.98  # a simulation of no whole number of a stage's rounds measured up to 1% less than a round takes
+_TRIP_SHARE = 0.98  # a simulation that does not span whole rounds may measure up to 1% less than a round takes
 
 
 @dataclass(frozen=True)
@@ -396,10 +396,12 @@ def _compute_least_s(plan: Plan, method: MethodProperties) -> float:
 
 def _list_message_seconds(plan: Plan) -> list[float]:
     """Returns, for each boundary, the least seconds of an activation and its gradient of a microbatch."""
-    cluster, taken, boundaries = plan.costs.cluster, plan.costs.taken, []
+    cluster, workers, boundaries = plan.costs.cluster, plan.costs.taken, []
     levels = range(len(cluster.levels))
-    for stage, here, there in zip(plan.stages, taken, taken[1:], strict=False):
-        sides = [[{cluster.component(level, worker) for worker in side} for side in (here, there)] for level in levels]
+    for stage, sending, receiving in zip(plan.stages, workers, workers[1:], strict=False):
+        sides = [
+            [{cluster.component(level, worker) for worker in side} for side in (sending, receiving)] for level in levels
+        ]
         apart = [level for level, (senders, receivers) in enumerate(sides) if not senders & receivers]
         seconds = 0.0
         if apart:
@@ -417,7 +419,7 @@ def _list_round_trips(plan: Plan, messages_s: Sequence[float]) -> list[float]:
         forward_s, backward_s = plan.stages[s].split_s(m)
         passes_s = backward_s + forward_s * (1 + plan.stages[s].recompute)
         trip_s += passes_s / max(speeds[worker] for worker in plan.costs.taken[s]) + sum(messages_s[s : s + 1])
-        trips.append(_MEASURED * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
+        trips.append(_TRIP_SHARE * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
     return trips
 
 
