@@ -294,3 +294,8 @@ def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         partition(square_layers(1, 4, 4), **arguments)
+
+
+def test_one_rank_moves_nothing() -> None:
+    result = partition(square_layers(1, 4, 4), 1)
+    assert (result.cuts, result.elements, result.at_least) == ((), 0, 0)

@@ -416,3 +416,43 @@ def test_time_steps_of_a_model_are_found_alike() -> None:
         sizes.append(Search(described, most_cells=1000))
     assert sizes[0].cells == sizes[1].cells <= 1000
     assert len(sizes[1].sizes) < 1.1 * len(sizes[0].sizes)
+
+
+@torch.library.custom_op("pipedream_tests::halved_sum", mutates_args=())
+def halved_sum(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(1) / 2
+
+
+@halved_sum.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0])
+
+
+class HalvedSum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.pipedream_tests.halved_sum(x)
+
+
+def test_an_operator_of_the_users() -> None:
+    mine = torch.ops.pipedream_tests.halved_sum
+    halved_sum.register_autograd(lambda ctx, grad: (grad[:, None] / 2).expand(-1, 4))
+    model, sample = nn.Sequential(nn.Linear(4, 4), HalvedSum()), torch.randn(8, 4)
+    with pytest.raises(PlanError, match=r"the layer '1' calls .*halved_sum.*has no description; write one"):
+        pipedream.operators(model, sample)
+    pipedream.register_operator(mine, "out[i] = x[i, j]")
+    with pytest.raises(PlanError, match=r"only on the right"):
+        pipedream.operators(model, sample)
+    pipedream.register_operator(mine, "out[i] max= x[i, j]")
+    with pytest.raises(PlanError, match=r"parts along 'j' do not make the whole; write :"):
+        pipedream.operators(model, sample)
+    pipedream.register_operator(mine, "out[i] += x[i, j]")
+    assert (
+        "halved_sum[i] += addmm" in (text := pipedream.operators(model, sample).text) or "halved_sum[i] += add" in text
+    )
+
+
+def test_a_model_without_memory_is_described() -> None:
+    with torch.device("meta"):
+        model, sample = nn.Sequential(nn.Linear(8192, 32768), nn.ReLU(), nn.Linear(32768, 8192)), torch.empty(64, 8192)
+    result = partition(pipedream.operators(model, sample, loss=_sum_squares), 2)
+    assert result.elements > 0
