@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,13 +190,15 @@ def _iterate_until(name: str, check: Any) -> Any:
 class Transfer:
     """A message from this process to itself, as NCCL has it, or with a fault: the finding that must fail."""
 
+    now_s = 0.0  # the clock of the check: the host's own may stop for longer than the check allows
+
     def __init__(self, sent: torch.Tensor, received: torch.Tensor, fault: str) -> None:
         self._sent, self._received, self._fault = sent, received, fault
         self._done = fault == "completed_too_early"
 
     def wait(self) -> None:
         if self._fault == "wait_s":
-            time.sleep(2e-3)
+            Transfer.now_s += 2e-3
         if self._fault == "wrong_elements":  # the freed block was written, and nothing had kept it
             self._sent.fill_(-1.0)
         self._received.copy_(self._sent)
@@ -221,6 +224,7 @@ def test_a_fault_of_nccl_fails_its_finding(fault: str, monkeypatch: pytest.Monke
             transfer.end()
 
     monkeypatch.setattr(nccl, "SENT", 64)
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(perf_counter=lambda: Transfer.now_s))
     for name in ("need_card", "_check_groups", "_check_two_ranks"):
         monkeypatch.setattr(nccl, name, lambda *of: ())
     monkeypatch.setattr(nccl, "_check_alone", nullcontext)
