@@ -73,6 +73,9 @@ class Workers:
         return json.loads(line)
 
 
+ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"
+
+
 @contextmanager
 def worker_processes(
     network: Network, count: int, *command: str, limit_bytes: int | None = None, computes: bool = True
@@ -81,9 +84,10 @@ def worker_processes(
 
     Args:
         computes: two workers have a core each; otherwise they go where there is room, as more do.
-        limit_bytes: of a worker's memory, with Python and torch; what does not fit is refused by the kernel.
+        limit_bytes: of a worker's memory, with Python and torch; what does not fit is refused by the kernel. Then
+            glibc gives back large tensors: by itself it keeps gaps between them, up to a quarter of what is in use.
     """
-    limit = () if limit_bytes is None else ("prlimit", f"--data={limit_bytes}")
+    limit = () if limit_bytes is None else ("env", f"GLIBC_TUNABLES={ALLOCATOR}", "prlimit", f"--data={limit_bytes}")
     cores = sorted(os.sched_getaffinity(0))
     workers: list[subprocess.Popen[str]] = []
     try:

@@ -6,6 +6,7 @@ torch included.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,9 +24,9 @@ from pipedream.slow_links import slow_network
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_table
-from worker_processes import worker_processes
+from worker_processes import stop_processes, worker_processes
 
-LIMIT_BYTES = 920_000_000
+LIMIT_BYTES = 1_400_000_000
 VARIANTS = (
     "torch DDP", "torch DDP, fp16", "torch FSDP", "1F1B, full", "1F1B, full, int8", "2BW, full", "2BW, full, int8",
     "torch local SGD, every 8", "PowerSGD 4", "DiLoCo, every 30",
@@ -49,17 +50,22 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
                 plan, variant = None, BY_NAME.get(name)
                 if variant is not None:
                     plan = variant.plan(profiles, cluster)
-                    row["peak_bytes"] = max(stage.peak_bytes for stage in plan.stages)
-                    row["predicted_per_s"] = predict(name, plan, profiles, speeds)
+                    if variant.runs != "fsdp":  # which has no plan
+                        row["peak_bytes"] = max(stage.peak_bytes for stage in plan.stages)
+                        row["predicted_per_s"] = predict(name, plan, profiles, speeds)
                 # After a failure the workers may not part in peace.
                 with (
                     suppress(subprocess.TimeoutExpired),
                     worker_processes(network, 2, WORKER, "large", str(M), limit_bytes=LIMIT_BYTES) as workers,
                 ):
                     request = make_request(variant, plan) | {"patience_s": 0.0}
+                    if request["do"] == "fsdp":  # as many samples an update as the pipelines
+                        request["microbatches"] = M // 2
                     if request["do"] == "fsdp" or (plan is not None and len(plan.stages) > 1):
                         request["meta"] = True
                     row |= workers.ask(request)
+                    if "why" in row:
+                        stop_processes(workers.workers)
                 rows.append(row)
                 log(f"{name} over {format_link(bytes_per_s)}: {row}")
     return rows
@@ -86,6 +92,6 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 def _format_rate(row: dict[str, Any]) -> str:
     if "why" in row:
-        return "out of memory" if "memory" in row["why"].lower() else row["why"]
+        return "out of memory" if re.search("memory|new thread", row["why"]) else row["why"]
     share = f" ({row['samples_per_s'] / row['predicted_per_s']:.0%})" if "predicted_per_s" in row else ""
     return f"{row['samples_per_s']:.3g}{share}"

@@ -207,10 +207,10 @@ MODELS = {
 """Name -> what is trained."""
 
 LARGE = Job(
-    "GPT of 57 million weights",
-    partial(_make_seeded, partial(_make_gpt, width=768, length=16)),
+    "GPT of 101 million weights",
+    partial(_make_seeded, partial(_make_gpt, width=1024, length=16)),
     partial(_draw_tokens, length=16),
     4,
     _compute_token_loss,
 )
-"""With gradients and momentum 0.7 GB."""
+"""With gradients and momentum 1.2 GB."""

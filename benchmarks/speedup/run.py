@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def main() -> int:
     if not options.again:
         stop_if(why_not(), "speedup")
         for name in names:
-            save = partial(_save, file, parts, name, Environment().describe(f"size {options.size}"))
+            save = partial(_save, file, parts, name, partial(Environment().describe, f"size {options.size}"))
             log = partial(print, file=sys.stderr, flush=True)
             how: dict[str, Any] = {} if name in ("limited", "workers") else {"keep": save}
             if PARTS[name] is curve:
@@ -78,12 +79,14 @@ def _parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _save(file: Path, measured: dict[str, Any], name: str, environment: str, rows: list[dict[str, Any]]) -> None:
+def _save(
+    file: Path, measured: dict[str, Any], name: str, describe: Callable[[], str], rows: list[dict[str, Any]]
+) -> None:
     """Writes the rows of a part; of the curve it keeps those of points and variants that were not measured again."""
     if PARTS[name] is curve and name in measured:
         new = {_make_key(row) for row in rows}
         rows = [row for row in measured[name]["rows"] if _make_key(row) not in new] + rows
-    measured[name] = {"environment": environment, "rows": rows}
+    measured[name] = {"environment": describe(), "rows": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = []
     for part, part_rows in measured.items():

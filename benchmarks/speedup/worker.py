@@ -6,7 +6,7 @@
 {"do": "pipeline", "plan": ...}                    this library runs a plan
 {"do": "ddp", "microbatches": ..., ...}            torch's DDP; so many microbatches a worker between two updates;
                                                    "fp16": by torch's hook; "every": torch's local SGD, averaging so
-{"do": "fsdp", ...}                                torch's FSDP, each layer sharded; a microbatch a worker
+{"do": "fsdp", "microbatches": ...}                torch's FSDP, each layer sharded; so many at once a worker
 {"do": "torch", "schedule": ..., "plan": ...}      torch's schedule of that name, on the stages of the plan
 
 The pipeline and FSDP may be asked for a model on the meta device ("meta"), which is never in one memory. Each but the
@@ -139,8 +139,12 @@ class _Worker:
 
         return self._time_steps(step, steps, 2 * microbatches)
 
-    def fsdp(self, steps: int, meta: bool = False) -> dict[str, float]:
-        """Runs torch's fully sharded data parallelism: weights are gathered in each pass, gradients scattered."""
+    def fsdp(self, steps: int, microbatches: int = 1, meta: bool = False) -> dict[str, float]:
+        """Runs torch's fully sharded data parallelism: weights are gathered in each pass, gradients scattered.
+
+        Args:
+            microbatches: whose samples a worker takes in one pass.
+        """
         model, mesh = self._make_model(meta), init_device_mesh("cpu", (2,))
         for layer in (*model, model):
             if any(True for _ in layer.parameters()):
@@ -150,7 +154,7 @@ class _Worker:
             for module in model.modules():
                 if reset := getattr(module, "reset_parameters", None):
                     reset()
-        return self._time_steps(self._step_of(model), steps, 2)
+        return self._time_steps(self._step_of(model, microbatches), steps, 2 * microbatches)
 
     def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
         """Runs torch's schedule on the stages of a plan."""
@@ -207,9 +211,10 @@ class _Worker:
         with torch.device("meta" if meta else "cpu"):
             return self.job.make()
 
-    def _step_of(self, model: nn.Module) -> Callable[[], None]:
-        """Returns a function that trains a model on one microbatch."""
-        update, (inputs, targets) = self.job.optimizer(model.parameters()), self.job.batch(self.job.samples)
+    def _step_of(self, model: nn.Module, microbatches: int = 1) -> Callable[[], None]:
+        """Returns a function that trains a model on the samples of so many microbatches."""
+        inputs, targets = self.job.batch(self.job.samples * microbatches)
+        update = self.job.optimizer(model.parameters())
 
         def step() -> None:
             update.zero_grad()
