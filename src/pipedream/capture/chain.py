@@ -25,10 +25,8 @@ from pipedream.capture.preserve_state import (
     running,
 )
 from pipedream.capture.stand_ins import has_stand_ins
-from pipedream.capture.structure import READS_NUMBERS, walk
+from pipedream.capture.structure import PLAIN, READS_NUMBERS, walk
 from pipedream.core.model.graph import Value, ValueSite
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def find_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured | None:
@@ -119,7 +117,7 @@ class _Values:
             and self.spec == other.spec
             and self.marks == other.marks
             and all(
-                a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
+                a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
                 for a, b in zip(self.leaves, other.leaves, strict=True)
             )
         )
@@ -228,7 +226,7 @@ def _read_attributes(module: nn.Module) -> dict[str, Any]:
     """Returns a module's plain attributes by value, and the identity and length of others."""
     return {
         name: value
-        if isinstance(value, _PLAIN)
+        if isinstance(value, PLAIN)
         else (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
         for name, value in module.__dict__.items()
         if name not in MODULE_ATTRIBUTES
@@ -240,7 +238,7 @@ def _mark(leaf: Any) -> Any:
         version = 0 if leaf.is_inference() else leaf._version
         return version, leaf.requires_grad, leaf.is_leaf, len(leaf._backward_hooks or ())
     # May contain hidden tensors, so it equals nothing, not even itself.
-    return None if isinstance(leaf, _PLAIN) else object()
+    return None if isinstance(leaf, PLAIN) else object()
 
 
 def _read_context() -> tuple[Any, ...]:

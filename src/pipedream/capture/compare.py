@@ -18,14 +18,13 @@ from pipedream.capture.placeholder import NumbersNeeded, Placeholder
 from pipedream.capture.preserve_state import Attributes, running, seed_generators
 from pipedream.capture.record import Recording, record
 from pipedream.capture.slice import ModelSlice, SliceTables
-from pipedream.capture.slice_forward import split_arguments
 from pipedream.capture.split import Refused, build_graph, postpone_returned
 from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.seeds import layer_seed
-from pipedream.core.user_code import source_of, with_place
+from pipedream.core.user_code import source_of, split_arguments, with_place
 
 _TOLERANCE = 1e-4  # of float32 sums in another order; a lost gradient differs by its whole size
 _ROW = 1 << 16  # numbers that are summed in float32

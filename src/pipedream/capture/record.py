@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -20,7 +19,17 @@ from torch.overrides import TorchFunctionMode
 from pipedream.capture.placeholder import meta_like
 from pipedream.capture.preserve_state import read_python_generators
 from pipedream.capture.stand_ins import is_stand_in
-from pipedream.capture.structure import PLAIN, READS_NUMBERS, find_prefix, is_in_place, walk, walk_arguments
+from pipedream.capture.structure import (
+    PLAIN,
+    READS_NUMBERS,
+    SavedAttribute,
+    find_prefix,
+    is_in_place,
+    unwrap_calls,
+    walk,
+    walk_arguments,
+    wrap_calls,
+)
 from pipedream.core.model.graph import ValueSite
 from pipedream.core.user_code import user_line
 
@@ -236,23 +245,20 @@ class _Recorder(TorchFunctionMode):
             self.records[id(tensor)] = TensorRecord(tensor, self.moment, True, made_by="an operation that was not seen")
         return self.records[id(tensor)]
 
-    def wrapped(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                return original(*args, **kwargs)
-            call = self._enter(module, args, kwargs)
-            try:
-                output = original(*args, **kwargs)
-            except BaseException:
-                while self.stack.pop() is not call:
-                    pass
-                if call.parent is not None:
-                    call.parent.inner.remove(call)
-                raise
-            self._leave(call, args, kwargs, output)
-            return output
-
-        return forward
+    def call(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return original(*args, **kwargs)
+        call = self._enter(module, args, kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:
+            while self.stack.pop() is not call:
+                pass
+            if call.parent is not None:
+                call.parent.inner.remove(call)
+            raise
+        self._leave(call, args, kwargs, output)
+        return output
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> CallRecord:
         self.moment += 1
@@ -273,7 +279,15 @@ class _Recorder(TorchFunctionMode):
         """Returns why the present call must not be cut inside, or ""."""
         if get_ident() != self.thread:
             return "in a thread of its own, and stages begin and end in that of the forward"
-        return _explain_frames()
+        frame = sys._getframe(3)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename.endswith("torch/utils/checkpoint.py"):
+                return "checkpointed"
+            if code.co_filename.endswith("torch/autograd/function.py") and code.co_name == "apply":
+                return IN_FUNCTION
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
 
     def _leave(self, call: CallRecord, args: Any, kwargs: Any, output: Any) -> None:
         self.moment += 1
@@ -311,8 +325,13 @@ def record(
             record.sites.append(ValueSite("", "in", name, -1))
             recorder.records[id(leaf)] = record
     generators = read_python_generators()
-    with _wrapping_modules(model, recorder), recorder:
-        output = model(*args, **kwargs)
+    saved: list[SavedAttribute] = []
+    try:
+        wrap_calls([(module, module) for module in dict.fromkeys(model.modules())], recorder.call, saved)
+        with recorder:
+            output = model(*args, **kwargs)
+    finally:
+        unwrap_calls(saved)
     draws_in_python = read_python_generators() != generators
     root = recorder.root.inner[0] if recorder.root.inner else recorder.root
     for where, leaf in walk(output):
@@ -354,38 +373,7 @@ def _has_item_per_sample(value: Any) -> bool:
     return len(shapes) > 1 or any(isinstance(item, Mapping) for item in value)
 
 
-@contextmanager
-def _wrapping_modules(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    saved = []
-    try:
-        for module in dict.fromkeys(model.modules()):
-            slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
-            saved.append((module.__dict__, slot, module.__dict__.get(slot)))
-            module.__dict__[slot] = recorder.wrapped(module, getattr(module, slot))
-        yield
-    finally:
-        for attributes, slot, value in saved:
-            if value is None:
-                del attributes[slot]
-            else:
-                attributes[slot] = value
-
-
 def _find_storage(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
-
-
-def _explain_frames() -> str:
-    """Returns why the present call must not be cut inside, or ""."""
-    reason = ""
-    frame = sys._getframe(3)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith("torch/utils/checkpoint.py") and not reason:
-            reason = "checkpointed"
-        if code.co_filename.endswith("torch/autograd/function.py") and code.co_name == "apply" and not reason:
-            reason = IN_FUNCTION
-        frame = frame.f_back  # type: ignore[assignment]
-    return reason

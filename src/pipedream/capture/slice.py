@@ -134,7 +134,9 @@ class ModelSlice(SliceCalls):
             if call.start < begin or call.end > stop or call.start < end or call.hides:
                 continue
             module = modules[call.path]
-            if _is_single(module) or module._compiled_call_impl is not None:
+            # Compiling gains nothing for torch's own modules that call one operation.
+            is_single = type(module).__module__.startswith("torch.nn.") and not list(module.children())
+            if is_single or module._compiled_call_impl is not None:
                 continue
             hidden = {other.name for other in self.graph.calls if call.start < other.start < call.end}
             submodules = set(module.modules()) - {module}
@@ -253,11 +255,6 @@ def _take_back(changes: Iterable[_Change]) -> None:
             del module.__dict__[name]
         else:
             module.__dict__[name] = before
-
-
-def _is_single(module: nn.Module) -> bool:
-    """Whether it is one of torch's own modules that call one operation, for which compiling gains nothing."""
-    return type(module).__module__.startswith("torch.nn.") and not list(module.children())
 
 
 def _list_crossing(graph: LayerGraph, moment: int) -> list[Value]:

@@ -41,9 +41,20 @@ from pipedream.capture.placeholder import (
     swap_tensors,
 )
 from pipedream.capture.preserve_state import seeding_python_generators
-from pipedream.capture.structure import PLAIN, SameAs, find_leaf, find_prefix, map_leaves, walk, walk_arguments
+from pipedream.capture.structure import (
+    PLAIN,
+    SameAs,
+    SavedAttribute,
+    find_leaf,
+    find_prefix,
+    map_leaves,
+    unwrap_calls,
+    walk,
+    walk_arguments,
+    wrap_calls,
+)
 from pipedream.core.model.graph import LayerGraph, Value
-from pipedream.core.user_code import note_module
+from pipedream.core.user_code import note_module, split_arguments
 
 Places = dict[str, list[tuple[Value, str]]]
 """For each call, values with their paths in its arguments or its output."""
@@ -64,32 +75,6 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """Calls a model: a tuple holds positional arguments, a mapping keyword arguments, anything else is the argument."""
     args, kwargs = split_arguments(inputs)
     return model(*args, **kwargs)
-
-
-def split_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and the keyword arguments of `call_model`."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (inputs if type(inputs) is tuple else (inputs,)), {}
-
-
-def _wrap(
-    modules: Sequence[tuple[nn.Module, str]], call: Callable[..., Any], saved: list[tuple[dict[str, Any], str, Any]]
-) -> None:
-    """Lets ``call(path, original, ...)`` make the calls of modules; appends what `_unwrap` needs."""
-    for module, path in modules:
-        slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
-        original = getattr(module, slot)
-        saved.append((module.__dict__, slot, module.__dict__.get(slot)))
-        module.__dict__[slot] = partial(call, path, original)
-
-
-def _unwrap(saved: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
-    for attributes, slot, value in reversed(saved):
-        if value is None:
-            del attributes[slot]
-        else:
-            attributes[slot] = value
 
 
 class SliceCalls(nn.Module):
@@ -146,7 +131,7 @@ class SliceCalls(nn.Module):
         Args:
             counts: how often each module was called before.
         """
-        saved: list[tuple[dict[str, Any], str, Any]] = []
+        saved: list[SavedAttribute] = []
         states = torch.get_rng_state(), torch.cuda.get_rng_state(place) if place.type == "cuda" else None
 
         def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -158,17 +143,17 @@ class SliceCalls(nn.Module):
 
         try:
             paths = self.seeded | {name.partition("@")[0] for name in self.compiled}
-            _wrap([(module, path) for module, path in self.watched if path in paths], call, saved)
+            wrap_calls([(module, path) for module, path in self.watched if path in paths], call, saved)
             yield
         finally:
-            _unwrap(saved)
+            unwrap_calls(saved)
             torch.set_rng_state(states[0])
             if states[1] is not None:
                 torch.cuda.set_rng_state(states[1], place)
 
 
 def _take_backward_hooks(
-    modules: Sequence[tuple[str, nn.Module]], saved: list[tuple[dict[str, Any], str, Any]]
+    modules: Sequence[tuple[str, nn.Module]], saved: list[SavedAttribute]
 ) -> dict[str, Callable[[], Any]]:
     """Takes full backward hooks from modules, and returns path -> what makes them for a call, as torch does.
 
@@ -308,9 +293,9 @@ class SliceForward:
     @contextmanager
     def _wrapping_calls(self) -> Iterator[None]:
         part = self.part
-        saved: list[tuple[dict[str, Any], str, Any]] = []
+        saved: list[SavedAttribute] = []
         try:
-            _wrap(part.watched, self._call, saved)
+            wrap_calls(part.watched, self._call, saved)
             self.backward_hooks = _take_backward_hooks(part.shared_modules, saved)
             for name in part.foreign_glue:
                 owner, _, slot = name.rpartition(".")
@@ -322,7 +307,7 @@ class SliceForward:
                     slots[slot] = placeholder_like(tensor, self.place, tensor.requires_grad)
             yield
         finally:
-            _unwrap(saved)
+            unwrap_calls(saved)
 
     def _call(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:  # as in the recording, no call of its own
@@ -435,7 +420,9 @@ class SliceForward:
                 self.values[value] = value_here
             elif value_here is not None or torch.is_grad_enabled():
                 raise self._errors.missing_input(path, value_here, self.inputs)
-        lacking = [v for v in part.sent if v not in self.values and not _is_absent_input(v, self.inputs)]
+        # An optional input that every stage sees as None, such as the labels of a prediction, is not lacking.
+        made = (v for v in part.sent if v.born >= 0 or _find_argument(v.sites[0].path, *self.inputs) is not None)
+        lacking = [value for value in made if value not in self.values]
         if lacking:
             raise self._errors.other_path(
                 part.stop_at or "",
@@ -515,11 +502,6 @@ def _replacing_checkpoints(make_repeatable: Callable[..., Callable[..., Any]]) -
     finally:
         setattr(module, name, generator)
         module.CheckpointFunction = function
-
-
-def _is_absent_input(value: Value, inputs: Any) -> bool:
-    """Returns whether it is an optional input that every stage sees as None, such as the labels of a prediction."""
-    return value.born < 0 and _find_argument(value.sites[0].path, *inputs) is None
 
 
 class _Functions(TorchFunctionMode):

@@ -188,7 +188,7 @@ def _refuse_cuts(recording: Recording, leaves: Sequence[CallRecord], values: Seq
             (
                 record
                 for record in values
-                if _is_read_across(record, leaf.start) and not _has_site_until(record, leaf.start)
+                if _is_read_across(record, leaf.start) and not (record.sites and record.sites[0].moment <= leaf.start)
             ),
             None,
         )
@@ -221,10 +221,6 @@ def _refuse_cuts(recording: Recording, leaves: Sequence[CallRecord], values: Seq
 
 def _is_read_across(record: TensorRecord, moment: int) -> bool:
     return record.born < moment <= record.last
-
-
-def _has_site_until(record: TensorRecord, moment: int) -> bool:
-    return bool(record.sites) and record.sites[0].moment <= moment
 
 
 def _find_written_alias(recording: Recording, values: Sequence[TensorRecord], moment: int) -> TensorRecord | None:

@@ -31,12 +31,11 @@ def stand_ins(model: nn.Module, sample: Any, dtype: torch.dtype | None = None) -
     def replaced(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        empty = leaf.is_floating_point() or leaf.is_complex() or leaf.is_meta or leaf.layout is not torch.strided
         with torch.no_grad():
-            return (
-                _copy_number(leaf, replacements)
-                if _has_numbers(leaf)
-                else _make_stand_in(leaf, dtype, replacements, mode)
-            )
+            if empty or isinstance(leaf, nn.Parameter):
+                return _make_stand_in(leaf, dtype, replacements, mode)
+            return replacements.setdefault(id(leaf), leaf.detach().to("cpu", copy=True))  # may be written into
 
     modules = {id(module): module for module in model.modules()}.values()
     saved = [(m, dict(m._parameters), dict(m._buffers), _select_tensor_attributes(m)) for m in modules]
@@ -74,16 +73,6 @@ def _select_tensor_attributes(module: nn.Module) -> dict[str, Any]:
         and type(value) in (torch.Tensor, nn.Parameter, list, tuple, dict)
         and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
     }
-
-
-def _has_numbers(tensor: torch.Tensor) -> bool:
-    kept = tensor.is_floating_point() or tensor.is_complex() or isinstance(tensor, nn.Parameter)
-    return not (kept or tensor.is_meta or tensor.layout is not torch.strided)
-
-
-def _copy_number(tensor: torch.Tensor, replacements: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """A copy, which the model may write into."""
-    return replacements.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
 
 
 def _make_stand_in(

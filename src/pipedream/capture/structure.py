@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
 
@@ -14,6 +16,10 @@ READS_NUMBERS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index_
 """Names of functions by whose results a forward may decide."""
 
 _OFTEN = frozenset((torch.Tensor, bool, int, float, str, type(None), torch.Size))
+
+
+SavedAttribute = tuple[dict[str, Any], str, Any]
+"""Attributes, the name of one, and its value, for which None means that it was not there."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,24 @@ def map_leaves(change: Callable[[str, Any], Any], value: Any, path: str = "") ->
         items = list(parts.values())
         return items if type(value) is list else type(value)(items)
     return replace(value, **parts)
+
+
+def wrap_calls(modules: Iterable[tuple[nn.Module, Any]], call: Callable[..., Any], saved: list[SavedAttribute]) -> None:
+    """Lets ``call(key, original, ...)`` make the calls of (module, key) pairs; appends what `unwrap_calls` needs."""
+    for module, key in modules:
+        slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
+        original = getattr(module, slot)
+        saved.append((module.__dict__, slot, module.__dict__.get(slot)))
+        module.__dict__[slot] = partial(call, key, original)
+
+
+def unwrap_calls(saved: Iterable[SavedAttribute]) -> None:
+    """Restores attributes, the last first."""
+    for attributes, slot, value in reversed(list(saved)):
+        if value is None:
+            del attributes[slot]
+        else:
+            attributes[slot] = value
 
 
 def _is_container(value: Any) -> bool:

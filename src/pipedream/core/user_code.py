@@ -7,7 +7,7 @@ import linecache
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -50,6 +50,13 @@ def user_line(error: BaseException | None = None) -> str:
             break  # what follows has called this package
         frame = frame.f_back
     return ""
+
+
+def split_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns positional and keyword arguments: a tuple or a mapping of them, or else the only argument."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if type(inputs) is tuple else (inputs,)), {}
 
 
 def name_call() -> str:

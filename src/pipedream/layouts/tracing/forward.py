@@ -97,13 +97,6 @@ def _read_name(function: Any) -> str:
     return str(function._schema.name).rstrip("_")
 
 
-def split_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and the keyword arguments of a sample."""
-    if isinstance(sample, Mapping):
-        return (), dict(sample)
-    return (sample if isinstance(sample, tuple) else (sample,)), {}
-
-
 def list_decompositions(registry: OperatorRegistry) -> dict[Any, Callable[..., Any]]:
     """Returns operator -> what it does, by simpler ones."""
     by_hand: dict[Any, Callable[..., Any]] = {

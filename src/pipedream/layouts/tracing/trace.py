@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pipedream.core.errors import PlanError
+from pipedream.core.user_code import split_arguments
 from pipedream.layouts.description.operators import DescribedStep, Operators
 from pipedream.layouts.description.text import Operator, rename_tensors
 from pipedream.layouts.tracing.calls import Description, OperatorCall
@@ -22,7 +23,6 @@ from pipedream.layouts.tracing.forward import (
     Callers,
     disable_fused_operators,
     list_decompositions,
-    split_arguments,
     swap_tensors,
 )
 from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry, compare_operands, find_contradiction
