@@ -44,7 +44,9 @@ _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "lift_fresh"),
     *("_local_scalar_dense", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "is_same_size"),
 }
+# These read only the part of their first tensor that they return.
 _GATHERS = {"embedding", "index_select", "gather", "index", "take", "nll_loss_forward", "nll_loss2d_forward"}
+# These overwrite their first tensor without reading it.
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
 OPAQUE = {"mkldnn_rnn_layer"}
 """Kernels that keep a workspace for their backward, whose size stand-ins do not show: those of LSTMs on a CPU."""
@@ -148,7 +150,9 @@ def _time_layers(
     laps, hidden = [], []
     arguments: Sample = sample
     for index, layer in enumerate(layers):
-        key = _identify_module(layer), _identify_value(arguments)
+        leaves, spec = tree_flatten(arguments)
+        # Of a module with an attribute that is not plain the key is its own.
+        key = _describe_module(layer, {}), spec, tuple(map(_describe_setting, leaves))
         if key not in timed:
             value = passes.time_layer(index, arguments)
             forward, backward = costs.laps()
@@ -180,32 +184,12 @@ def _write_notes(
     return notes
 
 
-def _identify_module(module: nn.Module) -> Any:
-    """A key that is equal only for modules that do the same operations on inputs of the same shape.
-
-    A module with an attribute that is not plain equals only itself.
-    """
-    storages: dict[int, int] = {}
-    return _describe_module(module, storages)
-
-
-def _identify_value(value: Any) -> Any:
-    leaves, spec = tree_flatten(value)
-    return spec, tuple(
-        _describe_tensor(leaf) if isinstance(leaf, torch.Tensor) else _describe_setting(leaf) for leaf in leaves
-    )
-
-
 def _describe_module(module: nn.Module, storages: dict[int, int]) -> Any:
-    owned = (*module._parameters.items(), *module._buffers.items())
+    """A key that is equal only for modules that do the same operations on inputs of the same shape."""
     tensors = tuple(
-        (
-            name,
-            None
-            if t is None
-            else (_describe_tensor(t), storages.setdefault(t.untyped_storage()._cdata, len(storages))),
-        )
-        for name, t in owned
+        (name, _describe_tensor(tensor), storages.setdefault(tensor.untyped_storage()._cdata, len(storages)))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
     )
     settings = tuple(
         (name, _describe_setting(value))
@@ -228,10 +212,6 @@ def _describe_setting(value: Any) -> Any:
 
 def _describe_tensor(tensor: torch.Tensor) -> Any:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
-
-
-# These read only the part of their first tensor that they return.
-# These overwrite their first tensor without reading it.
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}

@@ -102,7 +102,7 @@ def measure(
     samples = check_chain(layers, graph, sample, samples)
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
-    indices = [_find_cuda_index(place)] if place.type == "cuda" else []
+    indices = [torch.cuda.current_device() if place.index is None else place.index] if place.type == "cuda" else []
     passes = Passes(layers, graph, loss, Stopwatch(place, without_launches=True), place, autocast, call)
     with preserve_state(layers, indices, seed), progress(f"profiling {model_name}", 2 * (warmup + runs)) as advance:
         choose_mode(layers)
@@ -115,7 +115,8 @@ def measure(
         # Without the loss, which takes the whole batch. A failed run leaves laps in the stopwatch.
         part_passes = Passes(layers, graph, None, Stopwatch(place, without_launches=True), place, autocast, call)
         time_part = partial(_time_run, part_passes, advance)
-        whole = [(median(column), _spread(column)) for column in list(zip(*laps_s, strict=True))[: 2 * len(layers)]]
+        columns = list(zip(*laps_s, strict=True))  # forwards and backwards of each layer, then of the loss
+        whole = [(median(column), _spread(column)) for column in columns[: 2 * len(layers)]]
         fixed = fixed_s(time_part, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
@@ -126,7 +127,7 @@ def measure(
             update = measure_update(
                 optimizer, parameters, Stopwatch(place), scheduler=scheduler, warmup=warmup, runs=runs
             )
-    laps = _pair_laps(laps_s)
+    laps = list(zip(columns[0::2], columns[1::2], strict=True))
     loss_laps = laps.pop() if loss is not None else None
     loss_launch_s = sum(launches[2 * len(layers) :])
     return Profile(
@@ -158,12 +159,6 @@ def _time_run(passes: Passes, advance: Callable[[], None], sample: Sample) -> li
     laps_s = passes.time_run(sample)
     advance()
     return laps_s
-
-
-def _pair_laps(laps_s: list[list[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """Forwards and backwards of each layer, and then of the loss if there is one."""
-    columns = list(zip(*laps_s, strict=True))
-    return list(zip(columns[0::2], columns[1::2], strict=True))
 
 
 def _build_layer_profiles(
@@ -274,10 +269,6 @@ def _check_places(layers: Sequence[nn.Module], graph: LayerGraph, device: torch.
                     f"layer {layer.name!r} should be measured on {device}, but is on {tensor.device}; "
                     f"move the model: model.to({str(device)!r})"
                 )
-
-
-def _find_cuda_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def choose_mode(layers: Sequence[nn.Module]) -> None:

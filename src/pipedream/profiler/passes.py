@@ -54,7 +54,7 @@ class Passes:
         autocast: torch.dtype | None,
         call: Callable[[Callable[..., Any], Sample], Any] | None = None,
     ) -> None:
-        self._call = call or _call_function
+        self._call = call or call_with
         self._layers = layers
         self._graph = graph
         self._loss = loss
@@ -255,7 +255,8 @@ def list_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _call_function(function: Callable[..., Any], arguments: Sample) -> Any:
+def call_with(function: Callable[..., Any], arguments: Sample) -> Any:
+    """Calls a function with the arguments of a sample."""
     return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
 
 

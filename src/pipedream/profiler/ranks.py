@@ -22,7 +22,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.layouts import partition_layer
-from pipedream.profiler.passes import Sample
+from pipedream.profiler.passes import Sample, call_with
 from pipedream.profiler.update import named_parameters
 from pipedream.sharding.count import CountCollectives
 from pipedream.sharding.stage import StageSharding
@@ -102,7 +102,7 @@ class OneRank:
     def call(self, function: Callable[..., Any], arguments: Sample) -> Any:
         """Calls a layer; other functions as they are."""
         if id(function) not in self._names:
-            return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+            return call_with(function, arguments)
         return self._take_parts(self._run(function, arguments), whole=function is self._layers[-1])
 
     def _run(self, layer: Callable[..., Any], arguments: Sample) -> Any:
@@ -126,8 +126,7 @@ class OneRank:
                 if name in weights:
                     slots[slot] = weights[name]
             with self._sharding.enter_pass("forward"):
-                call = self._callers[id(layer)]
-                return call(**arguments) if isinstance(arguments, Mapping) else call(*arguments)
+                return call_with(self._callers[id(layer)], arguments)
         finally:
             for slots, slot, parameter in replaced:
                 slots[slot] = parameter

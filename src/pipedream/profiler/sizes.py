@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,12 +34,9 @@ def parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
     counted: set[int] = set()
     sizes = []
     for layer in layers:
-        size = 0
-        for parameter in layer.parameters():
-            if id(parameter) not in counted:
-                counted.add(id(parameter))
-                size += parameter.nbytes
-        sizes.append(size)
+        own = {id(parameter): parameter.nbytes for parameter in layer.parameters() if id(parameter) not in counted}
+        counted |= own.keys()
+        sizes.append(sum(own.values()))
     return tuple(sizes)
 
 
@@ -120,12 +118,9 @@ def measure_sizes(
         saved.append([tensor])
         return saved[-1]
 
-    def unpack(box: list[torch.Tensor]) -> torch.Tensor:
-        return box[0]
-
     outputs, leaving = [], []
     arguments, value = sample, None
-    with torch.enable_grad(), HooksOutsideFunc(pack, unpack):
+    with torch.enable_grad(), HooksOutsideFunc(pack, itemgetter(0)):
         for index in range(len(layers)):
             value = run_layer(index, arguments)
             arguments = (value,)

@@ -79,7 +79,9 @@ def measure_update(
             working = allocations.sections[0].rise_bytes
         stepper.zero_grad()
         smallest = min((copy for _, copy in copies), key=lambda copy: copy.nbytes)
-        fixed_s = _solve_fixed_s(update_s, step_s([smallest]), smallest.nbytes / sum(copy.nbytes for _, copy in copies))
+        # A step over a share s of all bytes takes f + k s: `part_s`, and `update_s` for 1; f is fixed.
+        part_s, share = step_s([smallest]), smallest.nbytes / sum(copy.nbytes for _, copy in copies)
+        fixed_s = min(max((part_s - share * update_s) / (1 - share), 0.0), update_s) if share < 1 else 0.0
     sources = [copy.detach() for _, copy in copies]
     targets = [torch.empty_like(source) for source in sources]
     for _ in range(warmup + runs):
@@ -116,11 +118,6 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
             copy_s += len(same) * watch.laps_s()[-1]
             state_bytes += len(same) * _count_state_bytes(stepper.state[same[0]])
     return UpdateCost(type(stepper).__name__, update_s, copy_s=copy_s, state_bytes=state_bytes)
-
-
-def _solve_fixed_s(whole_s: float, part_s: float, share: float) -> float:
-    """Returns f, where f + k s are the seconds of a step over a share s of all bytes: `part_s`, and `whole_s` for 1."""
-    return min(max((part_s - share * whole_s) / (1 - share), 0.0), whole_s) if share < 1 else 0.0
 
 
 def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch, rates: Any = None) -> None:
