@@ -836,8 +836,8 @@ BREAKS = (
     Break(
         "partition: partial sums go to a whole as to a cut",
         "layouts/search/cost.py",
-        "return (2 if to_whole else 1) * _count_elements(source.whole)",
-        "return _count_elements(source.whole)",
+        "return (2 if to_whole else 1) * count_elements(source.whole)",
+        "return count_elements(source.whole)",
         ("layouts/test_partition.py",),
     ),
     Break(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.model.collective import EXCHANGE
-from pipedream.core.plan.mesh import Box, Piece, overlap
+from pipedream.core.plan.mesh import Box, Piece, count_elements, overlap, slice_within
 from pipedream.layouts.description.text import Access, Operator
 from pipedream.layouts.search.exchanges import Exchanges, Result
 from pipedream.layouts.search.partition import Partition
@@ -77,14 +77,14 @@ class GroupRanks:
             due = [[piece for piece in between if piece[:2] == (other, rank)] for other in range(self._count)]
             flat = [_cut_out(mine, boxes[rank], piece.box).reshape(-1) for to in sent for piece in to]
             outgoing = torch.cat(flat) if flat else mine.new_empty(0)
-            incoming = mine.new_empty(sum(_count_elements(piece.box) for row in due for piece in row))
+            incoming = mine.new_empty(sum(count_elements(piece.box) for row in due for piece in row))
             received_sizes, sent_sizes = (
-                [sum(_count_elements(piece.box) for piece in row) for row in rows] for rows in (due, sent)
+                [sum(count_elements(piece.box) for piece in row) for row in rows] for rows in (due, sent)
             )
             exchange(incoming, outgoing, received_sizes, sent_sizes, self._group.group_name, EXCHANGE)
             self.sent_bytes += outgoing.nbytes
             boxes_due = [piece.box for row in due for piece in row]
-            parts_due = incoming.split([_count_elements(box) for box in boxes_due])  # type: ignore[no-untyped-call]
+            parts_due = incoming.split([count_elements(box) for box in boxes_due])  # type: ignore[no-untyped-call]
             arrived += [
                 (box, part.view([len(values) for values in box]))
                 for box, part in zip(boxes_due, parts_due, strict=True)
@@ -92,14 +92,10 @@ class GroupRanks:
         return {rank: arrived}
 
 
-def _count_elements(box: Box) -> int:
-    return torch.Size(map(len, box)).numel()
-
-
 def _cut_out(part: torch.Tensor, have: Box | None, target: Box) -> torch.Tensor:
     """Returns some of a part."""
     assert have is not None
-    return part[tuple(slice(w.start - h.start, w.stop - h.start) for w, h in zip(target, have, strict=True))]
+    return part[slice_within(target, have)]
 
 
 class _Exchanged(NamedTuple):

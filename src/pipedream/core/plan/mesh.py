@@ -161,6 +161,16 @@ def overlap(box: Box, other: Box) -> Box | None:
     return common if all(common) else None
 
 
+def count_elements(box: Box | None) -> int:
+    """Returns how many elements a part of a tensor has; 0 for None."""
+    return 0 if box is None else prod(map(len, box))
+
+
+def slice_within(box: Box, around: Box) -> tuple[slice, ...]:
+    """Returns where a part of a tensor is in a larger part."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, around, strict=True))
+
+
 def pieces(
     shape: Sequence[int],
     sender: Mesh,

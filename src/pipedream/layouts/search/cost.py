@@ -7,10 +7,9 @@ computes half of it, for which it needs a part of each operand, and computes a p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import NamedTuple
 
-from pipedream.core.plan.mesh import Box, overlap
+from pipedream.core.plan.mesh import Box, count_elements, overlap
 from pipedream.layouts.description.operators import find_box
 from pipedream.layouts.description.text import Access, Operator
 
@@ -32,10 +31,6 @@ class Halves(NamedTuple):
     whole: Box
     is_pending: bool = False
     is_even: bool = True
-
-
-def _count_elements(box: Box | None) -> int:
-    return 0 if box is None else prod(map(len, box))
 
 
 def _split_range(values: range) -> tuple[range, range]:
@@ -87,8 +82,8 @@ def is_offered(step: Operator, shapes: Sequence[tuple[int, ...]], ranges: Mappin
             continue
         is_result = access is step.line.result
         halves = halve_access(access, shape, ranges, index, is_result=is_result)
-        common = 0 if halves.first == halves.second else _count_elements(overlap(halves.first, halves.second))
-        if common and (is_result or 2 * common > _count_elements(halves.first)):
+        common = 0 if halves.first == halves.second else count_elements(overlap(halves.first, halves.second))
+        if common and (is_result or 2 * common > count_elements(halves.first)):
             return False
     return True
 
@@ -100,15 +95,13 @@ def count_moved(source: Halves, target: Halves) -> int:
     whole |r|, and what the target has beyond the source; from one cut to another what each lacks.
     """
     if not (source.is_even and target.is_even):
-        return _UNEVEN * (_count_elements(source.whole) + _count_elements(target.whole))
+        return _UNEVEN * (count_elements(source.whole) + count_elements(target.whole))
     to_whole = target.first == target.second
     if source.is_pending:
-        return (2 if to_whole else 1) * _count_elements(source.whole)
+        return (2 if to_whole else 1) * count_elements(source.whole)
     from_whole = source.first == source.second
     if to_whole:
-        return _count_elements(target.whole) - (
-            _count_elements(overlap(source.whole, target.whole)) if from_whole else 0
-        )
+        return count_elements(target.whole) - (count_elements(overlap(source.whole, target.whole)) if from_whole else 0)
     if from_whole:
         return 0
-    return _count_elements(overlap(source.first, target.second)) + _count_elements(overlap(source.second, target.first))
+    return count_elements(overlap(source.first, target.second)) + count_elements(overlap(source.second, target.first))

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
-from pipedream.core.plan.mesh import Box, Piece, overlap
+from pipedream.core.plan.mesh import Box, Piece, count_elements, overlap
 from pipedream.layouts.description.operators import Operators, find_box
 from pipedream.layouts.description.text import Access
 from pipedream.layouts.search.cost import halve_box, halve_index
@@ -125,8 +124,8 @@ class Exchanges:
             ends: Counter[tuple[str, int]] = Counter()
             for piece in pieces:
                 if piece.sender != piece.receiver:
-                    ends["sends", piece.sender] += prod(map(len, piece.box))
-                    ends["receives", piece.receiver] += prod(map(len, piece.box))
+                    ends["sends", piece.sender] += count_elements(piece.box)
+                    ends["receives", piece.receiver] += count_elements(piece.box)
             if ends:
                 busiest.append(element_bytes[name] * max(ends.values()))
         return busiest
@@ -152,7 +151,7 @@ class Exchanges:
 
 
 def _count_sent(pieces: Sequence[Piece]) -> int:
-    return sum(prod(map(len, piece.box)) for piece in pieces if piece.sender != piece.receiver)
+    return sum(count_elements(piece.box) for piece in pieces if piece.sender != piece.receiver)
 
 
 def _plan_pieces(

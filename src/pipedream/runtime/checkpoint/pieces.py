@@ -21,7 +21,7 @@ import torch
 
 from pipedream.core.checkpoint import Checkpoint, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError
-from pipedream.core.plan.mesh import Box, box_of, overlap
+from pipedream.core.plan.mesh import Box, box_of, overlap, slice_within
 from pipedream.runtime.checkpoint.folders import advise_other, check_names, flush, read_manifest, summarise_error
 from pipedream.runtime.checkpoint.remote import AnyPath
 
@@ -79,7 +79,7 @@ def assemble(
             continue
         if name not in tensors:
             tensors[name] = values.new_empty([len(side) for side in boxes[name]])
-        tensors[name][_slice_within(box, boxes[name])] = values
+        tensors[name][slice_within(box, boxes[name])] = values
     for name in boxes.keys() - tensors.keys():  # those without values
         tensors[name] = make_empty(manifest.tensors[name].dtype, boxes[name])
     return {name: tensors[name] for name in boxes}
@@ -108,7 +108,7 @@ def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) ->
                 stored, piece = manifest.tensors[share.name], share.stored_in(manifest)
                 begin = piece.offset - run.begin
                 values = _read_piece(data[begin : begin + piece.length], share.name, stored, piece)
-                yield share, values if share.box == piece.box else values[_slice_within(share.box, piece.box)].clone()
+                yield share, values if share.box == piece.box else values[slice_within(share.box, piece.box)].clone()
     except ArtifactError as error:
         raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {advise_other(path)}") from None
     except pickle.UnpicklingError as error:  # torch's advice would be to run what is in the file
@@ -177,10 +177,6 @@ def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece)
     return tensor
 
 
-def _slice_within(box: Box, within: Box) -> tuple[slice, ...]:
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, within, strict=True))
-
-
 def _name_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -226,7 +222,7 @@ def write_tensors(
             part = tensor.detach().cpu()
             box, shape = places.get(name, (tuple(map(range, part.shape)), part.shape))
             for piece in _split_into_pieces(part.shape, part.itemsize) if part.numel() or 0 in shape else ():
-                values = part[_slice_within(piece, tuple(map(range, part.shape)))]
+                values = part[slice_within(piece, tuple(map(range, part.shape)))]
                 if values.untyped_storage().nbytes() != values.nbytes:
                     values = _copy_tensor(values)  # the storage is what is written
                 start = [whole[side.start] if side else 0 for whole, side in zip(box, piece, strict=True)]

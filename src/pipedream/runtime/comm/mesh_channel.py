@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 
 from pipedream.core.plan.layout import Crossing, read_crossings
-from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, pieces
+from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, pieces, slice_within
 from pipedream.runtime.comm.channel import Receiver, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import Message
 
@@ -33,9 +33,6 @@ class MeshPair:
         """Returns the rank from which another gets every message."""
         return receiver % self.sender.size
 
-    def pieces(self, crossing: Crossing) -> tuple[Piece, ...]:
-        return _list_pieces(self, crossing)
-
 
 @lru_cache(maxsize=1024)
 def _list_pieces(pair: MeshPair, crossing: Crossing) -> tuple[Piece, ...]:
@@ -44,12 +41,6 @@ def _list_pieces(pair: MeshPair, crossing: Crossing) -> tuple[Piece, ...]:
 
 def _locate_part(mesh: Mesh, place: int, shape: tuple[int, ...], placements: tuple[int | None, ...]) -> Box:
     return box_of(shape, placements, list(mesh.dimensions.values()), mesh.coordinates()[place])
-
-
-def _slice_within(box: Box, around: Box) -> tuple[slice, ...]:
-    return tuple(
-        slice(inner.start - all_.start, inner.stop - all_.start) for inner, all_ in zip(box, around, strict=True)
-    )
 
 
 class _MeshEnd(Generic[_End]):
@@ -91,7 +82,7 @@ class MeshSender(_MeshEnd[Sender], Sender):
     def _find_box(self, crossing: Crossing, receiver: int) -> Box | None:
         ends = self._place, receiver
         return next(
-            (piece.box for piece in self._pair.pieces(crossing) if (piece.sender, piece.receiver) == ends), None
+            (piece.box for piece in _list_pieces(self._pair, crossing) if (piece.sender, piece.receiver) == ends), None
         )
 
     def _select_part(
@@ -102,7 +93,7 @@ class MeshSender(_MeshEnd[Sender], Sender):
         if box is None:
             return tensor.new_empty(0) if is_source else None  # says the type to a rank whose part is empty
         stored_box = _locate_part(self._pair.sender, self._place, crossing.shape, crossing.sent)
-        return tensor if box == stored_box else tensor[_slice_within(box, stored_box)]
+        return tensor if box == stored_box else tensor[slice_within(box, stored_box)]
 
     def begin_drain(self) -> None:
         for peer in self._peers.values():
@@ -121,7 +112,8 @@ class MeshReceiver(_MeshEnd[Receiver], RemoteReceiver):
         message = self._peers[source].receive().result()
         crossings, _ = read_crossings(message.structure)
         mine = [
-            [piece for piece in self._pair.pieces(crossing) if piece.receiver == self._place] for crossing in crossings
+            [piece for piece in _list_pieces(self._pair, crossing) if piece.receiver == self._place]
+            for crossing in crossings
         ]
         arrived = {source: message.tensors}
         for sender in sorted({piece.sender for row in mine for piece in row} - {source}):
@@ -146,5 +138,5 @@ class MeshReceiver(_MeshEnd[Receiver], RemoteReceiver):
             if box == stored_box:
                 return tensor
             whole = some.new_empty([len(side) for side in stored_box]) if whole is None else whole
-            whole[_slice_within(box, stored_box)] = tensor
+            whole[slice_within(box, stored_box)] = tensor
         return some.new_empty([len(side) for side in stored_box]) if whole is None else whole
