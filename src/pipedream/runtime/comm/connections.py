@@ -157,6 +157,7 @@ def _end_process() -> None:
     os._exit(1)
 
 
+@groups_of_their_own()
 def connect_groups(
     pairs: Sequence[tuple[int, int]],
     stages: Sequence[Sequence[int]],
@@ -174,22 +175,9 @@ def connect_groups(
     Raises:
         WorkerError: ranks do not connect in time.
     """
-    with groups_of_their_own():
-        # Not the user's: after a failure it would keep this run's messages, which the next run would take.
-        everyone = _make_group(range(dist.get_world_size()), torch.device("cpu"))
-        assert everyone is not None
-        return _connect_all(everyone, pairs, stages, holders, device, weights_device, meshes)
-
-
-def _connect_all(
-    everyone: dist.ProcessGroup,
-    pairs: Sequence[tuple[int, int]],
-    stages: Sequence[Sequence[int]],
-    holders: Sequence[Sequence[int]],
-    device: torch.device,
-    weights_device: torch.device,
-    meshes: Sequence[Mesh],
-) -> Connections:
+    # Not the user's: after a failure it would keep this run's messages, which the next run would take.
+    everyone = _make_group(range(dist.get_world_size()), torch.device("cpu"))
+    assert everyone is not None
     uses_nccl = has_nccl(device, gather_texts(name_card(device), everyone))
     if device.type != "cpu" and not uses_nccl and any(mesh.dimensions for mesh in meshes):
         raise PlanError(

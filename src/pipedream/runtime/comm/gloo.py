@@ -149,7 +149,6 @@ class GlooSender(ConnectionSender):
         self._out: deque[tuple[list[dist.Work], _Buffer | None]] = deque()
         self._free: list[_Buffer] = []
         self._buffer_bytes = 0
-        self._sent_bytes = 0
 
     def send_on(self, message: Message, channel: int) -> MessageFormat:
         if not self._streaming:
@@ -226,10 +225,6 @@ class GlooSender(ConnectionSender):
     def drain(self) -> None:
         while self._out:
             self._wait_for_oldest()
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes
 
 
 class GlooReceiver(ConnectionReceiver):

@@ -80,17 +80,14 @@ def _find_launcher() -> _Variables | None:
         processes = _read_first(variables.processes)
         several = variables.rank in os.environ and processes.isdecimal() and int(processes) > 1
         if variables.launcher == "srun":
-            several = several and not _is_batch_script()
+            # A process that sbatch runs has the rank 0 of as many tasks as srun may start later.
+            in_step = _read_first(("SLURM_STEP_ID", "SLURM_STEPID"))
+            several = several and not ("SLURM_GTIDS" in os.environ and not in_step)
         else:  # srun also sets PMI_RANK, for MPI programs
             several = several and variables.local_rank in os.environ
         if several and os.environ.get("WORLD_SIZE", processes) == processes:
             return variables
     return None
-
-
-def _is_batch_script() -> bool:
-    """Returns whether sbatch runs this process: it has the rank 0 of as many tasks as srun may start later."""
-    return "SLURM_GTIDS" in os.environ and not _read_first(("SLURM_STEP_ID", "SLURM_STEPID"))
 
 
 def _read_first(names: tuple[str, ...]) -> str:

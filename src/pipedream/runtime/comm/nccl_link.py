@@ -12,8 +12,7 @@ GPU to read it.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -89,7 +88,7 @@ class ReceivingLink:
     ) -> tuple[Message, list[tuple[dist.Work, torch.Tensor]]]:
         receives = []
         tensors = list(message.tensors)
-        with self._use_receive_stream():
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for i, spec in enumerate(message_format.specs):
                 if spec is not None and spec.begin is None:
                     tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self._device)
@@ -99,9 +98,6 @@ class ReceivingLink:
                         receives.append((work, tensor))
         message.tensors = tuple(tensors)  # nobody else has seen it
         return message, receives
-
-    def _use_receive_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def drain(self) -> None:
         left = [channel for channel, arrived in self._arrived.items() if arrived]
@@ -115,7 +111,6 @@ class LinkSender(Sender):
     def __init__(self, link: SendingLink, number: int) -> None:
         self._link = link
         self._number = number
-        self._sent_bytes = 0
 
     def send(self, message: Message) -> None:
         self._sent_bytes += self._link.send(message, self._number)
@@ -125,10 +120,6 @@ class LinkSender(Sender):
 
     def drain(self) -> None:
         self._link.drain()
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes
 
 
 class LinkReceiver(RemoteReceiver):

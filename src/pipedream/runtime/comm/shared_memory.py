@@ -195,7 +195,6 @@ class SharedMemorySender(ConnectionSender):
         self._view = memoryview(self._packet)
         self._head = self._view[_SLOT.size :]
         self._number = bytearray(_SLOT.size)
-        self._sent_bytes = 0
 
     def send_on(self, message: Message, channel: int) -> MessageFormat:
         number, message_format, description = self._formats.find(message)
@@ -267,10 +266,6 @@ class SharedMemorySender(ConnectionSender):
             self._read_from_old -= 1
         else:
             self._free.append(_SLOT.unpack(self._number)[0])
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes
 
 
 class SharedMemoryReceiver(ConnectionReceiver):

@@ -57,7 +57,7 @@ class Transport:
     def __init__(
         self, connections: Connections, programs: Sequence[Program], device: torch.device, messages: Messages
     ) -> None:
-        self._connections = connections
+        self._connections, self._links = connections, connections.links
         self._programs = programs
         self._messages = messages
         self._device = device
@@ -149,10 +149,6 @@ class Transport:
         if group.rank():
             return [], _open_data_receiver(0, group.rank(), group)
         return [self._open_data_sender(peer, peer, group) for peer in range(1, group.size())], None
-
-    @property
-    def _links(self) -> Mapping[tuple[int, int], dist.ProcessGroup]:
-        return self._connections.links
 
     def _make_pair(self, peer: int, sends: bool) -> tuple[int, int]:
         process = self._connections.process
