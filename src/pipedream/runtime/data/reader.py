@@ -127,6 +127,8 @@ class Reader(ABC):
 class LoaderReader(Reader):
     """Reads a user's loader, from the start or from a `state`."""
 
+    _minibatches: Generator[Minibatch, None, None]
+
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
         _check_samplers(loader)
         self._loader = loader
@@ -140,9 +142,12 @@ class LoaderReader(Reader):
         self._epoch_states: dict[int, dict[str, Any]] = {}
         self._save_epoch_state(self._first_epoch)
 
-    @abstractmethod
+    def _next(self) -> Minibatch:
+        return next(self._minibatches)
+
     def close(self) -> None:
         """Ends the processes that load ahead."""
+        self._minibatches.close()
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns what is needed to continue after `batches` minibatches of an epoch, as JSON values.
@@ -178,11 +183,8 @@ class IterableReader(LoaderReader):
         self._minibatches = self._read()
         self._iterator: Any = None
 
-    def _next(self) -> Minibatch:
-        return next(self._minibatches)
-
     def close(self) -> None:
-        self._minibatches.close()
+        super().close()
         self._close_iterator()
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:

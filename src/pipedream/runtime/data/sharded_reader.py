@@ -231,9 +231,6 @@ class ShardedReader(LoaderReader):
         self._open_epochs: deque[_EpochIndices] = deque()
         self._minibatches = self._read()
 
-    def _next(self) -> Minibatch:
-        return next(self._minibatches)
-
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Has the present states of generators by which samples are made: those before are not loaded again."""
         state = super().state(epoch, batches)
@@ -248,9 +245,6 @@ class ShardedReader(LoaderReader):
             if not self._open_epoch():
                 return False
         return True
-
-    def close(self) -> None:
-        self._minibatches.close()
 
     def _save_epoch_state(self, epoch: int) -> None:
         super()._save_epoch_state(epoch)

@@ -80,13 +80,13 @@ class Source(ABC):
     def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
         """Returns the input of the first layer and that of the loss."""
 
-    @abstractmethod
     def stop(self, stop_reason: StopReason) -> None:
-        """Ends the stream with what has been read."""
+        """Ends the stream with what has been read, if this rank reads."""
+        return
 
-    @abstractmethod
     def resume(self) -> None:
         """Continues after a drain."""
+        return
 
 
 class ReadingSource(Source):
@@ -172,12 +172,6 @@ class ReceivingSource(Source):
             return header, header
         inputs, targets = _unpack(message)
         return header.with_tensors(*flatten(inputs)), header.with_tensors(*flatten(targets))
-
-    def stop(self, stop_reason: StopReason) -> None:
-        """Does nothing: the rank that reads ends the stream."""
-
-    def resume(self) -> None:
-        """Does nothing."""
 
 
 class MeshSource(Source):

@@ -333,7 +333,9 @@ def _find_known_leaves(
 
     split_before = set() if lists is None else lists
     certain = {key for key, (name, items) in all_lists.items() if name in split_before or _holds_dicts(items)}
-    likely = {key for key, (_, items) in all_lists.items() if _is_uneven(items)}
+    likely = {
+        key for key, (_, items) in all_lists.items() if _holds_tensors(items) and len({len(item) for item in items}) > 1
+    }
     if count is None and (certain or likely):
         count = _known_count(value, list_leaves(all_lists))
     if count is None:
@@ -366,10 +368,6 @@ def _holds_dicts(items: Sequence[Any]) -> bool:
 
 def _holds_tensors(items: Sequence[Any]) -> bool:
     return all(isinstance(item, torch.Tensor) and item.ndim for item in items)
-
-
-def _is_uneven(items: Sequence[Any]) -> bool:
-    return _holds_tensors(items) and len({len(item) for item in items}) > 1
 
 
 def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from math import log2
 from typing import Any, NamedTuple
 
@@ -82,8 +81,8 @@ class Scorer:
         if not self._has_units:
             return 1.0
         weight = self._loss.weight_from_shapes(output, targets, message.samples, message.share)
-        # Of the whole minibatch: the same for each microbatch on each replica.
-        return _round_to_power(round(weight / message.share))
+        # A power of two near the weight of the whole minibatch: the same for each microbatch on each replica.
+        return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
         """Records an evaluation's batch; all have the key 0."""
@@ -99,12 +98,6 @@ class Scorer:
         if self._metrics:
             scores += metric_scores(self._metrics, output, targets, message.samples)
         self._results.add(key, message, scores)
-
-
-@lru_cache
-def _round_to_power(weight: int) -> float:
-    """Returns the power of two that is nearest by its exponent."""
-    return 2.0 ** round(log2(max(weight, 1)))
 
 
 def needs_weights(program: Program) -> bool:
