@@ -95,8 +95,8 @@ class DelayComparison(Tabular):
             (
                 row["method"],
                 str(row["updates"]),
-                *(_format(value) for value in (row["loss"], *map(row["metrics"].get, names))),
-                *(_format(row[key]) for key in ("predicted_per_s", "predicted_s", "predicted_s_to_reference")),
+                *map(format_number, (row["loss"], *map(row["metrics"].get, names))),
+                *(format_number(row[key]) for key in ("predicted_per_s", "predicted_s", "predicted_s_to_reference")),
             )
             for row in self.rows()
         ]
@@ -123,7 +123,3 @@ class DelayComparison(Tabular):
         heading = f"{self.recipe} in {self.stages} stages, each minibatch an update, seconds over {self.link}"
         notes = [f"note: {reason}" for reason in self.reasons()]
         return "\n".join([heading, align([self.heads, *self.cells()]), *notes, "", self.verdict])
-
-
-def _format(value: float | None) -> str:
-    return "-" if value is None else format_number(value)

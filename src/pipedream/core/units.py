@@ -60,12 +60,14 @@ def format_excess(excess: float) -> str:
     return f"within {100 * excess:.2g} %" if excess < 1 else f"within {1 + excess:.2g} times"
 
 
-def format_number(value: float) -> str:
-    """Returns at most four significant digits, if possible without a power of ten.
+def format_number(value: float | None) -> str:
+    """Returns at most four significant digits, if possible without a power of ten; '-' for None.
 
     >>> format_number(12.0), format_number(0.03125), format_number(1234567)
     ('12', '0.03125', '1234567')
     """
+    if value is None:
+        return "-"
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= 1000:

@@ -145,15 +145,15 @@ class RecipeComparison:
         return (
             variant.name,
             variant.plan or "-",
-            _format(variant.samples_per_s),
-            _format(variant.predicted_per_s),
+            format_number(variant.samples_per_s),
+            format_number(variant.predicted_per_s),
             *("-" if share is None else f"{share:.2f}" for share in shares),
-            _format(variant.samples_per_update),
+            format_number(variant.samples_per_update),
             "-" if variant.bytes_per_sample is None else format_bytes(variant.bytes_per_sample),
             "-" if variant.bubble is None else f"{variant.bubble:.1%}",
             "-" if variant.peak_bytes is None else format_bytes(variant.peak_bytes),
-            _format(variant.seconds_to_target),
-            *(_format(variant.metrics.get(name)) for name in self.heads[11:]),
+            format_number(variant.seconds_to_target),
+            *(format_number(variant.metrics.get(name)) for name in self.heads[11:]),
         )
 
     def reasons(self) -> tuple[str, ...]:
@@ -198,7 +198,3 @@ def format_ratio(ratio: float) -> str:
     """
     digits = 1 if ratio >= 1 else 2
     return f"{math.floor(ratio * 10**digits + 1e-9) / 10**digits:.{digits}f}"
-
-
-def _format(value: float | None) -> str:
-    return "-" if value is None else format_number(value)

@@ -121,7 +121,7 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     note = "" if expected is None else f"predicted {format_number(expected)}"
     if expected and got is not None:
         note += f" ({100 * (got / expected - 1):+.0f}%)"
-    rows.append(("samples per second", NOTHING if got is None else format_number(got), note))
+    rows.append(("samples per second", format_number(got), note))
     bubble = _read_mapping(summary.get("bubble"))
     note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""
     rows.append(("bubble", percent(bubble.get("measured")), note))

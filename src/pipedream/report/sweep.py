@@ -74,8 +74,8 @@ def sweep_page(sweep: Sweep) -> str:
             format_rate(point.bandwidth_bytes_per_s),
             escape(point.config) or escape(point.why.split(";")[0]),
             str(point.microbatches) if point.config else NOTHING,
-            NOTHING if point.samples_per_s is None else format_number(point.samples_per_s),
-            NOTHING if point.bubble is None else percent(point.bubble),
+            format_number(point.samples_per_s),
+            percent(point.bubble),
             format_bytes(point.peak_bytes) if point.peak_bytes else NOTHING,
         )
         for point in sweep.points
