@@ -81,20 +81,11 @@ def stop_if(reason: str | None, folder: str) -> None:
 
 def describe_machine() -> str:
     """Returns cores, processor, system and versions."""
+    from pipedream.profiler.device import name_processor  # other processes of a benchmark need none of it
+
     return (
-        f"{len(os.sched_getaffinity(0))} cores of {find_processor()}, Linux {platform.release()}, Python "
+        f"{len(os.sched_getaffinity(0))} cores of {name_processor()}, Linux {platform.release()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}"
-    )
-
-
-def find_processor() -> str:
-    """Returns the name of this machine's processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
     )
 
 

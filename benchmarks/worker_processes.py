@@ -53,7 +53,7 @@ class Workers:
         """
         assert self.ask({"do": "run"} | request) == "ready"
         limit()
-        disturbance = Disturbance(self)
+        disturbance = Disturbance(self.cpu_s)
         self.tell("go")
         return self.hear(), disturbance
 
@@ -114,27 +114,31 @@ def worker_processes(
 
 
 class Disturbance:
-    """What other processes take of the cores while workers run."""
+    """What other processes take of the cores from now on.
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._busy_s, self._workers_s, self._start_s = cores_busy_s(), workers.cpu_s(), time.monotonic()
+    Args:
+        own_s: returns the seconds of a core that the benchmark itself has used.
+    """
+
+    def __init__(self, own_s: Callable[[], float]) -> None:
+        self._own_s = own_s
+        self._busy_s, self._begin_s, self._start_s = _read_busy_s(), own_s(), time.monotonic()
 
     def share(self) -> float:
-        """Returns the share of the cores' time since this was made."""
-        others_s = cores_busy_s() - self._busy_s - (self._workers.cpu_s() - self._workers_s)
+        """Returns the share of the cores' time that others took since this was made."""
+        others_s = _read_busy_s() - self._busy_s - (self._own_s() - self._begin_s)
         return max(0.0, others_s / self._cores_s)
 
-    def workers_share(self) -> float:
-        """Returns what the workers themselves took."""
-        return (self._workers.cpu_s() - self._workers_s) / self._cores_s
+    def own_share(self) -> float:
+        """Returns what the benchmark itself took."""
+        return (self._own_s() - self._begin_s) / self._cores_s
 
     @property
     def _cores_s(self) -> float:
         return len(os.sched_getaffinity(0)) * (time.monotonic() - self._start_s)
 
 
-def cores_busy_s() -> float:
+def _read_busy_s() -> float:
     """Returns the seconds for which processes have used the machine's cores since it started."""
     ticks = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)
     return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")

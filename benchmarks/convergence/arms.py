@@ -17,10 +17,6 @@ OfStage = Callable[[int, int], float]
 """(p, s) -> a number."""
 
 
-def _count_none(p: int, s: int) -> int:
-    return 0
-
-
 def _count_in_turn(p: int, s: int) -> int:
     """1F1B: stage s holds p - s microbatches; p - 1 - s backwards lie between the two passes of one."""
     return p - 1 - s
@@ -57,7 +53,7 @@ class Method:
     """
 
     schedule: str
-    late: Callable[[int, int], int] = _count_none
+    late: Callable[[int, int], int] = lambda p, s: 0
     accumulates: bool = False
     splits: bool = False
     rule: str = "stash"

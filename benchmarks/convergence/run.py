@@ -26,8 +26,10 @@ from serial import Emulation, train
 from steppers import STEPPERS
 from tasks import TASKS
 
+from pipedream.profiler.device import name_processor
+
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import find_processor, make_parser
+from scaffold import make_parser
 
 CURVES = Path(__file__).with_name("curves.json")
 TUNING_SEED = 100
@@ -162,10 +164,10 @@ def load(path: Path) -> Curves:
 
 def save(path: Path, curves: Curves) -> None:
     """Writes curves, whole or not at all."""
-    lines = (
-        f"{json.dumps(str(run))}: {json.dumps([c.rate, round(c.seconds, 1), [_round_point(p) for p in c.points]])}"
-        for run, c in sorted(curves.items())
-    )
+    lines = []
+    for run, c in sorted(curves.items()):
+        points = [[p.updates, float(f"{p.loss:.6g}"), round(p.accuracy, 5)] for p in c.points]
+        lines.append(f"{json.dumps(str(run))}: {json.dumps([c.rate, round(c.seconds, 1), points])}")
     head = json.dumps({"settings": settings(), "environments": _list_environments(path)})
     text = head[:-1] + ', "curves": {\n' + ",\n".join(lines) + "\n}}\n"
     beside = path.with_suffix(".part")
@@ -181,17 +183,13 @@ def settings() -> dict[str, Any]:
 def _list_environments(path: Path) -> list[dict[str, str]]:
     """Returns where the runs of a file were made, each with its last day; this machine is the last."""
     here = {
-        "machine": f"{os.cpu_count()} cores of {find_processor()}, {platform.system()}",
+        "machine": f"{os.cpu_count()} cores of {name_processor()}, {platform.system()}",
         "software": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
     environments = json.loads(path.read_text())["environments"] if path.exists() else []
     return [other for other in environments if not other.items() >= here.items()] + [
         {"date": str(date.today()), **here}
     ]
-
-
-def _round_point(point: Point) -> list[float]:
-    return [point.updates, float(f"{point.loss:.6g}"), round(point.accuracy, 5)]
 
 
 # -- running ---------------------------------------------------------------------------------------

@@ -118,7 +118,8 @@ def precision(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     how: dict[str, Any] = {"microbatches": MICROBATCHES, "autocast": torch.bfloat16}
     trained = loops.train(model, plan, batches, device, schedule="1f1b", **how)
     expected = loops.plain_loop(model, batches, device, **how)
-    yield Finding("bf16_loss_distance", _measure_distance(trained.losses, expected.losses), "<=", 2e-2)
+    distance = max(abs(a - b) for a, b in zip(trained.losses, expected.losses, strict=True))
+    yield Finding("bf16_loss_distance", distance, "<=", 2e-2)
 
     def scaler() -> torch.amp.GradScaler:
         # The gradient of the mean overflows at first, and again when the scale has grown.
@@ -158,10 +159,6 @@ def recurrent(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     yield Finding("lstm_seconds_by_plain", piped_s / plain_s, "<=", 1.1)
 
 
-def _measure_distance(losses: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-
-
 class WithLoss(nn.Module):
     """Computes its own loss, as the models of Hugging Face do."""
 
@@ -173,10 +170,6 @@ class WithLoss(nn.Module):
         return {"loss": F.cross_entropy(self.layers(x), targets)}
 
 
-def _mean_loss(output: Tensor, batch: Any) -> Tensor:
-    return F.cross_entropy(output, batch[1])
-
-
 def waits(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     """How often the host waits for the device in steady training, by torch's own debugging mode.
 
@@ -186,7 +179,7 @@ def waits(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
     for name, method, parts, model, loss in (
         ("1f1b", "1f1b", MICROBATCHES, layers, loops.summed_loss),
         ("pipedream", "pipedream", 1, layers, loops.summed_loss),
-        ("loss_of_user", "1f1b", MICROBATCHES, layers, _mean_loss),
+        ("loss_of_user", "1f1b", MICROBATCHES, layers, lambda output, batch: F.cross_entropy(output, batch[1])),
         ("loss_of_model", "1f1b", MICROBATCHES, WithLoss(layers), None),
     ):
         minibatches = scale.repeats // parts + 4

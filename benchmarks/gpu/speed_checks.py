@@ -293,15 +293,11 @@ def _record_spans(device: torch.device, scale: loops.Scale) -> Finding:
             loops.time_stream(pipeline, [x] * 10, device)
         spans = [span for span in pipeline.timeline().spans if span.kind in WORK]
     # Of each rank the later ones: the first two minibatches came before the profiler.
-    spans_s = sum(span.end_s - span.start_s for span in spans if span.index >= _find_first(span.kind))
+    first = {kind: 3 if kind == "U" else 2 * MICROBATCHES for kind in WORK}  # updates count from 1
+    spans_s = sum(span.end_s - span.start_s for span in spans if span.index >= first[span.kind])
     kernels_s = sum(row.self_device_time_total for row in watch.key_averages()) * 1e-6
     note = f"spans {spans_s:.6f} s, kernels {kernels_s:.6f} s"
     return Finding("spans_by_kernels", abs(spans_s / kernels_s - 1), "<=", 0.02, note)
-
-
-def _find_first(kind: str) -> int:
-    """Returns the first microbatch, or update, of the third minibatch."""
-    return 3 if kind == "U" else 2 * MICROBATCHES  # updates count from 1
 
 
 def _measure_drift(scale: loops.Scale) -> Finding:

@@ -6,7 +6,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,12 +78,9 @@ def _compare(
         text = f"{scaffold.format_quartiles(shares)}; ours {middle * 1e3:.0f} ms"
         met = statistics.median(shares) <= bound if at == 0 else None
         yield Row(f"{kind} of {what}", "", f"at most {bound:.2f}" if at == 0 else "", text, met)
-    words = "; ".join(f"{name}: {_format_counts(answer['collectives'][name])}" for name in ("ours", "torch"))
-    yield Row("collectives of a minibatch", paper, predicted, words)
-
-
-def _format_counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
+    counts = {name: sorted(answer["collectives"][name].items()) for name in ("ours", "torch")}
+    words = {name: ", ".join(f"{count} {kind}" for kind, count in rows) or "none" for name, rows in counts.items()}
+    yield Row("collectives of a minibatch", paper, predicted, f"ours: {words['ours']}; torch: {words['torch']}")
 
 
 def _compare_peaks(question: str, bound: float | None, options: argparse.Namespace) -> Iterator[Row]:

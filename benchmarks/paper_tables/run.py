@@ -35,7 +35,8 @@ def answer(row: Row, text: GraphText) -> tuple[str, ...]:
     ours = planning.plan(profile, cluster, strategy="search")
     parallel_s = planning.plan(profile, cluster, shape="data-parallel").slowest_stage_s
     try:
-        theirs = f"{parallel_s / planning.plan(profile, cluster, shape=shape_of(row)).slowest_stage_s:.2f}x"
+        shape = "data-parallel" if row.config == "16" else row.config
+        theirs = f"{parallel_s / planning.plan(profile, cluster, shape=shape).slowest_stage_s:.2f}x"
     except PipelineError:
         theirs = "no such plan"
     return (
@@ -49,11 +50,6 @@ def answer(row: Row, text: GraphText) -> tuple[str, ...]:
         f"{parallel_s / ours.slowest_stage_s:.2f}x",
         theirs,
     )
-
-
-def shape_of(row: Row) -> str:
-    """Returns the shape to ask the planner for."""
-    return "data-parallel" if row.config == "16" else row.config
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def _ask_least_disturbed(
     until = time.monotonic() + options.patience
     attempts: list[tuple[float, dict[str, Any]]] = []
     while not attempts or (min(share for share, _ in attempts) > 0.05 and time.monotonic() < until):
-        disturbance = Disturbance(workers)
+        disturbance = Disturbance(workers.cpu_s)
         answer = workers.ask({"do": "step", "rounds": options.rounds, **case})
         attempts.append((disturbance.share(), answer))
     share, answer = min(attempts, key=lambda attempt: attempt[0])

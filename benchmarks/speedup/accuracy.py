@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,7 +42,7 @@ from pipedream.training.compare_variants import accumulate_minibatches
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_table
-from worker_processes import cores_busy_s
+from worker_processes import Disturbance
 
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
 TUNING_SEED = 100
@@ -220,10 +219,9 @@ class _Bench:
             return row
         best: dict[str, Any] = {}
         for _ in range(TRIES if self.size.seeds > 1 else 1):
-            busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:4]), time.monotonic()
+            disturbance = Disturbance(lambda: sum(os.times()[:4]))
             timed = self._train(run, plan, link, TIMED_EPOCHS)
-            taken_s = max(0.0, cores_busy_s() - busy_s - (sum(os.times()[:4]) - own_s))
-            timed["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
+            timed["others"] = disturbance.share()
             if not best or timed["others"] < best["others"]:
                 best = timed
             if best["others"] <= QUIET:

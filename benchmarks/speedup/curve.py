@@ -259,7 +259,8 @@ def _measure_point(
                 request["steps"] = min(request["steps"], max(1, int(_LONG_S / update_s)))
             answer = workers.ask(request)
             point_row.append(answer)
-            log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_describe_row(answer)}")
+            words = answer.get("why") or f"{answer['samples_per_s']:.1f} samples/s, others {answer['others']:.0%}"
+            log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {words}")
     for name, same in copies.items():
         measured[name] = measured[same]
     common = {"model": model, "rho": rho, "bytes_per_s": bytes_per_s}
@@ -392,10 +393,6 @@ def _predict_rate(plan: Plan, speed: float) -> float:
     return metrics.steady_metrics(timeline).samples_per_s
 
 
-def _describe_row(row: dict[str, Any]) -> str:
-    return row.get("why") or f"{row['samples_per_s']:.1f} samples/s, others {row['others']:.0%}"
-
-
 _DRAWN = (
     "torch DDP", "torch DDP, accumulating", "torch DDP, fp16, accumulating", "PowerSGD 4, accumulating",
     "PipeDream, full", "2BW, full", "1F1B, full", "1F1B, full, int8",
@@ -495,15 +492,11 @@ def _format_speedups(points: _Points) -> str:
     return f"Times as many samples per second, measured (predicted):\n\n{table}"
 
 
-def _is_pipeline(variant: _Variant) -> bool:
-    return variant.runs == "pipeline" and variant.how.get("shape") != "data-parallel"
-
-
 def _format_best_rival(points: _Points) -> str:
     """This library's pipelines over the best of what keeps a whole model on each worker, or on one."""
     if all(len(point) < 2 for _, point in points):
         return ""
-    ours = [name for name, variant in BY_NAME.items() if _is_pipeline(variant)]
+    ours = [v.name for v in VARIANTS if v.runs == "pipeline" and v.how.get("shape") != "data-parallel"]
     rivals = ["solo", *(name for name in BY_NAME if name not in ours)]
     best = [
         max((name for name in rivals if _divide(point, name)), key=lambda name: point[name]["samples_per_s"])

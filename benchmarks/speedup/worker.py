@@ -44,7 +44,7 @@ from pipedream.slow_links import LINK
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import read_memory, restart_peak
-from worker_processes import answer_lines, cores_busy_s
+from worker_processes import Disturbance, answer_lines
 
 _QUIET = 0.03
 """Share of the cores' time that other processes may take during a run."""
@@ -262,16 +262,13 @@ class _Worker:
         while True:
             dist.barrier(self.group)
             before_bytes = restart_peak()
-            busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:2]), time.monotonic()
+            disturbance = Disturbance(self._read_cpu_s)
             answer = getattr(self, do)(**request)
             rise_bytes = torch.tensor([read_memory("VmHWM") - before_bytes])
             dist.all_reduce(rise_bytes, dist.ReduceOp.MAX, group=self.group)
             answer["rise_bytes"] = int(rise_bytes)
             gc.collect()
-            own_cpu_s = torch.tensor([sum(os.times()[:2]) - own_s], dtype=torch.float64)
-            dist.all_reduce(own_cpu_s, group=self.group)
-            taken_s = max(0.0, cores_busy_s() - busy_s - float(own_cpu_s))
-            answer["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
+            answer["others"] = disturbance.share()
             if not best or answer["others"] < best["others"]:
                 best = answer
             # Rank 0 decides for both.
@@ -279,6 +276,12 @@ class _Worker:
             dist.broadcast(enough, 0, group=self.group)
             if bool(enough):
                 return best
+
+    def _read_cpu_s(self) -> float:
+        """Returns the seconds of a core that both workers have used."""
+        own_s = torch.tensor([sum(os.times()[:2])], dtype=torch.float64)
+        dist.all_reduce(own_s, group=self.group)
+        return float(own_s)
 
 
 def _count_sent_bytes() -> int:

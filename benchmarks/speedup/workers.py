@@ -169,7 +169,7 @@ def _emulate(plan: Plan, workers: Workers, network: Network, seconds: float) -> 
         "workers": plan.workers,
         "predicted_s": predicted_s,
         "segments_s": [seconds / dilation for seconds in segments],
-        "own": disturbance.workers_share(),
+        "own": disturbance.own_share(),
         "others": disturbance.share(),
     }
 
@@ -202,7 +202,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
 def _list_cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     first: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        other = first.setdefault(_read_case(row).against, row)
+        case = Case(**{name: row[name] for name in Case.__dataclass_fields__})
+        other = first.setdefault(case.against, row)
         rates = sorted(_find_median(other) / seconds for seconds in row["segments_s"])
         yield [
             row["model"],
@@ -216,10 +217,6 @@ def _list_cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
             f"{row['dilation']:g}",
             f"{row['byte_scale']:g}",
         ]
-
-
-def _read_case(row: dict[str, Any]) -> Case:
-    return Case(**{name: row[name] for name in Case.__dataclass_fields__})
 
 
 def _find_median(row: dict[str, Any]) -> float:
