@@ -412,17 +412,35 @@ def _build_session(
             "keep what they save; leave one of them out"
         )
     check_sums(plan, model, captured.graph, [phase.program for phase in phases], policy)
-    layout = _check_layout(options, phases, model, captured.graph)
+    settings = Settings(
+        loss=loss,
+        optimizer=options.optimizer,
+        metrics=dict(options.metrics),
+        scheduler=options.scheduler,
+        seed=options.seed or 0,
+        policy=policy,
+        ema=options.ema,
+        autocast=dtype_of(options.autocast),
+        compile=compile_arguments(options.compile),
+        scaling=scaling,
+        batch_dim=options.batch_dim,
+        planned_samples=plan.batch if options.check else 1,
+        layout=_check_layout(options, phases, model, captured.graph),
+        parallelize=options.parallelize,
+        messages=plan.messages,
+    )
     blueprint = Blueprint(
         programs=[phase.program for phase in phases],
         evaluation=build_evaluation(phases[0].schedule),
         stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
-        settings=_make_settings(options, loss, layout, policy, scaling, plan),
+        settings=settings,
         device=process_device(options.device),
         shared=plan.tied_weights,
         settings_to_agree=lambda: _list_settings_to_agree(model, options),
         last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
     )
+    # In a single process a mesh is one rank.
+    styles_apply = options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
     return Session(
         model,
         captured.graph,
@@ -430,7 +448,7 @@ def _build_session(
         stuck_after_s=options.stuck_after_s,
         weights=options.weights,
         plain=None
-        if not options.check or _applies_styles(options, plan)
+        if not options.check or styles_apply
         else PlainModel(model, captured, [stage.first for stage in plan.stages[1:]]),
         free_bytes=lambda: available_bytes(blueprint.device, 1),
         free_host_bytes=host_bytes,
@@ -447,33 +465,6 @@ def _check_gradients_split(model: Any) -> None:
             )
 
 
-def _make_settings(
-    options: PipelineOptions,
-    loss: Loss,
-    layout: Layout,
-    policy: Policy,
-    scaling: LossScaleOptions | None,
-    plan: Plan,
-) -> Settings:
-    return Settings(
-        loss=loss,
-        optimizer=options.optimizer,
-        metrics=dict(options.metrics),
-        scheduler=options.scheduler,
-        seed=options.seed or 0,
-        policy=policy,
-        ema=options.ema,
-        autocast=dtype_of(options.autocast),
-        compile=compile_arguments(options.compile),
-        scaling=scaling,
-        batch_dim=options.batch_dim,
-        planned_samples=plan.batch if options.check else 1,
-        layout=layout,
-        parallelize=options.parallelize,
-        messages=plan.messages,
-    )
-
-
 def _make_batch_adapter(options: PipelineOptions) -> BatchAdapter:
     return BatchAdapter(
         options.inputs,
@@ -482,11 +473,6 @@ def _make_batch_adapter(options: PipelineOptions) -> BatchAdapter:
         own_loss=options.loss is None,
         reads_batch=bool(options.metrics or options.weight),
     )
-
-
-def _applies_styles(options: PipelineOptions, plan: Plan) -> bool:
-    """Whether layers run as torch's styles change them; in a single process a mesh is one rank."""
-    return options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
 
 
 def _check_layout(options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:

@@ -94,7 +94,12 @@ class Recipe(ModelOptions):
         from pipedream.runtime.data.rng import preserved_rng  # describing a recipe should not load torch
 
         with preserved_rng(self.train):
-            return self._make_first_batch()
+            if (make := self._find_maker()) is not None:
+                return make()
+            batch = next(iter(self.train), None)
+        if batch is None:
+            raise RecipeError("the recipe's training loader yields nothing; give one with at least one batch")
+        return batch
 
     def load_s(self) -> float:
         """Returns the seconds of making a batch; 0 if unknown, or if the loader has processes of its own for it."""
@@ -120,14 +125,6 @@ class Recipe(ModelOptions):
         if size and collate is not None and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             return lambda: collate([dataset[i] for i in range(min(size, len(dataset)))])
         return None
-
-    def _make_first_batch(self) -> Any:
-        if (make := self._find_maker()) is not None:
-            return make()
-        batch = next(iter(self.train), None)
-        if batch is None:
-            raise RecipeError("the recipe's training loader yields nothing; give one with at least one batch")
-        return batch
 
 
 def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe:

@@ -31,7 +31,6 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import WORK, Timeline
 from pipedream.report.svg import save_picture, timeline_svg
 from pipedream.report.text import grid
-from pipedream.schedules import Run
 from pipedream.verifier import verify
 from pipedream.workflows.check import check_claims
 from pipedream.workflows.methods import resolve_method
@@ -100,7 +99,12 @@ def show(
     elif schedule is not None:
         raise PlanError(f"--schedule {schedule} was given with the method {name}; give one of them, or a plan's file")
     else:
-        run = _run_on_equal_stages(name, stages, chunks, microbatches, minibatches, in_flight, forward_s, backward_s)
+        equal = schedules.uniform(name, stages, 1.0 if forward_s is None else forward_s, chunks=chunks)
+        equal = equal.with_depth(in_flight)
+        run = schedules.run_of(name, equal, microbatches, minibatches, usual=_USUAL_MICROBATCHES)
+        seconds = (2.0 if run.schedule.splits_backward else 1.0) if backward_s is None else backward_s
+        equal = replace(equal, stages=tuple(replace(stage, backward_s=seconds) for stage in equal.stages))
+        run = replace(run, schedule=schedules.build(name, equal, run.schedule.microbatches))
     built = run.schedule
     proof = verify(lower(built))
     timeline = simulate(built.plan, schedule=built, minibatches=run.minibatches)
@@ -128,21 +132,3 @@ def _list_ops(timeline: Timeline) -> list[dict[str, Any]]:
         for row in timeline.rows()
         if row["kind"] in WORK
     ]
-
-
-def _run_on_equal_stages(
-    name: str,
-    stages: int | None,
-    chunks: int | None,
-    microbatches: int | None,
-    minibatches: int | None,
-    in_flight: str | tuple[int, ...],
-    forward_s: float | None,
-    backward_s: float | None,
-) -> Run:
-    plan = schedules.uniform(name, stages, 1.0 if forward_s is None else forward_s, chunks=chunks)
-    plan = plan.with_depth(in_flight)
-    run = schedules.run_of(name, plan, microbatches, minibatches, usual=_USUAL_MICROBATCHES)
-    seconds = (2.0 if run.schedule.splits_backward else 1.0) if backward_s is None else backward_s
-    plan = replace(plan, stages=tuple(replace(stage, backward_s=seconds) for stage in plan.stages))
-    return replace(run, schedule=schedules.build(name, plan, run.schedule.microbatches))

@@ -83,7 +83,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
         programs=[program],
         evaluation=evaluation,
         stages=[[(str(i), layer)] for i, layer in enumerate(layers)],
-        settings=Settings(Loss(_mean_product), _make_idle_optimizer, metrics={}),
+        settings=Settings(Loss(_mean_product), lambda named: _NoStep([p for _, p in named], lr=0.0), metrics={}),
         device=torch.device("cpu"),
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _NUMBERS]
@@ -147,10 +147,6 @@ class _NoStep(torch.optim.SGD):
     step.hooked = True  # type: ignore[attr-defined]  # torch then does not wrap it
 
 
-def _make_idle_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return _NoStep([parameter for _, parameter in named], lr=0.0)
-
-
 def _measure_layers_s(layers: int, sample: torch.Tensor, counted: int) -> float:
     """Returns the seconds of the layers and the loss, each run as it is when a model is profiled."""
 
@@ -198,8 +194,9 @@ def _measure_other_s(timeline: Timeline, part: range, *, together: bool) -> tupl
     for ranks in [range(timeline.workers)] if together else [[rank] for rank in range(timeline.workers)]:
         spans = [span for span in timeline.spans if span.rank in ranks]
         starts = [span.start_s for span in spans if span.kind == "F" and span.index in part and span.rank == ranks[0]]
+        busy = [span for span in spans if span.kind not in ("send", "step")]
         left = [
-            end_s - start_s - sum(_measure_span_s(span) for span in spans if start_s <= span.start_s < end_s)
+            end_s - start_s - sum(span.end_s - span.start_s for span in busy if start_s <= span.start_s < end_s)
             for start_s, end_s in pairwise(starts)
         ]
         receives: defaultdict[int, list[Span]] = defaultdict(list)
@@ -209,10 +206,6 @@ def _measure_other_s(timeline: Timeline, part: range, *, together: bool) -> tupl
         shortest = [min(span.end_s - span.start_s for span in row) for row in zip(*receives.values(), strict=False)]
         seconds.append(max(0.0, median(left)) + sum(shortest))
     return tuple(seconds)
-
-
-def _measure_span_s(span: Span) -> float:
-    return 0.0 if span.kind in ("send", "step") else span.end_s - span.start_s
 
 
 def _measure_arrival_s(timeline: Timeline, part: range) -> float:

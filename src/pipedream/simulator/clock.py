@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer, advance_instruction
+from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.simulator.compiled import (
     GIVE,
@@ -253,8 +253,9 @@ class _Clock:
                     self._post_again(received, now)
                 missing -= 1
                 if not missing:
-                    instructions = self._keep_sends(rank, position + 1, turn)
-                    position = turn = 0
+                    # Of a rank whose ops are done only the sends are left.
+                    instructions = self._add_seconds(rank.text.sends_left(position + 1, turn), rank.slowness)
+                    rank.instructions, position, turn = instructions, 0, 0
                     continue
             elif code == RECEIVE:
                 if not what.arrived:
@@ -321,15 +322,14 @@ class _Clock:
             self.messages.post(wire, now)
         received.clear()
 
-    def _keep_sends(self, rank: _Rank, position: int, turn: int) -> list[_Work]:
-        """Leaves a rank whose ops are done only the sends from a position on."""
-        rank.instructions = self._add_seconds(rank.text.sends_left(position, turn), rank.slowness)
-        return rank.instructions
-
     def _take_arrival(self, wire: Wire, index: int) -> float:
         sent_index, arrival = wire.arrived.popleft()
         if sent_index != index:
-            self._refuse_out_of_turn(wire.channel, index, sent_index)
+            channel = wire.channel
+            raise ScheduleError(
+                f"program {self.program.name!r}: rank {channel.receiver} wants {describe_message(channel, index)}, but "
+                f"the next on its channel is that of microbatch {sent_index}; receive in the order of sending"
+            )
         return arrival
 
     def _end_rank(self, rank: _Rank, missing: int) -> None:
@@ -410,12 +410,6 @@ class _Clock:
         raise ScheduleError(
             f"program {self.program.name!r}: rank {rank.number} lacks ops of the {rank.text.ops} that "
             f"{self.total} microbatches need; lower the schedule again"
-        )
-
-    def _refuse_out_of_turn(self, channel: Channel, expected: int, received: int) -> NoReturn:
-        raise ScheduleError(
-            f"program {self.program.name!r}: rank {channel.receiver} wants {describe_message(channel, expected)}, but "
-            f"the next on its channel is that of microbatch {received}; receive in the order of sending"
         )
 
     def _describe_waits(self, waiting: list[_Rank]) -> str:

@@ -96,7 +96,11 @@ def compare_delays(
             seconds_of = profile or profile_recipe(loaded, device=options.device, microbatches=options.microbatches)
         seconds_of.save(file)
     measured = Profile.load(file)
-    plans = [_plan_stages(measured, phase, cluster, options.microbatches) for phase in phases]
+    plans = []
+    for phase in phases:
+        parts = options.microbatches if properties_of(phase.name).splits_minibatch else None
+        request = PlanRequest(cluster, schedule=phase.name, microbatches=phase.microbatches or parts, shape="straight")
+        plans.append(make_plan(measured, request))
     optimizer = loaded.optimizer(list(loaded.model.named_parameters()))
     for phase, plan in zip(phases, plans, strict=True):  # before any of them trains
         check_optimizer(build_phase(plan, phase).updates.compensation, optimizer)
@@ -142,11 +146,6 @@ def _choose_methods(recipe: Recipe) -> tuple[str, ...]:
         compensation = "basis_rotation"
     late = ("pipedream_2bw", "pipedream")
     return ("1f1b", *late, *(f"{name}+{compensation}" for name in late))
-
-
-def _plan_stages(profile: Profile, phase: Phase, cluster: Cluster, microbatches: int | None) -> Plan:
-    parts = phase.microbatches or (microbatches if properties_of(phase.name).splits_minibatch else None)
-    return make_plan(profile, PlanRequest(cluster, schedule=phase.name, microbatches=parts, shape="straight"))
 
 
 def _read_state(folder: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,6 @@ from pipedream import schedules
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.stage import Stage
 from pipedream.core.progress import progress
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
@@ -198,7 +197,9 @@ def build_emulated_pipeline(
     built = schedules.build(schedule, plan, microbatches)
     parts = built.microbatches
     if plan.unit == "microbatch":
-        plan = replace(plan, unit="minibatch", stages=tuple(_multiply(stage, parts) for stage in plan.stages))
+        names = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "working_bytes")
+        whole = (replace(stage, **{name: getattr(stage, name) * parts for name in names}) for stage in plan.stages)
+        plan = replace(plan, unit="minibatch", stages=tuple(whole))
     rank, _ = process_group.join_group("cpu")
     speed = plan.cluster.speeds[sorted(set(plan.worker_order))[rank] if plan.worker_order else rank]
     stages = [replace(stage, **{name: getattr(stage, name) / speed for name in _SECONDS}) for stage in plan.stages]
@@ -227,12 +228,6 @@ def make_emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]
 
     for _ in range(minibatches):
         yield emulated.make_emulated_batch(pipeline.program.microbatches)
-
-
-def _multiply(stage: Stage, parts: int) -> Stage:
-    """Returns a stage of microbatches as one of minibatches."""
-    names = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "working_bytes")
-    return replace(stage, **{name: getattr(stage, name) * parts for name in names})
 
 
 def _format_result(summary: dict[str, Any], folder: Path) -> str:

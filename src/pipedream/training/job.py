@@ -296,19 +296,14 @@ def _settle_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
 def _choose_exchange(job: Job, plan: Plan) -> Plan:
     """Returns the plan with the sums, messages and place of optimizers of this run, or of its recipe."""
     options, recipe, is_new = job.options, job.recipe, job.resumed is None
-    sums = _choose_sums(job, plan)
-    plan = plan if sums is None else replace(plan, sums=sums)
+    recipe_counts = is_new and plan.sum_method.is_exact and max(plan.replicas) > 1  # there are replicas to agree
+    if (sums := options.sums or (recipe.sums if recipe_counts else None)) is not None:
+        plan = replace(plan, sums=sums)
     messages = options.messages or (recipe.messages if is_new and not plan.messages else None)
     if messages is not None:
         plan = replace(plan, messages=Messages.read(messages, plan.messages.value_bits))
     state = options.optimizer_state or (recipe.optimizer_state if is_new else None)
     return plan if state is None else replace(plan, optimizer_state=read_optimizer_state(state))
-
-
-def _choose_sums(job: Job, plan: Plan) -> str | None:
-    """Returns how the replicas agree, if not as the plan says; a recipe's counts only where there are replicas."""
-    recipe_counts = job.resumed is None and plan.sum_method.is_exact and max(plan.replicas) > 1
-    return job.options.sums or (job.recipe.sums if recipe_counts else None)
 
 
 def _choose_cluster(job: Job, process: Process) -> Cluster:

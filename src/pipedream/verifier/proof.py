@@ -142,7 +142,10 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         stage_in_flight=tuple(tuple(in_flight for in_flight, _ in rank[1:]) for rank in most),
         stage_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
         staleness=tuple(_compute_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
-        mean_staleness=tuple(_compute_mean_staleness(program, stage) for stage in range(program.placement.stages)),
+        mean_staleness=tuple(
+            0.0 if len(program.kinds) == 1 else program.weights.mean_staleness(stage)
+            for stage in range(program.placement.stages)
+        ),
         remote_forwards=tuple(tuple(stage for stage, _ in program.placement.remote_forwards(rank)) for rank in ranks),
     )
 
@@ -269,7 +272,3 @@ def _compute_staleness(program: Program, stage: int, total: int) -> int:
         return 0
     updates, weights = program.updates, program.weights
     return max(updates.update_of(stage, k) - 1 - weights.forward_version(stage, k) for k in range(total))
-
-
-def _compute_mean_staleness(program: Program, stage: int) -> float:
-    return 0.0 if len(program.kinds) == 1 else program.weights.mean_staleness(stage)

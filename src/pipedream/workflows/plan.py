@@ -211,15 +211,13 @@ def _count_bases(profile: Profile, name: str) -> int:
     return updates.matrix_bytes([matrix for layer in profile.layers for matrix in layer.matrices])[0]
 
 
-def _drop_exchange(cluster: Cluster) -> Cluster:
-    return replace(cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts(), activations="", hosts_optimizers=False)
-
-
 def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:
     """Returns the plan with its messages and sums; their costs leave its cluster and runtime."""
     plan = replace(
         plan,
-        cluster=_drop_exchange(plan.cluster),
+        cluster=replace(
+            plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts(), activations="", hosts_optimizers=False
+        ),
         runtime=replace(plan.runtime, encoding_s_per_byte=0.0),
         messages=Messages.read(request.messages, 8 * _read_profile(profile).value_bytes),
         optimizer_state=read_optimizer_state(request.optimizer_state),
@@ -342,7 +340,11 @@ def _compare_alike(
     if request.strategy == "2bw":
         return _make_single_candidate(_plan_2bw(profile.without_tied_groups(), request), request)
     if request.schedule == AUTO:
-        return _plan_auto(profile, request, names)
+        options = {field.name: getattr(request, field.name) for field in fields(planner.SearchOptions)}
+        methods = select_methods(names, allow_asynchronous=request.allow_asynchronous)
+        return planner.choose_method(
+            profile, request.workers_and_links, methods, score, occupancy_of, planner.SearchOptions(**options)
+        )
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
     if schedules.layout_of(request.schedule) is not None:
@@ -350,17 +352,6 @@ def _compare_alike(
     if schedules.is_torch_csv(request.schedule):
         return _make_single_candidate(plan_from_file(profile, request), request)
     return StageSearch(profile, request).compare(score_plan, rival_s)
-
-
-def _plan_auto(profile: Profile, request: PlanRequest, names: Sequence[str]) -> planner.Comparison:
-    return planner.choose_method(
-        profile,
-        request.workers_and_links,
-        select_methods(names, allow_asynchronous=request.allow_asynchronous),
-        score,
-        occupancy_of,
-        planner.SearchOptions(**{field.name: getattr(request, field.name) for field in fields(planner.SearchOptions)}),
-    )
 
 
 def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:

@@ -223,16 +223,12 @@ def layer_table(graph: LayerGraph, refused: Mapping[str, str]) -> str:
         f"{shown}".rstrip()
         for number, name, kind, sent, back, shown in rows
     ]
+    shared = "share a weight; only methods whose stages all make the same updates put them in different stages"
+    whole = "share state that changes without an update, and stay in one stage"
     for group in graph.ties:
         names = [graph.layers[i].name for i in group]
-        lines.append(f"{', '.join(names)}: {_tie_in_words(whole=group in graph.whole)}")
+        lines.append(f"{', '.join(names)}: {whole if group in graph.whole else shared}")
     lines += [f"no cut before {call}: {reason}" for call, reason in list(refused.items())[:_SHOWN_REASONS]]
     if len(refused) > _SHOWN_REASONS:
         lines.append(f"and no cut before {len(refused) - _SHOWN_REASONS} more calls")
     return "\n".join(lines)
-
-
-def _tie_in_words(*, whole: bool) -> str:
-    if whole:
-        return "share state that changes without an update, and stay in one stage"
-    return "share a weight; only methods whose stages all make the same updates put them in different stages"

@@ -202,7 +202,8 @@ class GraphText:
         Raises:
             ArtifactError: it has only inputs.
         """
-        order = [i for i in in_order(len(self.nodes), self.edges) if not self._is_loader(i)]
+        read = {target for _, target in self.edges}
+        order = [i for i in in_order(len(self.nodes), self.edges) if i in read or not self.nodes[i].is_input]
         if not order:
             raise ArtifactError(f"{model} has no layer besides its inputs; give the profile of a model")
         places = {node: place for place, node in enumerate(order)}
@@ -224,9 +225,6 @@ class GraphText:
     def __str__(self) -> str:
         names = [node.name for node in self.nodes]
         return "\n".join([*map(str, self.nodes), *(f"\t{names[a]} -- {names[b]}" for a, b in self.edges)])
-
-    def _is_loader(self, i: int) -> bool:
-        return self.nodes[i].is_input and all(target != i for _, target in self.edges)
 
 
 def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], int] = lambda i: 0) -> list[int]:

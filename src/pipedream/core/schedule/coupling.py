@@ -55,8 +55,12 @@ class Policy:
 def couple_stages(schedule: Schedule, policy: Policy) -> Schedule:
     """Returns the schedule, with updates that wait for each other if the policy needs that."""
     plan = schedule.plan
-    if plan.tied_weights:
-        _check_clip_of_tied(schedule, policy)
+    clips_apart = policy.clip_grad_norm is not None and (policy.clip == "local" or not schedule.flushes)
+    if plan.tied_weights and clips_apart:
+        raise ScheduleError(
+            f"{_name_separated(schedule)} by {schedule.name!r} with clip={policy.clip!r}: each holder would clip the "
+            "shared weight by another norm. Use clip='global' with a flushing method (1f1b, gpipe)"
+        )
     several = len(plan.stages) > 1
     if policy.scaling == "dynamic" and several and not schedule.flushes:
         raise ScheduleError(
@@ -122,14 +126,6 @@ def _find_settled(schedule: Schedule) -> int:
     """Returns a microbatch from which on versions advance by cycles."""
     deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
     return (deepest // schedule.cycle + 3) * schedule.cycle
-
-
-def _check_clip_of_tied(schedule: Schedule, policy: Policy) -> None:
-    if policy.clip_grad_norm is not None and (policy.clip == "local" or not schedule.flushes):
-        raise ScheduleError(
-            f"{_name_separated(schedule)} by {schedule.name!r} with clip={policy.clip!r}: each holder would clip the "
-            "shared weight by another norm. Use clip='global' with a flushing method (1f1b, gpipe)"
-        )
 
 
 def norm_delay(schedule: Schedule) -> int:

@@ -194,7 +194,8 @@ class PlaceSums:
         backward_parts[-1] += loss[0] * (scale // loss[1])
         parameters = _sum_prefixes([layer.parameter_bytes for layer in layers], steps)
         crossing = lattice.crossing_bytes(downsets, [layer.output_bytes for layer in layers])
-        crossing[0] = _count_input_bytes(profile)
+        # The profile has only one dtype, which inputs of another are counted as.
+        crossing[0] = sum(prod(shape) for shape in profile.input_shapes) * profile.value_bytes
         crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
         activations = _sum_prefixes([layer.activation_bytes for layer in layers], steps)
         place_bytes = PlaceBytes(np.array(activations), np.array(parameters), crossing)
@@ -319,8 +320,3 @@ def _sum_prefixes(values: list[int], steps: Sequence[tuple[list[int], list[int]]
     """
     changes = (sum(values[i] for i in more) - sum(values[i] for i in less) for more, less in steps)
     return [0, *accumulate(values), *islice(accumulate(changes, initial=0), 1, None)]
-
-
-def _count_input_bytes(profile: Profile) -> int:
-    """The profile has only one dtype, which inputs of another are counted as."""
-    return sum(prod(shape) for shape in profile.input_shapes) * profile.value_bytes

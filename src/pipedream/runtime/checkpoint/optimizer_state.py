@@ -122,12 +122,6 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     )
 
 
-def check_now(optimizer: Optimizer) -> None:
-    """Raises a `PipelineError` if what the optimizer and its scheduler hold now cannot be saved."""
-    collect_tensors(optimizer)
-    to_saved_stage(optimizer)
-
-
 def check_after_step(optimizer: Optimizer, make: Callable[[dict[str, Parameter]], Optimizer]) -> None:
     """Raises a `PipelineError` if what the optimizer will hold after a step cannot be saved, or not loaded again.
 
@@ -390,7 +384,16 @@ def _restore_groups(
     restored, sources = [], []
     for number, group in enumerate(block.groups):
         names = [block.names[index] for index in group["params"] if index in block.names]
-        s, g = _find_source(names, places, saved, number)
+        same = list(dict.fromkeys(places[name] for name in names if name in places))
+        if any(saved[s][g].options != saved[same[0][0]][same[0][1]].options for s, g in same):
+            raise ArtifactError(
+                f"parameters {', '.join(names[:3])} ... are in one group of the optimizer now, and were in groups with "
+                "different options when the checkpoint was saved; make the same groups"
+            )
+        if not same:
+            stage = next(s for s, groups in enumerate(saved) if groups)
+            same = [(stage, min(number, len(saved[stage]) - 1))]
+        s, g = same[0]
         options = {key: _cast_like(group.get(key), from_json(value)) for key, value in saved[s][g].options.items()}
         restored.append({**group, **options})
         sources.append((s, g))
@@ -485,26 +488,6 @@ def _look_up(state: Any, path: tuple[Any, ...]) -> Any:
     for step in path:
         state = state[step]
     return state
-
-
-def _find_source(
-    names: Sequence[str],
-    places: Mapping[str, tuple[int, int]],
-    saved: Sequence[Sequence[ParameterGroup]],
-    number: int,
-) -> tuple[int, int]:
-    """The saved (stage, group) whose options a new group gets."""
-    sources = list(dict.fromkeys(places[name] for name in names if name in places))
-    if not sources:
-        stage = next(s for s, groups in enumerate(saved) if groups)
-        return stage, min(number, len(saved[stage]) - 1)
-    options = [saved[s][g].options for s, g in sources]
-    if any(other != options[0] for other in options):
-        raise ArtifactError(
-            f"parameters {', '.join(names[:3])} ... are in one group of the optimizer now, and were in groups with "
-            "different options when the checkpoint was saved; make the same groups"
-        )
-    return sources[0]
 
 
 def _join_state(name: str, stages: Sequence[SavedStage], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class Checkpointer:
         make = partial(Optimizer, optimizer=settings.optimizer, scheduler=settings.scheduler)
         with self._local.reporting("looking at what a checkpoint would hold"):
             for stage, stage_state in self._local.stage_states:
-                optimizer_state.check_now(stage_state.optimizer)
+                optimizer_state.collect_tensors(stage_state.optimizer)
+                optimizer_state.to_saved_stage(stage_state.optimizer)
                 if stage not in self._local.shardings:
                     optimizer_state.check_after_step(stage_state.optimizer, make)
 
@@ -271,13 +272,16 @@ class Checkpointer:
         parameters.load(self._model, values, self._names.loaded_from(values), {}, self._weights_device)
         for saved_stage in manifest.stages:
             set_extra_states(self._model, saved_stage.modules)
-            _set_generators(self._generators, saved_stage.generators)
+            for name in self._generators.keys() & saved_stage.generators.keys():
+                set_state(self._generators[name], saved_stage.generators[name])
         with torch.no_grad():
             for name, tensor in self._loss.items():
                 if name in tensors:
                     tensor.copy_(tensors[name])
         share_with_replicas(self._local.workers)
-        same, same_replicas = _has_same_counts(self._program, manifest), _has_same_replicas(self._program, manifest)
+        counts = (self._program.name, self._program.microbatches) == (manifest.schedule, manifest.microbatches)
+        same = counts and _have_same_stages(self._program.plan, manifest.plan)
+        same_replicas = _has_same_replicas(self._program, manifest)
         for stage, replica, stage_state in self._local.replicas:
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
@@ -332,11 +336,6 @@ class Checkpointer:
                 yield from (name for name in stage_state.predictions.tensors() if name in manifest.tensors)
 
 
-def _has_same_counts(program: Program, manifest: Checkpoint) -> bool:
-    alike = _have_same_stages(program.plan, manifest.plan) and manifest.schedule == program.name
-    return alike and manifest.microbatches == program.microbatches
-
-
 def _has_same_replicas(program: Program, manifest: Checkpoint) -> bool:
     return _have_same_stages(program.plan, manifest.plan) and program.plan.sums == manifest.plan.sums
 
@@ -351,11 +350,6 @@ def _check_shapes(local: LocalWorkers, manifest: Checkpoint) -> None:
 def _have_same_stages(*plans: Plan) -> bool:
     spans = [[(stage.first, stage.last, stage.replicas) for stage in plan.stages] for plan in plans]
     return spans[0] == spans[1]
-
-
-def _set_generators(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    for name in generators.keys() & states.keys():
-        set_state(generators[name], states[name])
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:

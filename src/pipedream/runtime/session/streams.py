@@ -168,7 +168,7 @@ class Streams:
                 local.activity.place = LOOP
                 yield event
                 local.activity.place = None
-            self._drain()
+            drain(self._list_channel_ends())  # no message and no posted receive is left between two streams
         except PipelineError as error:
             raise local.report(error) from error.__cause__
         except GeneratorExit:
@@ -179,10 +179,6 @@ class Streams:
             raise local.report(WorkerError(local.rank, local.lead.where, with_place(error))) from error
         finally:
             local.activity.place = LOOP
-
-    def _drain(self) -> None:
-        """Leaves no message and no posted receive between two streams."""
-        drain(self._list_channel_ends())
 
     def _list_channel_ends(self) -> list[Sender | Receiver]:
         ends: list[Sender | Receiver] = list(self._local.data.channels.all)

@@ -8,7 +8,7 @@ is seeded, except those of torch's own types that are known not to draw.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,12 +98,12 @@ class OtherGenerators:
         self._own_generators = own_generators
         self.draw = replicated
 
-    def seeding(self, microbatch: int) -> AbstractContextManager[None]:
-        """Context of a forward."""
-        return self._seeding(microbatch) if self.draw else nullcontext()
-
     @contextmanager
-    def _seeding(self, microbatch: int) -> Iterator[None]:
+    def seeding(self, microbatch: int) -> Iterator[None]:
+        """Context of a forward."""
+        if not self.draw:
+            yield
+            return
         name, layer = self._layers[0]
         with seeded_rng(layer_seed(self._seed, microbatch, name), self._own_generators):
             before = RngStates.read().to_json()

@@ -49,10 +49,6 @@ class StageOrder:
         return chunks
 
 
-def _order_looped(workers: int, chunks: int) -> tuple[int, ...]:
-    return tuple(range(workers)) * chunks
-
-
 def _order_wave(workers: int, chunks: int) -> tuple[int, ...]:
     there = tuple(range(workers))
     return tuple(worker for c in range(chunks) for worker in (reversed(there) if c % 2 else there))
@@ -64,7 +60,7 @@ def _order_mirrored(workers: int, chunks: int) -> tuple[int, ...]:
     return tuple(worker for s in range(workers) for worker in (s, workers - 1 - s))
 
 
-looped = StageOrder("stage s on worker s mod p, without replicas", _order_looped)
+looped = StageOrder("stage s on worker s mod p, without replicas", lambda p, chunks: tuple(range(p)) * chunks)
 """The stages of a worker are p apart (Megatron-LM, SC 2021, section 2.2.2)."""
 
 wave = StageOrder("the stages there and back over the workers (a V), without replicas", _order_wave)
