@@ -29,7 +29,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.plan_request import PlanRequest
+from pipedream.plan_request import PlanRequest, check_snapshot_every
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 
 
@@ -333,15 +333,11 @@ class TrainingOptions(MethodOptions):
         panel=Panel.RUN,
     )
     keep: int = option(2, "Number of checkpoints to keep.", metavar="N", least=1, panel=Panel.RUN)
-    snapshot_every: int | str | None = option(
-        None,
-        "Minibatches between snapshots in memory, from which a restart continues; auto: so many that they cost at most "
-        "2% of the time.",
-        metavar="MINIBATCHES|auto",
-        unset="no snapshots",
-        panel=Panel.FAILURES,
-        kind=str,
-        read=lambda text: int(text) if text.isdecimal() else text,
+    snapshot_every: int | str | None = option_of(
+        PlanRequest,
+        "snapshot_every",
+        help="Minibatches between snapshots in memory, from which a restart continues; auto: so many that they cost at "
+        "most 2% of the time.",
     )
     resume: str | os.PathLike[str] | None = option(
         None,
@@ -381,12 +377,7 @@ class TrainingOptions(MethodOptions):
                 continue
             if not (isinstance(value, int) and value >= lowest):
                 raise PipelineError(f"{name}={value!r} was asked for; give a whole number from {lowest} on")
-        every = self.snapshot_every
-        if not (every is None or every == "auto" or (isinstance(every, int) and every >= 1)):
-            raise PipelineError(
-                f"snapshot_every={every!r} was asked for; give 'auto' or a whole number from 1 on, or leave it out for "
-                "no snapshots"
-            )
+        check_snapshot_every(self.snapshot_every)
 
     @property
     def plan_settings(self) -> dict[str, Any]:

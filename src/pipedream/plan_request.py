@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
@@ -21,6 +22,15 @@ NO_MESH = "none"
 
 METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
 METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
+
+
+def check_snapshot_every(every: Any) -> None:
+    """Raises a `PlanError` unless snapshots are asked for every so many minibatches, 'auto', or not at all."""
+    if not (every is None or every == "auto" or (isinstance(every, int) and every >= 1)):
+        raise PlanError(
+            f"snapshot_every={every!r} was asked for; give 'auto' or a whole number from 1 on, or leave it out for no "
+            "snapshots"
+        )
 
 
 def _read_cuts(text: str) -> tuple[int | str, ...]:
@@ -156,6 +166,15 @@ class PlanRequest:
         unset="device",
         panel=Panel.METHOD,
     )
+    snapshot_every: int | str | None = option(
+        None,
+        "Leave memory for the snapshots that 'pipedream train' makes with this option, however often.",
+        metavar="MINIBATCHES|auto",
+        unset="no snapshots",
+        panel=Panel.FAILURES,
+        kind=str,
+        read=lambda text: int(text) if text.isdecimal() else text,
+    )
     cost_model: str = option(
         "pipedream",
         "Cost model; classic is that of the original PipeDream's planner.",
@@ -176,6 +195,7 @@ class PlanRequest:
         Messages.read(self.messages)
         Activations.read(self.activations)
         read_optimizer_state(self.optimizer_state)
+        check_snapshot_every(self.snapshot_every)
         if self.cost_model not in ("pipedream", "classic"):
             raise PlanError(f"cost model {self.cost_model!r} is not known; write pipedream or classic")
         if self.strategy not in ("simulate", "search", "2bw"):

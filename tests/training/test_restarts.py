@@ -132,6 +132,11 @@ def test_restarted_from_memory_it_ends_as_if_nothing_had_happened(tmp_path: Path
     numbers = 2 * 3 * (3 * (8 * 8 + 8) + 2 * 8 + 2)  # two of weights and AdamW's two moments
     assert 4 * numbers <= summary["snapshots"]["bytes"] <= 5 * numbers
     assert summary["snapshots"]["planned_bytes"] == pytest.approx(summary["snapshots"]["bytes"], rel=0.1)
+    plan = pipedream.Plan.load(tmp_path / "run" / "plan.json")
+    planned = [stage.memory.snapshot_bytes for stage in plan.stages]
+    assert 2 * sum(planned) == 3 * summary["snapshots"]["planned_bytes"], "with what the next one is written from"
+    predicted = [row["predicted_peak_bytes"] for row in summary["stages"]]
+    assert predicted == [stage.peak_bytes - size for stage, size in zip(plan.stages, planned, strict=True)]
     _, undisturbed = train(tmp_path / "whole", *options, "--plan", str(tmp_path / "run" / "plan.json"))
     assert undisturbed["drains"] == summary["drains"]
     runs = [folder / "run" for folder in (tmp_path, tmp_path / "whole")]

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,8 @@ from two_machines import machines, started_on_both
 
 import pipedream
 from pipedream.core.errors import PlanError, RecipeError
-from pipedream.core.plan.host_memory import count_saved_bytes
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.plan.host_memory import count_saved_bytes, count_snapshot_bytes
 from pipedream.core.units import format_bytes
 from pipedream.recipe import load_recipe
 from pipedream.runtime.failure.processes import MEMORY
@@ -116,6 +118,30 @@ def test_each_machine_needs_memory_for_its_neighbour_too(monkeypatch: pytest.Mon
     with pytest.raises(PlanError, match=r"^--snapshot-every auto takes 300 kB in /\S+ of rank 3's machine, ") as caught:
         check_memory(None, tmp_path, saved_bytes, 3)
     assert "(a snapshot has 150 kB there), and 250 kB are free: 50.0 kB are missing; enlarge" in str(caught.value)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
+def test_the_plan_counts_what_the_run_needs(replicas: list[int], data: st.DataObject) -> None:
+    """On each machine; the bytes of the stages have no sum in common."""
+    workers, sizes = sum(replicas), []
+    while sum(sizes) < workers:
+        sizes.append(data.draw(st.integers(1, workers - sum(sizes))))
+    levels = (Level(max(sizes), 1e9, sizes=tuple(sizes)), Level(len(sizes), 1e8))
+    plan = pipedream.Plan.uniform(len(replicas), replicas=tuple(replicas)).on(Cluster(levels, snapshots="next"))
+    stages = [replace(s, parameter_bytes=100**n, optimizer_bytes=2 * 100**n) for n, s in enumerate(plan.stages)]
+    plan = replace(plan, stages=tuple(stages))
+    counted = {rank: 0 for rank in range(workers)}
+    for ranks, row in zip(plan.placement.ranks, count_snapshot_bytes(plan), strict=True):
+        for rank, size in zip(ranks, row, strict=True):
+            counted[rank] += size
+    machines = [list(range(*ends)) for ends in pairwise(accumulate(sizes, initial=0))]
+    needs: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "list_machines", lambda *_: machines)
+        patch.setattr(snapshots, "describe_missing", lambda _, __, size, copied, where: needs.append(2 * size + copied))
+        for ranks in machines:
+            check_memory(4, Path("nothing"), count_saved_bytes(plan), ranks[0])
+    assert needs == [sum(counted[rank] for rank in ranks) for ranks in machines]
 
 
 def test_first_replicas_save_their_stages() -> None:

@@ -275,7 +275,8 @@ def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan |
             plan = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
         except PlanError:
             return None
-        free = f"; {format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
+        what = "messages and snapshots" if space.cluster.snapshots else "messages"
+        free = f"; {format_bytes(spare_bytes)} of a worker's memory were kept free for {what}"
         return replace(plan, note=f"{plan.note}{free if spare_bytes else ''}")
 
     too_little, enough, plan = 0, 0, first or search_sparing(0)

@@ -178,6 +178,8 @@ def stage_memory_table(plan: Plan) -> str:
     """Returns the parts of one worker's predicted peak memory, a row for each stage (`core.plan.memory`)."""
     names = [field.name for field in fields(plan.stages[0].memory) if field.name not in ELSEWHERE]
     elsewhere = [name for name in ELSEWHERE if any(getattr(stage.memory, name) for stage in plan.stages)]
+    if "snapshot_bytes" in elsewhere and not plan.costs.on_gpus:
+        names.append(elsewhere.pop())
     heads = [name.removesuffix("_bytes") for name in (*names, "peak", *elsewhere)]
     lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads)])]
     for s, stage in enumerate(plan.stages):

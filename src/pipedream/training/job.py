@@ -71,8 +71,17 @@ class Process:
     @property
     def shares_cores(self) -> str:
         """Words for cores that processes of this machine share; empty if each has its own, or a GPU."""
-        cores, here = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
+        cores, here = os.cpu_count() or 1, self._here
         return f"{here} workers share {cores} cores" if here > cores and self.device.type == "cpu" else ""
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all processes are on this machine."""
+        return self._here == self.count
+
+    @property
+    def _here(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
 
     @classmethod
     def join(cls, options: TrainingOptions) -> Process:
@@ -247,8 +256,11 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
                     microbatches=job.microbatches,
                     meshes=meshes,
                 )
+        cluster = survivors.cluster or _choose_cluster(job, process)
+        if options.snapshot_every is not None and process.is_one_machine:
+            cluster = replace(cluster, snapshots="own")
         request = PlanRequest(
-            survivors.cluster or _choose_cluster(job, process),
+            cluster,
             schedule=job.schedule,
             microbatches=job.microbatches,
             in_flight=options.in_flight,
@@ -262,6 +274,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
             activations=options.activations or (recipe.activations if saved is None else saved.activations) or "",
             sums=options.sums or (recipe.sums or FULL if saved is None else saved.sums),
             optimizer_state=options.optimizer_state or (recipe if saved is None else saved).optimizer_state,
+            snapshot_every=options.snapshot_every,
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
         process.console.print(f"\n{profile}")

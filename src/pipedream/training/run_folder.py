@@ -30,6 +30,7 @@ from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.host_memory import drop_snapshots
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.html import save_page
@@ -91,7 +92,7 @@ def summarise(
     exchanges = dict(enumerate(collectives))
     before, after = _measure_steady(predicted), _measure_steady(measured)
     stages = []
-    placement = plan.placement
+    placement, predicted_bytes = plan.placement, drop_snapshots(plan).worker_bytes
     for index, stage in enumerate(plan.stages):
         for rank, worker in zip(placement.ranks[index], plan.workers_of(index), strict=True):
             now, then = after.per_rank[rank], before.per_rank[rank]
@@ -113,7 +114,7 @@ def summarise(
                     "bytes_sent": sent_bytes.get(rank, 0),
                     "peak_bytes": now.peak_bytes,
                     "reserved_bytes": measured.reserved_bytes[rank] if measured.reserved_bytes else None,
-                    "predicted_peak_bytes": plan.worker_bytes[worker],  # of all its stages, as it is measured
+                    "predicted_peak_bytes": predicted_bytes[worker],  # of all its stages, as it is measured
                     "versions": measured.peak_versions[rank] if measured.peak_versions else None,
                     "staleness": now.staleness,
                 }
@@ -138,7 +139,7 @@ def summarise(
 
 def _compare_memory(plan: Plan, measured: Timeline) -> dict[str, Any]:
     """Peak bytes of tensors, measured and predicted: of the fullest worker, or of all workers of a single process."""
-    needs = plan.worker_bytes.values()
+    needs = drop_snapshots(plan).worker_bytes.values()
     together = measured.shares_memory
     return {
         "of": "all workers" if together else "the fullest worker",

@@ -19,9 +19,9 @@ from uuid import uuid4
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError, PlanError, RecipeError
+from pipedream.core.plan.host_memory import find_neighbours
 from pipedream.core.units import format_bytes
 from pipedream.probe import available_bytes
-from pipedream.runtime.checkpoint.copies import find_neighbours
 from pipedream.runtime.checkpoint.folders import (
     MANIFEST,
     complete_checkpoints,

@@ -11,6 +11,7 @@ from pipedream import simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
+from pipedream.core.plan.host_memory import add_snapshots
 from pipedream.core.plan.memory import peers_of, place_state, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
@@ -234,7 +235,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.sum_costs[s].kept_tensors,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
-    return replace(plan, stages=tuple(stages))
+    return add_snapshots(replace(plan, stages=tuple(stages)))
 
 
 def _check_stage_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:

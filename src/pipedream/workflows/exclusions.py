@@ -115,7 +115,7 @@ cuts | shape=data-parallel
 cost_model=classic | shape!=any|straight cuts update_delay microbatches recompute chunks batch mesh strategy=2bw
     the planner of the original PipeDream has no such option
     leave out OTHERS, or use the cost model pipedream
-cost_model=classic | activations
+cost_model=classic | activations snapshot_every
     the planner of the original PipeDream has no such option
     leave out OTHERS, or use the cost model pipedream
 strategy=2bw | shape cuts update_delay in_flight chunks activations

@@ -11,7 +11,7 @@ from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.host_memory import check_host_memory
+from pipedream.core.plan.host_memory import check_host_memory, check_snapshots, count_snapshot_bytes
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -174,18 +174,23 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
 
 
 def check_machines(plan: Plan, built: Schedule | None = None) -> None:
-    """Raises PlanError if a machine of GPUs lacks the memory for weights and optimizers that are kept there.
+    """Raises PlanError if a machine of GPUs lacks the memory for snapshots, weights and optimizers that are kept there.
 
     `built`: of a method that may keep weights there.
     """
     cluster, dispatched = plan.cluster, built is not None and isinstance(built.placement, Dispatched)
-    if not plan.costs.on_gpus or not (dispatched or plan.optimizer_state == HOST):
+    if not plan.costs.on_gpus or not (dispatched or plan.optimizer_state == HOST or cluster.snapshots):
         return
     starts = cluster.starts(1) if len(cluster.levels) > 1 else (0, cluster.workers)
+    snapshots = count_snapshot_bytes(plan)
     for machine in map(range, starts, starts[1:]):
-        stages = [s for s in range(len(plan.stages)) for worker in plan.workers_of(s) if worker in machine]
-        versions = [built.weights.versions(s) if built is not None and dispatched else 1 for s in stages]
-        check_host_memory([plan.stages[s] for s in stages], versions, cluster.host_bytes)
+        here = [(s, r) for s in range(len(plan.stages)) for r, w in enumerate(plan.workers_of(s)) if w in machine]
+        free_bytes = cluster.host_bytes
+        if free_bytes is not None and cluster.snapshots:
+            free_bytes -= check_snapshots(sum(plan.meshes[s].size * snapshots[s][r] for s, r in here), free_bytes)
+        if dispatched or plan.optimizer_state == HOST:
+            versions = [built.weights.versions(s) if built is not None and dispatched else 1 for s, _ in here]
+            check_host_memory([plan.stages[s] for s, _ in here], versions, free_bytes)
 
 
 def check_no_remote_stages(built: Schedule) -> None:

@@ -18,6 +18,7 @@ from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.activations import DISK, HOST, Activations
+from pipedream.core.plan.host_memory import add_snapshots
 from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
@@ -156,7 +157,14 @@ def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> 
         except ShortageError as error:
             if request.schedule == AUTO or not (fitting := list(_list_fitting(profile, request))):
                 raise
-            raise ShortageError(f"{error}; this would fit: {'; '.join(fitting)}", error.need_bytes) from None
+            missing = _describe_missing_for_snapshots(request, error.need_bytes)
+            raise ShortageError(f"{error}{missing}; this would fit: {'; '.join(fitting)}", error.need_bytes) from None
+
+
+def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> str:
+    most = max((size for size in request.workers_and_links.memories if size is not None), default=need_bytes)
+    is_missing = request.snapshot_every is not None and need_bytes > most
+    return f"; with snapshots {format_bytes(need_bytes - most)} are missing" if is_missing else ""
 
 
 def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterator[str]:
@@ -168,6 +176,8 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
         return None
 
     batch, cluster = _read_profile(profile).batch, request.workers_and_links
+    if request.snapshot_every is not None and find_plan(snapshot_every=None, cluster=replace(cluster, snapshots="")):
+        yield "no snapshots (without --snapshot-every)"
     if request.recompute == "never" and find_plan(recompute="auto"):
         yield "recomputation (--recompute auto)"
     if not request.activations and request.recompute != "always":
@@ -254,6 +264,9 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
         request = replace(request, cluster=messages.on(request.workers_and_links))
     if request.optimizer_state == HOST:
         request = replace(request, cluster=replace(request.workers_and_links, hosts_optimizers=True))
+    if request.snapshot_every is not None:
+        cluster = request.workers_and_links
+        request = replace(request, cluster=replace(cluster, snapshots=cluster.snapshots or "next"))
     if sums.is_low_rank and not source.matrices:
         raise PlanError(
             f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
@@ -503,6 +516,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
         plan = replace(
             plan, cluster=cluster, worker_order=read.plan.worker_order, bound_s=0.0, note="cut as a straight pipeline"
         )
+        plan = add_snapshots(plan)
         _check_worker_memory(plan)
     return adapt_plan_to_method(plan, profile, name, parts)
 

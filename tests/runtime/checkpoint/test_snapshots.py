@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import WorkerError
+from pipedream.core.plan.host_memory import find_neighbours
 from pipedream.runtime.checkpoint import copies, folders, pieces, writer
-from pipedream.runtime.checkpoint.copies import find_neighbours
 from pipedream.training.snapshots import find_newest_snapshot
 from tests.runtime.checkpoint import saving
 

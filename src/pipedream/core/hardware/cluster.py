@@ -127,6 +127,8 @@ class Cluster(Artifact):
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
         activations: where activations may wait (`Plan.activations`).
         hosts_optimizers: they are in the memory of the machines.
+        snapshots: whose workers keep: '' nobody's, 'own' of one machine, 'next' also of the machine before it, in a
+            ring. Workers joined on one level then have a machine each.
 
     Raises:
         ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
@@ -140,6 +142,7 @@ class Cluster(Artifact):
     host_bytes: int | None = None
     disk_bytes_per_s: float | None = None
     host_bytes_per_s: float | None = None
+    snapshots: str = ""
     sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
     message_shares: tuple[float, float] = field(default=(1.0, 1.0), metadata=NOT_STORED)
     activations: str = field(default="", metadata=NOT_STORED)
@@ -155,6 +158,8 @@ class Cluster(Artifact):
             raise ValueError(f"the rates of disk and host must be positive, found {rates}")
         if self.sums not in ("ring", "tree"):
             raise ValueError(f"sums go by ring or tree, found {self.sums!r}")
+        if self.snapshots not in ("", "own", "next"):
+            raise ValueError(f"snapshots are '', own or next, found {self.snapshots!r}")
         groups = 1
         for number, level in reversed(list(enumerate(self.levels))):
             if level.sizes and len(level.sizes) != groups:

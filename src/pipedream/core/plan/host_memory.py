@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
@@ -44,8 +46,90 @@ def check_host_memory(
 
 def count_saved_bytes(plan: Plan) -> list[int]:
     """Returns what each rank saves of weights and optimizer state, at most: those of its stages' first replicas."""
+    meshes = plan.placement.meshes(plan.meshes)
+    return [size for size, mesh in zip(_count_saved(plan), meshes, strict=True) for _ in range(mesh.size)]
+
+
+def _count_saved(plan: Plan) -> list[int]:
+    """Returns what a rank of each worker saves."""
     saved_bytes = [0] * plan.workers
     for stage, workers in zip(plan.stages, plan.placement.ranks, strict=True):
         saved_bytes[workers[0]] += stage.parameter_bytes + stage.optimizer_bytes
-    meshes = plan.placement.meshes(plan.meshes)
-    return [size for size, mesh in zip(saved_bytes, meshes, strict=True) for _ in range(mesh.size)]
+    return saved_bytes
+
+
+OWN_COPIES, NEXT_COPIES = 3, 2
+"""Of its own state a worker keeps two snapshots, and what the next one is written from; of its neighbour's two."""
+
+
+def find_neighbours(machines: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Returns for each rank one of the next machine, in a ring; nothing for a single machine.
+
+    Args:
+        machines: the ranks of each.
+    """
+    if len(machines) == 1:
+        return {}
+    return {
+        rank: following[index % len(following)]
+        for ranks, following in zip(machines, [*machines[1:], machines[0]], strict=True)
+        for index, rank in enumerate(ranks)
+    }
+
+
+def count_snapshot_bytes(plan: Plan) -> list[list[int]]:
+    """Returns the bytes of snapshots that each replica of each stage keeps; a neighbour's count at its first stage."""
+    saved_bytes, cluster = _count_saved(plan), plan.cluster
+    workers = sorted(set(plan.worker_order)) or range(plan.workers)
+    starts = cluster.starts(1) if len(cluster.levels) > 1 else range(cluster.workers + 1)
+    machines = [[rank for rank, w in enumerate(workers) if first <= w < last] for first, last in pairwise(starts)]
+    received_bytes = [0] * plan.workers
+    if cluster.snapshots == "next":
+        for sender, rank in find_neighbours([ranks for ranks in machines if ranks]).items():
+            received_bytes[rank] += NEXT_COPIES * saved_bytes[sender]
+    rows = []
+    for stage, ranks in zip(plan.stages, plan.placement.ranks, strict=True):
+        rows.append([received_bytes[rank] for rank in ranks])
+        rows[-1][0] += OWN_COPIES * (stage.parameter_bytes + stage.optimizer_bytes)
+        for rank in ranks:
+            received_bytes[rank] = 0
+    return rows
+
+
+def check_snapshots(need_bytes: int, free_bytes: int) -> int:
+    """Returns the bytes of the snapshots on one machine; raises a PlanError if more than are free."""
+    if need_bytes > free_bytes:
+        raise PlanError(
+            f"snapshots were to be kept in the memory of one machine and need {format_bytes(need_bytes)}, "
+            f"{format_bytes(free_bytes)} are free: {format_bytes(need_bytes - free_bytes)} are missing; use more "
+            "machines, an optimizer with less state, or no snapshots"
+        )
+    return need_bytes
+
+
+def add_snapshots(plan: Plan) -> Plan:
+    """Returns a plan whose peaks do not count snapshots yet with those of its cluster.
+
+    They are in the memory of the machine: the worker's own, unless that is a GPU's.
+    """
+    if not plan.cluster.snapshots:
+        return plan
+    return _with_snapshots(plan, [max(row) for row in count_snapshot_bytes(plan)])
+
+
+def drop_snapshots(plan: Plan) -> Plan:
+    """Returns a plan whose peaks count what its workers hold themselves."""
+    return _with_snapshots(plan, [0] * len(plan.stages))
+
+
+def _with_snapshots(plan: Plan, snapshot_bytes: Sequence[int]) -> Plan:
+    in_peak = not plan.costs.on_gpus
+    stages = (
+        replace(
+            stage,
+            peak_bytes=stage.peak_bytes + in_peak * (size - stage.memory.snapshot_bytes),
+            memory=replace(stage.memory, snapshot_bytes=size),
+        )
+        for stage, size in zip(plan.stages, snapshot_bytes, strict=True)
+    )
+    return replace(plan, stages=tuple(stages))

@@ -96,8 +96,8 @@ class StageSizes:
     update_working_bytes: Numbers = 0
 
 
-ELSEWHERE = ("host_bytes", "moved_bytes")
-"""Kinds of bytes that are not in the worker's memory."""
+ELSEWHERE = ("host_bytes", "moved_bytes", "snapshot_bytes")
+"""Kinds of bytes that are not in the worker's memory; snapshots are, if it is the machine's (`add_snapshots`)."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class StageMemory:
         message_bytes: bytes of posted receives, and of messages that may still have to leave.
         host_bytes: weights, gradients and optimizer state in the memory of the machine, where a GPU has only copies.
         moved_bytes: activations that wait elsewhere, on disk or in the memory of the machine (`Plan.activations`).
+        snapshot_bytes: snapshots in the memory of the machine (`Cluster.snapshots`), on the fullest replica.
     """
 
     weight_bytes: int = 0
@@ -121,6 +122,7 @@ class StageMemory:
     working_bytes: int = 0
     host_bytes: int = 0
     moved_bytes: int = 0
+    snapshot_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

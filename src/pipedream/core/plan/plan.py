@@ -434,6 +434,10 @@ def _describe_exchange(plan: Plan) -> list[str]:
     if plan.optimizer_state == HOST:
         size = sum(2 * stage.parameter_bytes + stage.optimizer_bytes for stage in plan.stages)
         lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with weights and gradients")
+    if plan.cluster.snapshots:
+        sizes = [format_bytes(stage.memory.snapshot_bytes) for stage in plan.stages]
+        where = "beside the GPUs" if plan.costs.on_gpus else "within the peaks"
+        lines.append(f"snapshots: {', '.join(sizes)} of the machines' memory, {where}")
     if plan.messages:
         share = plan.costs.cluster.message_share
         sizes = [format_bytes(stage.output_bytes * share) for stage in plan.stages[:-1]]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
 from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.cost import Site
+from pipedream.core.plan.host_memory import OWN_COPIES, add_snapshots
 from pipedream.core.plan.memory import (
     Peers,
     StageMemory,
@@ -184,7 +185,8 @@ class SearchSpace(PlaceSums):
         replicas: int = 1,
         sizes: StageSizes | None = None,
     ) -> Bytes:
-        """Returns a lower bound of the peak bytes of a worker with unknown neighbours: the fewest messages.
+        """Returns a lower bound of the peak bytes of a worker with unknown neighbours: the fewest messages, and no
+        snapshots of theirs.
 
         Args:
             sizes: the stages' sizes, if they are known.
@@ -193,7 +195,10 @@ class SearchSpace(PlaceSums):
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
         how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
-        need: Bytes = stage_bytes(sizes or self.sizes(first, last), peers=peers, **how)
+        sizes = sizes or self.sizes(first, last)
+        need: Bytes = stage_bytes(sizes, peers=peers, **how)
+        if self.cluster.snapshots and not how["on_gpus"]:
+            return need + cast(Bytes, OWN_COPIES * (sizes.parameter_bytes + sizes.optimizer_bytes))
         return need
 
     def memory(
@@ -342,7 +347,7 @@ def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
         memory = each.memory(*span, occupancy, neighbours, update_delay, stage.recompute, stage.replicas, stage.offload)
         copies = occupancy.versions > 1 and occupancy.in_flight + update_delay > 1
         stages.append(replace(each._add_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory))
-    return replace(plan, stages=tuple(stages))
+    return add_snapshots(replace(plan, stages=tuple(stages)))
 
 
 def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
@@ -387,7 +392,8 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     """
     if in_flight == "auto":
         low, high = apply_depth(space, plan, "noam"), plan.with_depth("full")
-        most = [_find_most_in_flight(space, high, s) for s in range(len(high.stages))]
+        beside = [stage.peak_bytes - stage.memory.total_bytes for stage in low.stages]
+        most = [_find_most_in_flight(space, high, s, size) for s, size in enumerate(beside)]
         while True:
             depth = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
             deep = space.with_bytes(plan.with_depth(depth))
@@ -408,14 +414,15 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     return deep
 
 
-def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int) -> int:
+def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int, beside_bytes: int) -> int:
+    """Returns as many microbatches as fit the memory of a stage's worker, beside its snapshots."""
     recompute, limit = plan.stages[s].recompute, plan.costs.sites[s].memory_bytes
     ends, admitted, count = space.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
     peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in space.occupancy_rule.of_plan(plan)])[s]
     while limit is not None and admitted > 1:
         occupancy = space.stage_occupancy(admitted, plan.update_delay[s], count)
         memory = space.of_stages(plan)[s].memory(*ends, occupancy, peers, plan.update_delay[s], recompute, count)
-        if memory.total_bytes <= limit:
+        if memory.total_bytes + beside_bytes <= limit:
             break
         admitted -= 1
     return admitted

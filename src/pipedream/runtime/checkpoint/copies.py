@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,6 @@ import torch.distributed as dist
 from pipedream.runtime.comm.process_group import peers_may_end
 
 _SENT_BYTES = 16 << 20  # at once
-
-
-def find_neighbours(machines: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Returns for each rank one of the next machine, in a ring; nothing for a single machine.
-
-    Args:
-        machines: the ranks of each.
-    """
-    if len(machines) == 1:
-        return {}
-    return {
-        rank: following[index % len(following)]
-        for ranks, following in zip(machines, [*machines[1:], machines[0]], strict=True)
-        for index, rank in enumerate(ranks)
-    }
 
 
 @peers_may_end()

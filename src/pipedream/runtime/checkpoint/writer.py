@@ -41,8 +41,9 @@ import torch.distributed as dist
 from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
+from pipedream.core.plan.host_memory import find_neighbours
 from pipedream.core.plan.mesh import Box
-from pipedream.runtime.checkpoint.copies import exchange_copies, find_neighbours
+from pipedream.runtime.checkpoint.copies import exchange_copies
 from pipedream.runtime.checkpoint.folders import (
     MANIFEST,
     commit,

@@ -1,0 +1,124 @@
+"""Snapshots that a plan leaves memory for: of its own stages, and of those of the next machine."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipedream as pd
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.host_memory import drop_snapshots
+from pipedream.core.plan.plan import Plan
+from pipedream.report.text import stage_memory_table
+from pipedream.workflows.check import check_plan
+
+LAYER = LayerProfile(1.0, 2.0, 100, 10_000, activation_bytes=1000)
+CHAIN = Profile.of_chain((LAYER, LAYER, LAYER, replace(LAYER, parameter_bytes=40_000)), optimizer_bytes=140_000)
+SAVED = [30_000, 30_000, 30_000, 120_000]  # weights and twice as much state
+
+
+def plan_of(memory_bytes: int | None, every: int | str | None = 4, profile: Profile = CHAIN, **request: Any) -> Plan:
+    cluster = request.pop("cluster", Cluster.flat(4, memory_bytes=memory_bytes))
+    return pd.plan(profile, cluster, **{"shape": "straight", "snapshot_every": every} | request)
+
+
+def test_peaks_count_two_snapshots_and_the_copy_of_a_third() -> None:
+    plan, without = plan_of(None), plan_of(None, every=None)
+    sizes = [stage.memory.snapshot_bytes for stage in plan.stages]
+    assert sizes == [3 * mine + 2 * before for mine, before in zip(SAVED, [SAVED[-1], *SAVED], strict=False)]
+    peaks = [stage.peak_bytes for stage in without.stages]
+    assert [stage.peak_bytes for stage in plan.stages] == [peak + size for peak, size in zip(peaks, sizes, strict=True)]
+    assert [stage.peak_bytes for stage in drop_snapshots(plan).stages] == peaks
+    assert "snapshots: 330 kB, 150 kB, 150 kB, 420 kB of the machines' memory, within the peaks" in str(plan)
+    assert "snapshots" not in str(without)
+    heads, *rows = stage_memory_table(plan).splitlines()
+    assert heads.split()[-2:] == ["snapshot", "peak"]
+    assert rows[0].split()[-4:-2] == ["330", "kB"]
+    assert Plan.from_json(plan.to_json()) == plan
+    for profile in (CHAIN, None):
+        assert [stage.memory for stage in check_plan(plan, profile=profile).plan.stages] == [
+            stage.memory for stage in plan.stages
+        ]
+
+
+def test_within_a_machine_only_its_own_count() -> None:
+    two = Cluster((Level(2, 1e9), Level(2, 1e8)))
+    for cluster, received in (
+        (Cluster((Level(4, 1e9), Level(1, 1e8))), [0, 0, 0, 0]),
+        (two, [SAVED[2], SAVED[3], SAVED[0], SAVED[1]]),
+        (replace(two, snapshots="own"), [0, 0, 0, 0]),
+    ):
+        plan = plan_of(None, cluster=cluster)
+        sizes = [stage.memory.snapshot_bytes for stage in plan.stages]
+        assert sizes == [3 * mine + 2 * other for mine, other in zip(SAVED, received, strict=True)]
+
+
+def test_a_refusal_names_the_missing_bytes() -> None:
+    limit = max(stage.peak_bytes for stage in plan_of(None).stages)
+    assert plan_of(limit).worker_bytes[3] == limit
+    with pytest.raises(PlanError) as refusal:
+        plan_of(limit - 3)
+    text = str(refusal.value)
+    assert "; with snapshots 3.00 B are missing; this would fit: no snapshots (without --snapshot-every)" in text
+    assert plan_of(limit - 3, every=None).cluster.snapshots == ""
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=3, max_size=6),
+    share=st.floats(0.3, 1.1),
+    stages=st.integers(2, 3),
+)
+def test_a_plan_is_found_where_there_is_one(sizes: list[int], share: float, stages: int) -> None:
+    """Of all cuts the search takes one that fits, if one does."""
+    layers = tuple(replace(LAYER, parameter_bytes=1000 * size) for size in sizes)
+    profile = Profile.of_chain(layers, optimizer_bytes=2000 * sum(sizes))
+    limit = int(share * 9000 * sum(sizes))
+    cluster = Cluster.flat(stages, memory_bytes=limit)
+    periods = []
+    for cuts in (
+        [(i,) for i in range(1, len(sizes))]
+        if stages == 2
+        else [(i, j) for i in range(1, len(sizes)) for j in range(i + 1, len(sizes))]
+    ):
+        with suppress(PlanError):
+            periods.append(plan_of(None, 4, profile, cluster=cluster, shape="any", cuts=cuts).slowest_stage_s)
+    if not periods:
+        with pytest.raises(PlanError):
+            plan_of(None, 4, profile, cluster=cluster)
+        return
+    plan = plan_of(None, 4, profile, cluster=cluster)
+    assert max(plan.worker_bytes.values()) <= limit
+    assert plan.slowest_stage_s >= min(periods)
+
+
+def test_beside_gpus_they_need_the_memory_of_the_machine() -> None:
+    gpu = replace(CHAIN, runtime=RuntimeCosts(overlap_device=True))
+    cluster = Cluster((Level(2, 1e9), Level(2, 1e8)), host_bytes=5 * sum(SAVED))
+    plan = plan_of(None, 4, gpu, cluster=cluster)
+    assert plan.worker_bytes == plan_of(None, None, gpu, cluster=cluster).worker_bytes
+    assert "of the machines' memory, beside the GPUs" in str(plan)
+    assert stage_memory_table(plan).splitlines()[0].split()[-2:] == ["peak", "snapshot"]
+    need = 3 * sum(SAVED[2:]) + 2 * sum(SAVED[:2])
+    assert plan_of(None, 4, gpu, cluster=replace(cluster, host_bytes=need))
+    with pytest.raises(PlanError, match=r"snapshots were to be kept .* need 570 kB, 570 kB are free: 5.00 B are miss"):
+        plan_of(None, 4, gpu, cluster=replace(cluster, host_bytes=need - 5))
+    room = need + 4 * sum(SAVED[2:]) // 3  # weights, gradients and state are there too
+    hosted, short = (replace(cluster, host_bytes=size) for size in (room, room - 1))
+    assert plan_of(None, 4, gpu, cluster=hosted, optimizer_state="host", schedule="1f1b")
+    with pytest.raises(PlanError, match=r"1\.00 B more than the"):
+        plan_of(None, 4, gpu, cluster=short, optimizer_state="host", schedule="1f1b")
+
+
+def test_other_values_are_refused() -> None:
+    with pytest.raises(PlanError, match="snapshot_every=0 was asked for; give 'auto' or a whole number from 1 on"):
+        plan_of(None, 0)
+    with pytest.raises(PlanError, match="cost_model='classic' was given with snapshot_every=4"):
+        plan_of(None, cost_model="classic")
