@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import pipedream
+from pipedream._version import hash_sources
 from pipedream.core.errors import RecipeError
 from pipedream.core.plan.without import drop_worker
 from pipedream.recipe import load_recipe
+from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure import processes
 from pipedream.training import restarts, snapshots
 from pipedream.training.run_folder import resume_point
@@ -256,14 +258,41 @@ def test_losses_count_from_the_newest_plan_on(monkeypatch: pytest.MonkeyPatch, t
     assert survivors.cluster.workers == 1
 
 
-def test_a_recipe_may_not_change_between_attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    restarts.check_recipe_stays("under no launcher of ours", 0)
+def test_code_may_not_change_between_attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    restarts.check_code_stays("under no launcher of ours", 0)
     launched(monkeypatch, tmp_path)
-    restarts.check_recipe_stays("x = 2\n", 1)  # another rank may come first
+    restarts.check_code_stays("x = 2\n", 1)  # another rank may come first
     for rank in (0, 1):
-        restarts.check_recipe_stays("x = 1\n", rank)
+        restarts.check_code_stays("x = 1\n", rank)
     with pytest.raises(RecipeError, match=r"restart 1 was to go on .* its file has changed .'-x = 1'.; put the file"):
-        restarts.check_recipe_stays("x = 2\n", 1)
+        restarts.check_code_stays("x = 2\n", 1)
+    before = process_group.name_code()
+    for name, value in (("__version__", "0.2"), ("hash_sources", lambda: "0" * 12)):
+        monkeypatch.setattr(process_group, name, value)
+        now = process_group.name_code()
+        with pytest.raises(RecipeError) as refusal:
+            restarts.check_code_stays("x = 1\n", 1)
+        assert f"restart 1 was to go on with {before}, but rank 1 has {now}; install" in str(refusal.value)
+
+
+def test_the_digest_is_of_all_sources(tmp_path: Path) -> None:
+    def digest() -> str:
+        hash_sources.cache_clear()
+        return hash_sources(tmp_path)
+
+    digests = {digest()}
+    for name, text in (("a.py", "x = 1\n"), ("a.py", "x = 2\n"), ("b/a.py", "x = 2\n"), ("b/b.py", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        digests.add(digest())
+    (tmp_path / "notes.txt").write_text("no source")
+    (tmp_path / "a.py").rename(tmp_path / "c.py")
+    digests.add(digest())
+    assert len(digests) == 6
+    kept = hash_sources(tmp_path)
+    (tmp_path / "c.py").unlink()
+    assert hash_sources(tmp_path) == kept, "a fork has what its launcher has imported"
+    hash_sources.cache_clear()
 
 
 REPLICAS = """

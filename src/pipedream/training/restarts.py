@@ -16,11 +16,13 @@ from pipedream.core.errors import RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.without import drop_worker
+from pipedream.runtime.comm.process_group import name_code
 from pipedream.runtime.failure.processes import find_launch_folder, read_lost
 
 _FILE = "minibatches"
 _PLAN = "plan.json"
 _RECIPE = "recipe.py"
+_LIBRARY = "library.txt"
 _TOTALS = struct.Struct("dq")
 _MINIBATCH = struct.Struct("d")
 
@@ -103,25 +105,40 @@ def _read_begin_s(folder: Path) -> float:
     return folder.stat().st_mtime
 
 
-def check_recipe_stays(source: str, rank: int) -> None:
-    """Raises a `RecipeError` if the recipe's file is not what the run began with.
+def check_code_stays(source: str, rank: int) -> None:
+    """Raises a `RecipeError` if the recipe's file, or this library, is not what the run began with.
 
-    Workers are forks of a launcher that has imported the library, but each attempt reads the recipe again.
+    Workers are forks of a launcher that has imported the library, where that is possible, but each attempt reads the
+    recipe again.
+
+    Args:
+        source: the recipe's file.
     """
     folder = find_launch_folder()
     if folder is None:
         return
-    first_source = folder / _RECIPE
-    if not first_source.exists():
-        if rank == 0:
-            write_text(first_source, source)
-    elif (before := first_source.read_text(encoding="utf-8")) != source:
+    restart = f"restart {_read_count()} was to go on with"
+    if (library := _keep_first(folder / _LIBRARY, name_code(), rank)) != name_code():
+        raise RecipeError(
+            f"{restart} {library}, but rank {rank} has {name_code()}; install the first again and give --resume, or "
+            "start another run"
+        )
+    if (before := _keep_first(folder / _RECIPE, source, rank)) != source:
         changes = unified_diff(before.splitlines(), source.splitlines(), lineterm="", n=0)
         first = next((line for line in changes if line[0] in "+-" and line[:3] not in ("---", "+++")), "")
         raise RecipeError(
-            f"restart {_read_count()} was to go on with the recipe of the run, but its file has changed ({first!r}); "
-            "put the file back and give --resume, or start another run"
+            f"{restart} the recipe of the run, but its file has changed ({first!r}); put the file back and give "
+            "--resume, or start another run"
         )
+
+
+def _keep_first(file: Path, text: str, rank: int) -> str:
+    """Returns the text that rank 0 gave first, or this one before that."""
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    if rank == 0:
+        write_text(file, text)
+    return text
 
 
 def keep_plan_of_attempt(plan: Plan) -> None:

@@ -34,7 +34,7 @@ from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.simulator import Stragglers
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.restarts import check_recipe_stays, keep_plan_of_attempt
+from pipedream.training.restarts import check_code_stays, keep_plan_of_attempt
 from pipedream.training.run_folder import (
     CHECKPOINTS,
     RunFiles,
@@ -85,7 +85,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
         activity.place = "preparing the run"
         job = resolve(make, options, process)
         check_same_settings(_collect_shared_settings(job), process_group.world_group())
-        check_recipe_stays(job.recipe.source, process.rank)
+        check_code_stays(job.recipe.source, process.rank)
         with locked(job.folder, process.rank):
             if job.resumed is None:
                 check_unused(job.place)

@@ -108,8 +108,8 @@ def test_ranks_with_different_software() -> None:
     for end in ends:
         assert isinstance(end.error, PlanError)
         assert re.search(
-            "different software: pipedream 0.1, torch .*, Python 3.* on ranks 0, 2; pipedream 0.2, torch .* on "
-            "ranks 1; install the same",
+            r"different software: pipedream 0.1 .source \w{12}., torch .*, Python 3.* on ranks 0, 2; pipedream 0.2 .*, "
+            "torch .* on ranks 1; install the same on all",
             str(end.error),
         )
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it privately
 from torch.distributed import distributed_c10d
 
-from pipedream._version import __version__
+from pipedream._version import __version__, hash_sources
 from pipedream.core.errors import PeerError, PlanError, is_broken_connection
 from pipedream.core.user_code import name_call
 from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
@@ -246,19 +246,25 @@ def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | Non
         )
 
 
+def name_code() -> str:
+    """Returns the version of this library and a digest of its source files."""
+    return f"pipedream {__version__} (source {hash_sources()})"
+
+
 def check_same_software() -> None:
-    """Raises PlanError if ranks differ in the versions of pipedream, torch or Python, or one does not call it in time.
+    """Raises PlanError if ranks differ in the code of pipedream, or in the versions of torch or Python, or one does not
+    call it in time.
 
     Every rank calls it.
     """
     python = ".".join(platform.python_version_tuple()[:2])
-    mine = f"pipedream {__version__}, torch {torch.__version__}, Python {python}"
+    mine = f"{name_code()}, torch {torch.__version__}, Python {python}"
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(_gather_in_time(mine)):
         ranks.setdefault(text, []).append(rank)
     if len(ranks) > 1:
         versions = "; ".join(f"{text} on ranks {', '.join(map(str, who))}" for text, who in ranks.items())
-        raise PlanError(f"the ranks run different software: {versions}; install the same versions on all machines")
+        raise PlanError(f"the ranks run different software: {versions}; install the same on all machines")
 
 
 def _gather_in_time(text: str) -> list[str]:

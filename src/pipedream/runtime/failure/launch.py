@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from pipedream._version import hash_sources
 from pipedream.core.errors import BAD_CALL
 from pipedream.runtime.failure.agent import Agent, Worker, count_threads
 from pipedream.runtime.failure.processes import (
@@ -64,6 +65,7 @@ def import_for_workers(modules: Sequence[str], workers: int) -> None:
     os.environ["OMP_NUM_THREADS"] = count_threads(workers)
     for module in modules:
         import_module(module)
+    hash_sources()  # of what is imported now, whatever is installed later
     if threads is None:
         del os.environ["OMP_NUM_THREADS"]
 
