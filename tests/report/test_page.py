@@ -135,6 +135,21 @@ def test_curves_of_the_evaluations() -> None:
         assert "Evaluations" not in HtmlPage(page({"evaluations": wrong})).words
 
 
+def test_the_losses_show_failures() -> None:
+    each = [{"minibatches": 40, "resumed_from": 32}, {"minibatches": 95, "resumed_from": 90}, 3, {"minibatches": "x"}]
+    losses = [(k, 1.0) for k in range(100)]
+    text = page({"failures": {"restarts": 2, "each": each}}, losses=losses)
+    stories = re.findall(r'<line class="failure" x1="([^"]+)"[^>]*><title>([^<]*)</title>', text)
+    assert list(dict.fromkeys(story for _, story in stories)) == [
+        "failure after minibatch 40, resumed from 32",
+        "failure after minibatch 95, resumed from 90",
+    ]
+    places = [float(x) for x, _ in stories[::3]]
+    assert (places[1] - places[0]) / (95 - 40) == pytest.approx((1180 - 56 - 16) / 99, abs=0.1)
+    assert "failures, after which minibatches were trained again" in text
+    assert "failure" not in page({"failures": {"restarts": 0, "each": []}}, losses=losses).partition("</style>")[2]
+
+
 def test_timelines_are_on_one_scale(full: str) -> None:
     box = re.findall(r'<div class="scroll timelines[^"]*".*?</div>', full, re.S)
     assert len(box) == 2

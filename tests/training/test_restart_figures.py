@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ def test_each_restart_is_counted_with_what_was_repeated(
     """An attempt trains so many minibatches of so many seconds, and the next continues so many before the furthest."""
     folder, now_s = tmp_path_factory.mktemp("launch"), 1000.0
     furthest, at, furthest_s, lost_s, repeated = 0, 0, 0.0, 0.0, 0
-    behind = False
+    behind, each = False, list[dict[str, int]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LAUNCHER, "1 1")
         patch.setattr(restarts.time, "time", lambda: now_s)
@@ -34,6 +35,7 @@ def test_each_restart_is_counted_with_what_was_repeated(
             if behind and at == furthest:
                 lost_s += now_s - furthest_s
                 behind = False
+            each += [{"minibatches": furthest, "resumed_from": at}] if attempt else []
             counted.begin(at)
             for number in range(at, at + trains):
                 now_s += each_s
@@ -48,6 +50,7 @@ def test_each_restart_is_counted_with_what_was_repeated(
             figures = counted.figures()
             assert figures["restarts"] == attempt
             assert figures["minibatches_repeated"] == repeated
+            assert figures["each"] == each
             assert figures["seconds_lost"] == pytest.approx(lost_s)
             at, behind, now_s = max(0, furthest - goes_back), True, now_s + 5
             del counted
@@ -62,7 +65,8 @@ def test_attempts_that_trained_nothing_are_lost(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     counted = Restarts(0)
     counted.begin(0)
-    expected = {"restarts": 2, "workers_lost": 0, "seconds_lost": 20.0, "minibatches_repeated": 0}
+    expected: dict[str, Any] = {"restarts": 2, "workers_lost": 0, "seconds_lost": 20.0, "minibatches_repeated": 0}
+    expected["each"] = [{"minibatches": 0, "resumed_from": 0}]  # the second has not begun
     assert counted.figures() == expected
     write_lost(tmp_path / "0", [1, 3])
     write_lost(tmp_path / "2", [0])  # by the next one
@@ -74,7 +78,7 @@ def test_under_another_launcher_only_restarts_are_known(monkeypatch: pytest.Monk
     counted = Restarts(0)
     counted.begin(0)
     counted.finish(0)
-    expected = {"restarts": 0, "workers_lost": 0, "seconds_lost": 0.0, "minibatches_repeated": 0}
+    expected = {"restarts": 0, "workers_lost": 0, "seconds_lost": 0.0, "minibatches_repeated": 0, "each": []}
     assert counted.figures() == expected
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     assert Restarts(0).figures() == expected | {"restarts": 3, "seconds_lost": None, "minibatches_repeated": None}

@@ -101,8 +101,11 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert failures["restarts"] == 1
     assert 0 < failures["seconds_lost"] < summary["seconds"] + 60
     assert 0 < failures["minibatches_repeated"] <= 26 - summary["resumed_from"]
+    assert [row["resumed_from"] for row in failures["each"]] == [summary["resumed_from"]]
+    assert 0 < failures["each"][0]["minibatches"] - summary["resumed_from"] == failures["minibatches_repeated"]
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "restarts after failures" in report
+    assert f"failure after minibatch {failures['each'][0]['minibatches']}, resumed" in report
     # The plan was measured by the run that died; with it, nothing that dies gives the same weights, in one process too.
     whole = pipedream.run(
         lambda seed: load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed),

@@ -27,6 +27,7 @@ def curve_svg(
     y_label: str = "loss",
     marks: Iterable[float] = (),
     named: Iterable[tuple[float, str]] = (),
+    failures: Iterable[tuple[float, str]] = (),
     standalone: bool = True,
 ) -> str:
     """Returns the picture of a curve. Many points become a line of means, in a band from minimum to maximum.
@@ -36,6 +37,7 @@ def curve_svg(
             of means, with the names beside them.
         marks: dashed vertical lines.
         named: labelled vertical lines.
+        failures: vertical lines with a cross, each with words for the pointer.
         standalone: False inside an HTML page.
     """
     several = isinstance(points, Mapping)
@@ -75,6 +77,11 @@ def curve_svg(
                 side = ("end", -4) if x > right - 7 * len(word) else ("start", 4)
                 label = text(x + side[1], top + 11, word, colour="faint", anchor=side[0])
                 parts += [line("phase", x, x, top, bottom, COLOURS["faint"][0]), label]
+        for mark, words in failures:
+            if left_x <= mark <= right_x:
+                x = at(mark, low)[0]
+                for ends in ((x, x, top, bottom), (x - 4, x + 4, top - 4, top + 4), (x - 4, x + 4, top + 4, top - 4)):
+                    parts.append(line("failure", *ends, COLOURS["send"][0], title=words))
         parts += (
             _draw_curves(means, at, right, top) if several else _draw_means(average_neighbours(kept), at, len(kept))
         )

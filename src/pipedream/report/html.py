@@ -241,7 +241,9 @@ def _draw_box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
 
 def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> str:
     drains = _read_numbers(summary.get("drains"))
+    failures = _list_failures(summary)
     note = "<p>Dashed lines: drains (evaluation, checkpoint).</p>" if drains else ""
+    note += "<p>Lines with a cross: failures, after which minibatches were trained again.</p>" if failures else ""
     points = [(float(number), float(loss)) for number, loss in losses]
     if not points:
         return "<p>No loss was recorded.</p>"
@@ -251,10 +253,17 @@ def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]
         width_px=_WIDTH_PX,
         height_px=260,
         marks=drains,
+        failures=failures,
         named=[(phase["begin"], str(phase.get("schedule", ""))) for phase in _list_phases(summary) if "begin" in phase],
         standalone=False,
     )
     return scroll("Loss", picture, "fits") + note
+
+
+def _list_failures(summary: Mapping[str, Any]) -> list[tuple[float, str]]:
+    rows = map(_read_mapping, _read_list(_read_mapping(summary.get("failures")).get("each")))
+    places = [(_read_number(row.get("minibatches")), row.get("resumed_from")) for row in rows]
+    return [(x, f"failure after minibatch {x:.0f}, resumed from {kept}") for x, kept in places if x is not None]
 
 
 def _draw_evaluations(summary: Mapping[str, Any]) -> str:

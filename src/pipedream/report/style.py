@@ -45,7 +45,7 @@ LINES: dict[str, tuple[str, str]] = {
 """The same for several lines in one picture (`line_style`)."""
 
 _FILLS = {**{name: name for name in COLOURS}, "band": "F1"}
-_STROKES = {"tick": "line", "wave": "send", "curve": "mark", "drain": "faint", "phase": "faint"}
+_STROKES = {"tick": "line", "wave": "send", "curve": "mark", "drain": "faint", "phase": "faint", "failure": "send"}
 """Class of a shape -> name of its colour."""
 
 TERMINAL: dict[str, str] = {

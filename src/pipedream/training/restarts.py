@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import time
@@ -21,6 +22,7 @@ from pipedream.runtime.failure.processes import find_launch_folder, read_lost
 
 _FILE = "minibatches"
 _PLAN = "plan.json"
+_BEGIN = "begin.json"
 _RECIPE = "recipe.py"
 _LIBRARY = "library.txt"
 _TOTALS = struct.Struct("dq")
@@ -54,6 +56,9 @@ class Restarts:
         """Notes that training continues after these minibatches, `number` in all."""
         if self._file is None:
             return
+        if self._count:
+            row = {"minibatches": self._before, "resumed_from": number}
+            write_text(_find_begin(self._count), json.dumps(row))
         if 0 < self._before <= number:
             self._catch_up()
         self._write_totals()
@@ -77,16 +82,18 @@ class Restarts:
 
     def figures(self) -> dict[str, Any]:
         """Returns the restarts, the workers lost by them, the seconds until training was where it had been, and the
-        minibatches trained again.
+        minibatches trained again; of each restart that trained, the minibatches before it and those that it kept.
 
-        The last two are None where they are not known.
+        The seconds and the minibatches trained again are None where they are not known.
         """
         has_figures = self._file is not None or not self._count
+        begins = [_find_begin(attempt) for attempt in range(1, self._count + 1)] if self._file is not None else []
         return {
             "restarts": self._count,
             "workers_lost": sum(len(lost) for _, lost in _list_attempts()),
             "seconds_lost": self._lost_s if has_figures else None,
             "minibatches_repeated": self._repeated if has_figures else None,
+            "each": [json.loads(begin.read_text(encoding="utf-8")) for begin in begins if begin.exists()],
         }
 
     def _catch_up(self) -> None:
@@ -98,6 +105,13 @@ class Restarts:
     def _write_totals(self) -> None:
         assert self._file is not None
         os.pwrite(self._file, _TOTALS.pack(self._lost_s, self._repeated), 0)
+
+
+def _find_begin(attempt: int) -> Path:
+    """Returns the file in which an attempt notes where it began to train."""
+    folder = find_launch_folder()
+    assert folder is not None, "it has kept the figures"
+    return folder / str(attempt) / _BEGIN
 
 
 def _read_begin_s(folder: Path) -> float:
