@@ -643,8 +643,8 @@ BREAKS = (
     Break(
         "data: a resumed epoch starts one minibatch late",
         "runtime/data/sharded_reader.py",
-        "self._skip = skip\n",
-        "self._skip = skip + 1\n",
+        "order, skip) if skip",
+        "order, skip + 1) if skip",
         ("runtime/data/test_sharded_reader.py",),
     ),
     Break(

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -88,6 +89,11 @@ class ShardedLoader:
         with order.drawing(self._only_torch):
             indices = next(lists, _END)
         return list(indices) if isinstance(indices, list) else indices  # a sampler may use its list again
+
+    def skip_indices(self, lists: Iterator[Any], order: DataOrder, count: int) -> int:
+        """Draws so many lists, if there are, and returns how many: the order's random state is put in force once."""
+        with order.drawing(self._only_torch):
+            return sum(1 for _ in islice(lists, count))
 
     def load(self, epoch: _EpochIndices) -> Iterator[Any]:
         self._seeds.set_state(epoch.seeds)
@@ -175,14 +181,13 @@ class _EpochIndices:
         self.epoch = epoch
         self.number = first
         self.position = 0
-        self._drawn = 0
         self.loading: deque[tuple[int, bool]] = deque()
-        self.empty = True
         self._loader = loader
         self._order = order
-        self._skip = skip
         self._ended = ended
         self._lists, self.seeds = loader.begin_epoch(order)
+        self._drawn = loader.skip_indices(self._lists, order, skip) if skip else 0
+        self.empty = not self._drawn
         self._ahead = self._seek()
 
     @property
@@ -204,9 +209,6 @@ class _EpochIndices:
         while (indices := self._loader.next_indices(self._lists, self._order)) is not _END:
             self.empty = False
             self._drawn += 1
-            if self._skip:
-                self._skip -= 1
-                continue
             number = self.number
             self.number += 1
             if number % self._loader.replicas == self._loader.replica:
