@@ -82,6 +82,7 @@ def test_memory_is_used_again(ends: Ends) -> None:
         assert sender._slots is memory
     assert memory is not None
     assert memory.slot_bytes == 3 << 12
+    assert sum(message_format is not None for message_format, _ in memory._tensors) == 2, "one is given back late"
 
 
 def test_the_end_of_the_receiver_is_an_error() -> None:

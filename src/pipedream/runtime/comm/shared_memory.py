@@ -6,8 +6,9 @@ calls at each end, and wakes nobody but its receiver; gloo has a thread for that
 the cores. A process that ends closes its sockets, which ends the other's wait.
 
 The memory is in no file system (`memfd_create`): nothing is left by a process that is killed, and the size of /dev/shm
-is no limit. It has as many slots as messages may be unread, and two more. A message that is too large for a slot gets
-new memory with larger ones; what was sent before is read from the old memory first, because messages keep their order.
+is no limit. It has as many slots as messages may be unread, and two more; one that is never needed takes no memory. A
+message that is too large for a slot gets new memory with larger ones; what was sent before is read from the old memory
+first, because messages keep their order.
 
 Processes find each other by Unix sockets without a file, which reach as far as a network namespace does; so what is
 shaped like a network of several machines remains one.
@@ -189,7 +190,8 @@ class SharedMemorySender(ConnectionSender):
         self._count = max_unread + 2
         self._formats = SentFormats(separate)
         self._slots: _Slots | None = None
-        self._free: list[int] = []
+        self._free: list[int] = []  # slots that were read
+        self._unused: list[int] = []
         self._read_from_old = 0  # slots of earlier memory whose numbers have yet to come back
         self._packet = bytearray(_SOCKET_BYTES)
         self._view = memoryview(self._packet)
@@ -242,24 +244,30 @@ class SharedMemorySender(ConnectionSender):
     def _grow(self, payload_bytes: int) -> int:
         """Takes new memory with larger slots; returns its file."""
         if self._slots is not None:
-            self._read_from_old += self._count - len(self._free)
+            self._read_from_old += self._count - len(self._free) - len(self._unused)
         slot_bytes = -(-payload_bytes // _PAGE_BYTES) * _PAGE_BYTES
         file = os.memfd_create("pipedream")
         os.ftruncate(file, self._count * slot_bytes)
         self._slots = _Slots(file, self._count, slot_bytes)
-        self._free = list(range(self._count))
+        self._free, self._unused = [], list(range(self._count))
         return file
 
     def _free_slot(self) -> int:
+        """Returns one that was read, if possible: the kernel gives memory to a slot when it is first used."""
         while not self._free:
-            self._take_back()
+            try:
+                self._take_back(socket.MSG_DONTWAIT if self._unused else 0)
+            except BlockingIOError:
+                return self._unused.pop()
         return self._free.pop()
 
-    def _take_back(self) -> None:
+    def _take_back(self, flags: int) -> None:
         """Takes the number of a slot that has been read."""
         try:
-            if not self._connection.recv_into(self._number):
+            if not self._connection.recv_into(self._number, 0, flags):
                 raise _make_lost_error(self._peer)
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise _make_lost_error(self._peer) from error
         if self._read_from_old:
