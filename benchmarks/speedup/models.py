@@ -114,10 +114,10 @@ class _Block(nn.TransformerEncoderLayer):
         return super().forward(values, mask, is_causal=True)
 
 
-def _make_gpt(width: int = 160, length: int = 128) -> nn.Sequential:
+def _make_gpt(width: int, length: int, blocks: int) -> nn.Sequential:
     """A small GPT; takes int64[batch, length]."""
-    blocks = [_Block(width) for _ in range(8)]
-    return nn.Sequential(_Embedding(width, length), *blocks, nn.LayerNorm(width), _Words(width))
+    layers = [_Block(width) for _ in range(blocks)]
+    return nn.Sequential(_Embedding(width, length), *layers, nn.LayerNorm(width), _Words(width))
 
 
 class _Both(nn.Module):
@@ -188,6 +188,12 @@ def _compute_token_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tens
     return functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
+def make_gpt_job(title: str, *, width: int, length: int, samples: int, blocks: int = 8) -> Job:
+    """Returns a GPT of so many blocks, on random tokens."""
+    make = partial(_make_seeded, partial(_make_gpt, width, length, blocks))
+    return Job(title, make, partial(_draw_tokens, length=length), samples, _compute_token_loss)
+
+
 MODELS = {
     "vgg": Job("VGG-like", partial(_make_seeded, _make_vgg), _draw_images, 24, functional.cross_entropy),
     "lstm": Job(
@@ -200,17 +206,9 @@ MODELS = {
     "encoder_decoder": Job(
         "encoder-decoder", partial(_make_seeded, _make_encoder_decoder), _draw_pairs, 8, _compute_token_loss
     ),
-    "gpt": Job(
-        "small GPT", partial(_make_seeded, _make_gpt), partial(_draw_tokens, length=128), 8, _compute_token_loss
-    ),
+    "gpt": make_gpt_job("small GPT", width=160, length=128, samples=8),
 }
 """Name -> what is trained."""
 
-LARGE = Job(
-    "GPT of 101 million weights",
-    partial(_make_seeded, partial(_make_gpt, width=1024, length=16)),
-    partial(_draw_tokens, length=16),
-    4,
-    _compute_token_loss,
-)
+LARGE = make_gpt_job("GPT of 101 million weights", width=1024, length=16, samples=4)
 """With gradients and momentum 1.2 GB."""
