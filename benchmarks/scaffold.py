@@ -12,8 +12,10 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,7 +175,10 @@ def parse_with_profiles(
 
 
 def read_memory(name: str) -> int:
-    """Returns a size in bytes that the kernel keeps of this process: VmRSS, resident; VmHWM, at most."""
+    """Returns a size in bytes that the kernel keeps of this process.
+
+    VmRSS: resident; VmHWM: at most; VmData: what RLIMIT_DATA limits; RssShmem: resident and shared.
+    """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -222,19 +227,42 @@ def run_processes(
     return run_commands([(command, world | dict(variables or {})) for world in local_world(processes)])
 
 
+class WorkersFailedError(SystemExit):
+    """Some of the processes of a benchmark have failed.
+
+    Attributes:
+        statuses: of all of them; those that went on were killed.
+    """
+
+    def __init__(self, statuses: list[int | None]) -> None:
+        super().__init__(f"the workers ended with {statuses}")
+        self.statuses = statuses
+
+
 def run_commands(commands: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> Any:
-    """Runs commands with their variables at the same time; returns what the first printed last, as JSON."""
+    """Runs commands with their variables at the same time; returns what the first printed last, as JSON.
+
+    Raises:
+        WorkersFailedError: one failed, after which the others had a few seconds to end.
+    """
     workers: list[subprocess.Popen[str]] = []
-    try:
-        for rank, (command, variables) in enumerate(commands):
-            output = subprocess.DEVNULL if rank else subprocess.PIPE
-            workers.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, text=True))
-        text = workers[0].communicate()[0]
-        if any(statuses := [worker.wait(timeout=60) for worker in workers]):
-            raise SystemExit(f"the workers ended with {statuses}")
-    finally:
-        stop_processes(workers)
-    return json.loads(text.splitlines()[-1])
+    with tempfile.TemporaryFile("w+") as answer:
+        try:
+            for rank, (command, variables) in enumerate(commands):
+                output = subprocess.DEVNULL if rank else answer
+                workers.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, text=True))
+            while workers[0].poll() is None and not any(worker.poll() for worker in workers):
+                time.sleep(0.02)
+            end_s = time.monotonic() + (5 if any(worker.poll() for worker in workers) else 60)
+            with suppress(subprocess.TimeoutExpired):
+                for worker in workers:
+                    worker.wait(timeout=max(0.0, end_s - time.monotonic()))
+        finally:
+            stop_processes(workers)
+        if any(statuses := [worker.returncode for worker in workers]):
+            raise WorkersFailedError(statuses)
+        answer.seek(0)
+        return json.loads(answer.read().splitlines()[-1])
 
 
 def stop_processes(workers: Iterable[subprocess.Popen[Any]]) -> None:
