@@ -1,13 +1,17 @@
-"""Predicted bytes of a worker against what its allocator and the kernel saw. See README.md."""
+"""Predicted bytes of a worker against what its allocator and the kernel saw; the largest models. See README.md."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import largest
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -18,7 +22,7 @@ from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 from pipedream.workflows.methods import versions_of
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import TIGHT_MALLOC, Environment, format_head, format_row, make_parser, run_processes
+from scaffold import TIGHT_MALLOC, Environment, format_head, format_row, make_parser, print_sections, run_processes
 from scatter import Pair, scatter_svg
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -26,37 +30,47 @@ WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train; `malloc` False leaves glibc's allocator as it is."""
+    """A way to train.
+
+    Attributes:
+        offload: share of the activations that wait on disk.
+        malloc: False leaves glibc's allocator as it is.
+    """
 
     replicas: tuple[int, ...]
     schedule: str = "pipedream"
     optimizer: str = "sgd"
     microbatches: int | None = None
     recompute: bool = False
+    offload: float = 0.0
     malloc: bool = True
 
     def __str__(self) -> str:
         split = f", m = {self.microbatches}" if self.microbatches else ""
         more = (", recompute" if self.recompute else "") + ("" if self.malloc else ", malloc as it is")
+        more += f", {self.offload:.0%} of the activations on disk" if self.offload else ""
         return f"{'-'.join(map(str, self.replicas))} {self.schedule}{split}, {self.optimizer}{more}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One worker: predicted at most, live at most, predicted beyond the weights, resident beyond the start."""
+    """One worker: predicted at most, live at most, predicted beyond the weights, resident beyond the start.
+
+    Live bytes are None if a thread of the runtime allocates some, which are not seen.
+    """
 
     variant: str
     malloc: bool
     stage: int
     predicted_bytes: int
-    live_bytes: int
+    live_bytes: int | None
     rise_bytes: int
     resident_bytes: int
 
     @property
-    def live_off(self) -> float:
+    def live_off(self) -> float | None:
         """Share by which the prediction is above the live bytes."""
-        return self.predicted_bytes / self.live_bytes - 1
+        return None if self.live_bytes is None else self.predicted_bytes / self.live_bytes - 1
 
     @property
     def rise_off(self) -> float:
@@ -65,8 +79,8 @@ class Row:
 
     def __str__(self) -> str:
         sizes = (self.predicted_bytes, self.live_bytes, self.rise_bytes, self.resident_bytes)
-        predicted, live, rise, resident = (f"{size / 1e6:.0f} MB" for size in sizes)
-        offs = f"{self.live_off:+.1%}", f"{self.rise_off:+.1%}"
+        predicted, live, rise, resident = ("-" if size is None else f"{size / 1e6:.0f} MB" for size in sizes)
+        offs = ["-" if off is None else f"{off:+.1%}" for off in (self.live_off, self.rise_off)]
         return format_row((self.variant, self.stage, predicted, live, offs[0], rise, resident, offs[1]))
 
 
@@ -75,6 +89,8 @@ VARIANTS = (
     Variant((1, 1, 1), recompute=True),
     Variant((1, 1, 1), optimizer="adamw"),
     Variant((1, 1, 1), "1f1b", "adamw", 4),
+    Variant((1, 1, 1), "1f1b", "sgd", 4),
+    Variant((1, 1, 1), "1f1b", "sgd", 4, offload=0.5),
     Variant((1, 1, 1), "pipedream_2bw", "sgd", 4),
     Variant((1, 1, 1), "pipedream_2bw", "adamw", 4, recompute=True),
     Variant((2, 1)),
@@ -86,45 +102,62 @@ VARIANTS = (
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    parser = make_parser(__doc__, "a small model, two variants")
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", choices=("bytes", "largest"))
+    parser.add_argument("--size", choices=("test", "full"), default="full", help="test: that it runs")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--minibatches", type=int, default=6)
     parser.add_argument("--plot", type=Path, help="file for a picture")
-    options = parser.parse_args()
+    parser.add_argument("--disk", type=Path, help="folder for activations; by default a temporary one")
+    print_sections({"bytes": _compare_bytes, "largest": _find_largest}, parser.parse_args())
+    return 0
+
+
+def _find_largest(options: argparse.Namespace) -> Iterator[str]:
+    environment = Environment()
+    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        rows = largest.measure(options.size, Path(folder), partial(print, file=sys.stderr, flush=True))
+    shape = ", ".join(f"{name} {count}" for name, count in largest.SHAPE.items())
+    yield environment.describe(f"{shape} a microbatch, {largest.MICROBATCHES} of them a minibatch") + "\n"
+    yield from largest.tables(rows)
+
+
+def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
     request = {name: getattr(options, name) for name in ("width", "blocks", "batch", "minibatches")}
     chosen = VARIANTS
-    if options.quick:
+    if options.size == "test":
         request |= {"width": 192, "blocks": 3, "batch": 240}
         chosen = VARIANTS[:2]
     environment = Environment()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
         profiles = {name: _profile(request, name, Path(folder)) for name in sorted({v.optimizer for v in chosen})}
         for variant in chosen:
             for row in _measure_rows(variant, profiles[variant.optimizer], request, Path(folder)):
                 rows.append(row)
                 print(row, file=sys.stderr)
     weights = next(iter(profiles.values())).parameter_bytes
-    print(
-        environment.describe(f"{request['minibatches']} minibatches of {request['batch']} a variant")
-        + f"\n- {request['blocks']} blocks of width {request['width']}, {weights / 1e6:.0f} MB of weights\n\n"
-        + format_head("variant | stage | predicted | live | off | predicted rise | resident rise | off", "lr")
-    )
-    print(*rows, sep="\n")
-    print("\n" + format_head("malloc gives back what is freed | workers | median off | worst off", "lr"))
+    yield environment.describe(f"{request['minibatches']} minibatches of {request['batch']} a variant")
+    yield f"- {request['blocks']} blocks of width {request['width']}, {weights / 1e6:.0f} MB of weights\n"
+    yield format_head("variant | stage | predicted | live | off | predicted rise | resident rise | off", "lr")
+    yield from map(str, rows)
+    yield "\n" + format_head("malloc gives back what is freed | workers | median off | worst off", "lr")
     for name, offs in (
-        ("live", [abs(row.live_off) for row in rows if row.malloc]),
+        ("live", [abs(row.live_off) for row in rows if row.malloc and row.live_off is not None]),
         ("resident rise", [abs(row.rise_off) for row in rows if row.malloc]),
     ):
-        print(f"| {name} | {len(offs)} | {statistics.median(offs):.1%} | {max(offs):.1%} |")
+        yield f"| {name} | {len(offs)} | {statistics.median(offs):.1%} | {max(offs):.1%} |"
     if options.plot:
-        pairs = [Pair(row.predicted_bytes, row.live_bytes, f"{row.variant}, live", "live", row.malloc) for row in rows]
+        pairs = [
+            Pair(row.predicted_bytes, row.live_bytes, f"{row.variant}, live", "live", row.malloc)
+            for row in rows
+            if row.live_bytes is not None
+        ]
         pairs += [Pair(row.rise_bytes, row.resident_bytes, row.variant, "resident rise", row.malloc) for row in rows]
         title = "Bytes of a worker, predicted and measured"
         options.plot.write_text(scatter_svg(pairs, title=title, unit="bytes", tolerance=0.1, write=format_bytes))
-    return 0
 
 
 def _profile(request: dict[str, int], optimizer: str, folder: Path) -> Profile:
@@ -133,25 +166,28 @@ def _profile(request: dict[str, int], optimizer: str, folder: Path) -> Profile:
     return Profile.load(file)
 
 
-def _plan(variant: Variant, profile: Profile, blocks: int) -> Plan:
+def _plan(variant: Variant, profile: Profile, blocks: int, folder: Path) -> Plan:
     stages = len(variant.replicas)
     cuts = tuple(1 + s * blocks // stages for s in range(1, stages))
     how = {"versions": versions_of(variant.schedule), "microbatches": variant.microbatches or 1}
     cluster = Cluster.flat(sum(variant.replicas))
     plan = manual_plan(profile, cluster, cuts, variant.replicas, **how)
-    again = tuple(replace(stage, recompute=variant.recompute) for stage in plan.stages)
-    return apply_depth(SearchSpace.of(profile, cluster, **how), replace(plan, stages=again), plan.in_flight)
+    ways = {"recompute": variant.recompute, "offload": variant.offload}
+    plan = replace(plan, stages=tuple(replace(stage, **ways) for stage in plan.stages))
+    plan = replace(plan, activations=f"disk:{folder}" if variant.offload else "")
+    return apply_depth(SearchSpace.of(profile, cluster, **how), plan, plan.in_flight)
 
 
 def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], folder: Path) -> Iterator[Row]:
-    plan = _plan(variant, profile, request["blocks"])
+    plan = _plan(variant, profile, request["blocks"], folder)
     plan.save(folder / "plan.json")
     how = {name: getattr(variant, name) for name in ("schedule", "microbatches", "optimizer")}
     job = request | how | {"do": "train", "plan": str(folder / "plan.json")}
     malloc = TIGHT_MALLOC if variant.malloc else {}
     for answer in run_processes(WORKER, job, plan.workers, malloc):
         peak, stage = plan.stages[answer["stage"]].peak_bytes, answer["stage"]
-        sizes = peak, answer["live_bytes"], peak - answer["start_bytes"], answer["resident_rise_bytes"]
+        live_bytes = None if variant.offload else answer["live_bytes"]
+        sizes = peak, live_bytes, peak - answer["start_bytes"], answer["resident_rise_bytes"]
         yield Row(str(variant), variant.malloc, stage, *sizes)
 
 

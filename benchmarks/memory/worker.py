@@ -1,10 +1,21 @@
-"""One process of the memory benchmark: profiles the model, or trains as one rank and reports the peaks of all ranks."""
+"""One process of the memory benchmark: profiles the model, or trains as one rank and reports the peaks of all ranks.
+
+{"do": "profile", ...}, {"do": "train", ...}           a row of residual blocks (run.py)
+{"do": "profile_gpt", ...}, {"do": "fit", ...}         a GPT (largest.py); `fit` ends with status 12 if its memory does
+                                                       not suffice
+"""
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
+import resource
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +23,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import pipedream as pd
 from pipedream.core.plan.plan import Plan
 from pipedream.profiler.sizes import Allocations
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "speedup")]
+from models import Job, make_gpt_job
 from scaffold import answer_request, gather, read_memory, restart_peak
 
 FEATURES, CLASSES = 256, 10
@@ -74,24 +89,130 @@ def profile(request: dict[str, Any]) -> None:
 
 
 def train(request: dict[str, Any]) -> list[dict[str, int]]:
-    """Trains as one rank; returns what each rank held."""
+    """Trains as one rank, twice; returns what each rank held.
+
+    The first time the allocator's events are kept, which take memory, and code is loaded that the second time has.
+    """
     plan = Plan.load(request["plan"])
     with Allocations(torch.device("cpu")) as watch:
         gc.enable()
-        how = {name: request[name] for name in ("schedule", "microbatches")}
-        how |= {"loss": F.cross_entropy, "optimizer": OPTIMIZERS[request["optimizer"]], "check": False}
-        with pd.Pipeline(model_of(request["width"], request["blocks"]), plan, **how) as pipeline:
-            before = restart_peak()
-            watch.mark()
-            for _ in pipeline.train(Loader(request["batch"], request["minibatches"])):
-                pass
-            watch.mark()
-            highest = read_memory("VmHWM")
-    section, rank = watch.sections[1], dist.get_rank()
-    stage = next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row)
+        _train_blocks(request, plan, watch.mark)
+    section, (stage, rise_bytes) = watch.sections[1], _train_blocks(request, plan, lambda: None)
     sizes = {"start_bytes": section.start_bytes, "live_bytes": section.peak_bytes}
-    return gather({"stage": stage, "resident_rise_bytes": highest - before} | sizes)
+    return gather({"stage": stage, "resident_rise_bytes": rise_bytes} | sizes)
+
+
+def _train_blocks(request: dict[str, Any], plan: Plan, mark: Callable[[], None]) -> tuple[int, int]:
+    """Trains with `mark` called before and after; returns this rank's stage, and the rise of its resident bytes."""
+    how = {name: request[name] for name in ("schedule", "microbatches")}
+    how |= {"loss": F.cross_entropy, "optimizer": OPTIMIZERS[request["optimizer"]], "check": False}
+    with pd.Pipeline(model_of(request["width"], request["blocks"]), plan, **how) as pipeline:
+        before_bytes = restart_peak()
+        mark()
+        for _ in pipeline.train(Loader(request["batch"], request["minibatches"])):
+            pass
+        mark()
+        rise_bytes = read_memory("VmHWM") - before_bytes
+    rank = dist.get_rank()
+    return next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row), rise_bytes
+
+
+def profile_gpt(request: dict[str, Any]) -> None:
+    """Measures a GPT into a file, as `profile`."""
+    job, parts = _make_job(request, request["blocks"]), request["microbatches"]
+    inputs, targets = job.batch(job.samples * parts)
+    pd.profile(
+        job.make(),
+        inputs,
+        loss=lambda output: job.loss(output, targets),
+        optimizer=job.optimizer,
+        microbatches=parts,
+        warmup=0,
+        runs=1,
+    ).save(request["file"])
+
+
+def fit(request: dict[str, Any]) -> list[dict[str, float]]:
+    """Trains GPTs one after the other in limited memory; returns what each rank held of the last one.
+
+    `base_bytes` is what the limit counts of a process that has trained the first one and has dropped it.
+    """
+    threading.stack_size(1 << 20)  # of 8 MiB each the kernel would count all, though hardly any is used
+    try:
+        figures: dict[str, float] = {}
+        for task in request["jobs"]:
+            plan, job = Plan.load(task["plan"]), _make_job(request, task["blocks"])
+            stored_bytes = _count_stored(plan)
+            if request["limit_bytes"] is not None:
+                soft_bytes = request["limit_bytes"] - stored_bytes
+                resource.setrlimit(resource.RLIMIT_DATA, (soft_bytes, resource.RLIM_INFINITY))
+            before_bytes = restart_peak()
+            train_job = _train_pipeline if request["runs"] == "pipeline" else partial(_train_plainly, request["runs"])
+            samples_per_s, mapped_bytes = train_job(job, plan, request["minibatches"])
+            others_bytes = mapped_bytes - stored_bytes if stored_bytes else 0
+            figures |= {"samples_per_s": samples_per_s}
+            figures["rise_bytes"] = read_memory("VmHWM") - before_bytes - others_bytes
+            restart_peak()
+            figures.setdefault("base_bytes", read_memory("VmData"))
+        return gather(figures)
+    except (RuntimeError, MemoryError, pd.PipelineError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"rank {dist.get_rank()}: {why}", file=sys.stderr, flush=True)
+        lacks_memory = any(word in why.lower() for word in ("memory", "alloc", "new thread"))
+        os._exit(errno.ENOMEM if lacks_memory else 1)  # others may wait for this one in a collective
+
+
+def _make_job(request: dict[str, Any], blocks: int) -> Job:
+    return make_gpt_job("", blocks=blocks, **{name: request[name] for name in ("width", "length", "samples")})
+
+
+def _count_stored(plan: Plan) -> int:
+    """Returns the bytes of this rank's weights in memory that all ranks share, which RLIMIT_DATA does not count."""
+    if not plan.schedule.startswith("roundpipe"):
+        return 0
+    rows = zip(plan.stages, plan.placement.ranks, strict=True)
+    return sum(stage.parameter_bytes for stage, ranks in rows if dist.get_rank() in ranks)
+
+
+def _train_pipeline(job: Job, plan: Plan, minibatches: int) -> tuple[float, int]:
+    """Trains by a plan; returns samples per second after the first minibatch, and resident bytes that are shared."""
+    ends_s = []
+    with torch.device("meta"):
+        model = job.make()
+    how = {"loss": job.loss, "optimizer": job.optimizer, "targets": lambda batch: batch[1], "check": False}
+    with pd.Pipeline(model, plan, **how) as pipeline:
+        for _ in pipeline.train([job.batch(plan.batch)] * minibatches):
+            ends_s.append(time.perf_counter())
+        mapped_bytes = read_memory("RssShmem")
+    return plan.batch * (minibatches - 1) / (ends_s[-1] - ends_s[0]), mapped_bytes
+
+
+def _train_plainly(runs: str, job: Job, plan: Plan, minibatches: int) -> tuple[float, int]:
+    """Trains as `_train_pipeline` by a loop of torch's: alone ('one'), 'ddp' or 'fsdp', a microbatch at a time."""
+    with torch.device("meta" if runs == "fsdp" else "cpu"):
+        model: nn.Module = job.make()
+    if runs == "ddp":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # or there is each gradient twice
+    elif runs == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (*model.children(), model):
+            fully_shard(layer, mesh=mesh)
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if reset := getattr(module, "reset_parameters", None):
+                reset()
+    optimizer, (inputs, targets) = job.optimizer(model.parameters()), job.batch(job.samples)
+    parts, ends_s = plan.microbatches // dist.get_world_size(), []
+    for _ in range(minibatches):
+        for part in range(parts):
+            with model.no_sync() if runs == "ddp" and part < parts - 1 else nullcontext():
+                torch.autograd.backward(job.loss(model(inputs), targets) / parts)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends_s.append(time.perf_counter())
+    return plan.batch * (minibatches - 1) / (ends_s[-1] - ends_s[0]), 0
 
 
 if __name__ == "__main__":
-    answer_request(lambda request: {"profile": profile, "train": train}[request["do"]](request))
+    tasks = {"profile": profile, "train": train, "profile_gpt": profile_gpt, "fit": fit}
+    answer_request(lambda request: tasks[request["do"]](request))

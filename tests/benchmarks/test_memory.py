@@ -1,0 +1,97 @@
+"""The memory benchmark runs, searches as few trials as it can, and plans for models that it has not profiled."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Started
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import pipedream as pd
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "memory"
+sys.path.append(str(FOLDER))
+largest: Any = importlib.import_module("largest")
+sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
+
+
+@given(most=st.integers(0, 400), first=st.integers(0, 500), least=st.integers(1, 8))
+def test_largest_count_is_found_in_few_trials_if_the_first_is_close(most: int, first: int, least: int) -> None:
+    tried: list[int] = []
+
+    def trains(count: int) -> bool:
+        tried.append(count)
+        return count <= most
+
+    expected = max(most, least - 1)
+    assert largest.find_largest(first, trains, least) == expected
+    assert len(set(tried)) == len(tried)
+    assert min(tried) >= least
+    off = abs(max(least, min(first, 400)) - expected)
+    assert len(tried) <= 2 + 2 * off.bit_length()
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+def _profile(blocks: int) -> pd.Profile:
+    model = nn.Sequential(nn.Embedding(11, 8), *(_Block(8) for _ in range(blocks)), nn.LayerNorm(8), nn.Linear(8, 11))
+    loss = lambda output: output.float().mean()  # noqa: E731
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return pd.profile(model, torch.zeros(4, 3, dtype=torch.int64), loss=loss, optimizer=momentum, warmup=0, runs=1)
+
+
+def test_a_longer_profile_has_the_bytes_of_a_longer_model() -> None:
+    longer, measured = largest.lengthen(_profile(3), 6), _profile(6)
+    assert longer.optimizer_bytes == measured.optimizer_bytes
+    for layer, other in zip(longer.layers, measured.layers, strict=True):
+        sizes = [
+            {name: size for name, size in asdict(each).items() if name.endswith("_bytes")} for each in (layer, other)
+        ]
+        assert sizes[0] == sizes[1]
+    assert [layer.name for layer in longer.graph.layers] == [layer.name for layer in measured.graph.layers]
+    assert longer.graph.edges == measured.graph.edges
+
+
+def test_table_shows_the_ratio_and_what_does_not_train() -> None:
+    common = {"workers": 2, "planned_layers": 20, "limit_bytes": 10**9, "room_bytes": 7 * 10**8}
+    rows = [
+        common | {"way": "torch DDP", "workers": 1, "layers": 0},
+        common
+        | {"way": "1F1B", "layers": 21, "peak_bytes": 6 * 10**8, "rise_bytes": 63 * 10**7, "samples_per_s": 9.04},
+    ]
+    (head, table) = largest.tables(rows)
+    assert "2 workers of 1.00 GB, of which Python and torch leave 700 MB" in head
+    assert "| torch DDP | 0 | 20 | - | - | - | - |" in table
+    assert "| 1F1B | 21 | 20 | 9.04 | 600 MB | 630 MB | 1.05 |" in table
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize(("part", "rows"), [("bytes", 6), ("largest", 2)])
+def test_it_runs_in_its_smallest_size(part: str, rows: int, tmp_path: Path) -> None:
+    ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", part), folder=tmp_path).end(300.0)
+    assert ended.status == 0, ended.err
+    table = [line for line in ended.out.splitlines() if re.match(r"\| (one worker|1F1B|1-1-1)", line)]
+    assert len(table) == rows, ended.out
+    assert not any("| 0 |" in line or "| - |" in line for line in table if part == "largest"), ended.out
