@@ -15,6 +15,7 @@ from math import ceil
 from pathlib import Path
 
 from models import MODELS
+from scipy.stats import spearmanr
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile, metrics
@@ -324,18 +325,9 @@ def _summarise(rows: Sequence[Row]) -> Iterator[Sequence[object]]:
         if not group:
             continue
         errors = [abs(row.error) for row in group]
-        rank = _correlate_ranks([row.predicted_s for row in group], [row.measured_s for row in group])
+        seconds = [(row.predicted_s, row.measured_s) for row in group]
+        rank = spearmanr(seconds).statistic if len(group) > 1 else 1.0
         yield name, len(group), f"{statistics.median(errors):.1%}", f"{max(errors):.1%}", f"{rank:.3f}"
-
-
-def _correlate_ranks(values: Sequence[float], other: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 1.0
-
-    def ranks(values: Sequence[float]) -> list[float]:
-        return [sum(v < value for v in values) + sum(v == value for v in values) / 2 for value in values]
-
-    return statistics.correlation(ranks(values), ranks(other))
 
 
 def _plot(rows: Sequence[Row]) -> str:

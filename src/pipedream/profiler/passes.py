@@ -100,7 +100,7 @@ class Passes:
 
     def run_layer(self, index: int, arguments: Sample) -> Any:
         try:
-            with self._enter_autocast():
+            with enter_autocast(self._device.type, self._autocast):
                 return self._call(self._layers[index], arguments)
         except CaptureError:
             raise
@@ -109,7 +109,7 @@ class Passes:
 
     def run_loss(self, output: Any) -> torch.Tensor:
         try:
-            with self._enter_autocast():
+            with enter_autocast(self._device.type, self._autocast):
                 return self._compute_loss(output)
         except Exception as error:
             raise _make_error("the loss", (output,), error) from error
@@ -158,7 +158,7 @@ class Passes:
                 parameter.grad = torch.zeros_like(parameter)
             try:
                 watch.mark()
-                with self._enter_autocast():
+                with enter_autocast(self._device.type, self._autocast):
                     value = self._call(forward, entered)
                 watch.mark()
                 outputs = _select_differentiable(value)
@@ -191,7 +191,7 @@ class Passes:
         return tree_map(_leave, value)
 
     def _time_forward(self, forward: Callable[..., Any], arguments: Sample) -> Any:
-        with self._enter_autocast():
+        with enter_autocast(self._device.type, self._autocast):
             if hasattr(forward, "on_begin"):  # a slice of a model: its own part begins later
                 forward.on_begin = self._watch.start
             else:
@@ -215,11 +215,6 @@ class Passes:
             what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise TypeError(f"it should return a tensor of one number, found {what}")
         return value
-
-    def _enter_autocast(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._autocast)
 
     def _name_layer(self, index: int) -> str:
         layer = self._graph.layers[index]
@@ -258,6 +253,11 @@ def list_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
 def call_with(function: Callable[..., Any], arguments: Sample) -> Any:
     """Calls a function with the arguments of a sample."""
     return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+
+
+def enter_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Returns a context that changes nothing if no dtype is given."""
+    return nullcontext() if dtype is None else torch.autocast(device, dtype)
 
 
 def _select_differentiable(value: Any) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ The rank has its own part of every tensor, so that its seconds and bytes can be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.layouts import partition_layer
-from pipedream.profiler.passes import Sample, call_with
+from pipedream.profiler.passes import Sample, call_with, enter_autocast
 from pipedream.profiler.update import named_parameters
 from pipedream.sharding.count import CountCollectives
 from pipedream.sharding.stage import StageSharding
@@ -157,7 +157,7 @@ class OneRank:
             arguments = tree_map(_detach, arguments)
             inputs = [tensor for tensor in tree_flatten(arguments)[0] if _is_part(tensor) and tensor.requires_grad]
             arguments = tree_map(lambda tensor: tensor.clone() if _is_part(tensor) else tensor, arguments)
-            with CountCollectives(*self._mesh) as forward, torch.enable_grad(), _make_autocast(device, autocast):
+            with CountCollectives(*self._mesh) as forward, torch.enable_grad(), enter_autocast(device, autocast):
                 inside = self._run(layer, arguments)
                 value = self._take_parts(inside, whole=layer is self._layers[-1])
             outputs = [tensor for tensor in tree_flatten(value)[0] if _is_part(tensor) and tensor.requires_grad]
@@ -180,10 +180,6 @@ class OneRank:
         with CountCollectives(*self._mesh) as update:
             self._sharding.sum_gradients(list(gradients), list(gradients.values()))
         return forwards, backwards, update.collectives
-
-
-def _make_autocast(device: str, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if autocast is None else torch.autocast(device, dtype=autocast)
 
 
 def _is_part(tensor: Any) -> bool:

@@ -151,7 +151,7 @@ def _is_plain(value: Any) -> bool:
 
 def run_without_graph(run: ForwardFunction, message: Message) -> Message:
     """Runs a forward on a copy of the message, by the same paths as in training; keeps none of its tensors."""
-    with HooksOutsideFunc(_forget, _refuse_unpack):
+    with HooksOutsideFunc(lambda _: None, _refuse_unpack):
         result = run(_copy_message(message), False)
     return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
 
@@ -163,10 +163,6 @@ def _clone(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
 def _copy_message(message: Message) -> Message:
     memo: dict[int, torch.Tensor] = {}
     return replace(message, tensors=tuple(None if t is None else _clone(t, memo) for t in message.tensors))
-
-
-def _forget(_: torch.Tensor) -> None:
-    return None
 
 
 def _refuse_unpack(_: None) -> torch.Tensor:

@@ -271,7 +271,7 @@ def _let_go(node: Node) -> None:
             if saved.unpack_hook is unpack:
                 saved.data.free()
             else:
-                saved.register_hooks(_forget, _refuse_unpack)
+                saved.register_hooks(lambda _: None, _refuse_unpack)
 
 
 def saved_by(node: Node) -> list[Any]:
@@ -287,10 +287,6 @@ def saved_by(node: Node) -> list[Any]:
 @cache
 def _list_saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def _forget(_: torch.Tensor) -> None:
-    return None
 
 
 def _refuse_unpack(_: None) -> torch.Tensor:
