@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mishaps
+import processes
 import pytest
 import torch
 import zoo
@@ -27,6 +29,7 @@ from pipedream.core.plan.memory import StageMemory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.runtime.stage import offload, offload_place
+from pipedream.runtime.stage.block_mover import BlockMover
 
 CASES = [
     *(Case(a, "1f1b", 3, microbatches=4, optimizer="adamw", check=True) for a in zoo.NAMES),
@@ -161,8 +164,8 @@ def test_a_disk_that_fails_ends_the_run_with_its_folder(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "pwrite", fail)
-    advice = "free some of it, or name another folder" if number == errno.ENOSPC else ""
-    with pytest.raises(WorkerError, match=f"activations wait in the folder '{tmp_path}', but .*{advice}"):
+    advice = f"{'free some of it' if number == errno.ENOSPC else 'check its disk'}, or name another folder"
+    with pytest.raises(WorkerError, match=f"activations wait in the folder '{tmp_path}', but: .*{advice}"):
         train(f"disk:{tmp_path}", nn.Sequential(*make_linears(4)))
 
 
@@ -181,8 +184,64 @@ def test_a_folder_that_is_removed_during_a_run_does_not_matter(tmp_path: Path) -
     assert len(done) == 12
 
 
+def test_a_folder_that_is_removed_before_all_files_are_open_ends_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "away"
+    folder.mkdir()
+    with pytest.raises(WorkerError, match=r"away', but: No such file or directory .*; make it again, or name another"):
+        train(f"disk:{folder}", nn.Sequential(nn.Linear(8, 8), Removing(folder), *make_linears(3)))
+
+
+class Removing(nn.Module):
+    """Removes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.folder.exists():
+            self.folder.rmdir()
+        return x * 1.0
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_disk_that_cannot_be_read_ends_the_run_with_its_folder(
+    ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if not ahead:  # the backward itself reads
+        monkeypatch.setattr(BlockMover, "_choose_to_read", lambda self: None)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(WorkerError, match=rf"the folder '{tmp_path}', but: Input/output error .*; check its disk, or"):
+        train(f"disk:{tmp_path}", nn.Sequential(*make_linears(4)))
+
+
+@pytest.mark.processes
+def test_two_workers_of_a_machine_need_room_for_both(tmp_path: Path) -> None:
+    for end in processes.launch(mishaps.train_on_a_small_disk, 2, str(tmp_path)):
+        assert "takes 9.00 MB of" in str(end.error)
+        assert "where 6.00 MB are free, 3.00 MB too few" in str(end.error)
+
+
+def test_a_full_disk_is_named_when_it_is_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(PlanError, match=rf"wait in '{tmp_path}', but .* failed: No space left on device; free some"):
+        offload_place.measure_disk(str(tmp_path))
+
+
 def test_a_network_file_system_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_place, "find_file_system", lambda folder: "nfs4")
+    device, mounts = os.stat(tmp_path).st_dev, tmp_path / "mountinfo"
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts.write_text(
+        "22 1 0:7 / / rw - ext4 /dev/sda1 rw\n"
+        f"36 22 {number} / /data rw,noatime shared:1 master:2 - nfs4 server:/data rw,vers=4.2\n"
+    )
+    monkeypatch.setattr(offload_place, "_MOUNTS", mounts)
     monkeypatch.setattr(offload_place, "_MEASURED_BYTES", 1 << 16)
     with pytest.warns(UserWarning, match=r"on a network file system \(nfs4\) at .*/s; a local disk is faster"):
         train(f"disk:{tmp_path}", nn.Sequential(*make_linears(3)))

@@ -166,8 +166,11 @@ def _build_local_workers(
 
 
 def _check_activations(local: LocalWorkers) -> None:
-    for program in local.blueprint.programs:
-        check_place(program, local.blueprint.device, [stage for stage, _ in local.stage_states])
+    programs = local.blueprint.programs
+    if any(program.plan.activations for program in programs):
+        stages = _list_stages_here(local, [stage for stage, _ in local.stage_states])
+        for program in programs:
+            check_place(program, local.blueprint.device, stages)
 
 
 def _build_all(local: LocalWorkers, weights: Weights) -> None:
@@ -198,10 +201,15 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
         check_host_memory(plan.stages, versions, free_bytes(), list(map(_count_frozen_bytes, blueprint.stages)))
     elif plan.optimizer_state == HOST:
-        stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
-        rows = map(json.loads, gather_texts(json.dumps([read_machine(), stages]), local.group))
-        stages = [stage for machine, others in rows for stage in others if machine == read_machine()]
+        own = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
+        stages = _list_stages_here(local, own)
         check_host_memory([plan.stages[stage] for stage in stages], [1] * len(stages), free_bytes())
+
+
+def _list_stages_here(local: LocalWorkers, stages: Sequence[int]) -> list[int]:
+    """Returns the given stages of all processes of this machine. Every rank calls it."""
+    rows = map(json.loads, gather_texts(json.dumps([read_machine(), list(stages)]), local.group))
+    return [stage for machine, others in rows for stage in others if machine == read_machine()]
 
 
 def _count_frozen_bytes(layers: Sequence[tuple[str, nn.Module]]) -> int:

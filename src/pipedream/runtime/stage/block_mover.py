@@ -21,6 +21,7 @@ import torch
 from pipedream.core.units import format_bytes
 
 _PAGE_BYTES = 4096
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BlockFile:
@@ -162,7 +163,12 @@ class BlockMover:
             self._check()
             memory = block.memory
         if memory is None:
-            memory = self._read(block)
+            try:
+                memory = self._read(block)
+            except OSError as error:
+                self.fail(error)
+                self.raise_failure()
+        assert memory is not None
         with self.changed:
             block.memory = memory
             block.views -= 1
@@ -213,14 +219,16 @@ class BlockMover:
         """Raises a `RuntimeError` if a thread has failed."""
         if self._error is None:
             return
-        where = "the memory of the host" if self.folder is None else f"the folder {self.folder!r}"
-        advice = ""
-        if isinstance(self._error, OSError) and self._error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            advice = (
-                f" (this rank has written {format_bytes(self._written_bytes)} so far); free some of it, or name "
-                "another folder (--activations disk:FOLDER)"
-            )
-        raise RuntimeError(f"activations wait in {where}, but {self._error}{advice}") from self._error
+        if self.folder is None or not isinstance(self._error, OSError):
+            where = "the memory of the host" if self.folder is None else f"the folder {self.folder!r}"
+            raise RuntimeError(f"activations wait in {where}, but {self._error}") from self._error
+        number = self._error.errno
+        step = "free some of it" if number in _FULL else "make it again" if number == errno.ENOENT else "check its disk"
+        raise RuntimeError(
+            f"activations wait in the folder {self.folder!r}, but: {self._error.strerror or self._error} (this rank "
+            f"has written {format_bytes(self._written_bytes)} so far); {step}, or name another folder (--activations "
+            "disk:FOLDER)"
+        ) from self._error
 
     # -- the threads ----------------------------------------------------------------------------------
 
@@ -236,7 +244,8 @@ class BlockMover:
     def _write_blocks(self) -> None:
         while (block := self._queue.get()) is not None:
             with self.changed:
-                memory, changes = None if block.wanted or block.is_away else block.memory, block.changes
+                stays = self._closed or block.wanted or block.is_away
+                memory, changes = None if stays else block.memory, block.changes
             if memory is None:
                 continue
             try:

@@ -7,6 +7,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -20,14 +21,17 @@ from pipedream.core.units import format_bytes, format_rate
 from pipedream.runtime.stage.block_mover import BlockFile, view_bytes
 
 _MEASURED_BYTES = 1 << 26
-_NETWORK_FILE_SYSTEMS = {"9p", "afs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "lustre", "nfs", "nfs4", "smb3"}
+_MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK_FILE_SYSTEMS = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "gpfs", "lustre", "nfs", "nfs4", "smb3"),
+}
 
 
 def check_place(program: Program, device: torch.device, stages: Iterable[int]) -> None:
     """Raises a `PlanError` if activations cannot wait where the plan says; warns of a network file system.
 
     Args:
-        stages: of this process.
+        stages: of all processes of this machine, each as often as it is there.
     """
     plan = program.plan
     place = Activations.read(plan.activations)
@@ -70,17 +74,23 @@ def check_place(program: Program, device: torch.device, stages: Iterable[int]) -
 def measure_disk(folder: str) -> float:
     """Returns bytes/s at which a file in a folder is written again and again, and read, as activations are.
 
-    Both go through the system's cache, so that the disk counts only where that is full.
+    Both go through the system's cache, so that the disk counts only where that is full. Raises a `PlanError` if the
+    file cannot be written.
     """
     data = view_bytes(torch.zeros(_MEASURED_BYTES, dtype=torch.uint8))
     seconds: tuple[list[float], list[float]] = ([], [])
-    file = BlockFile(folder)
-    for _ in range(5):
-        for row, move in zip(seconds, (file.write, file.read), strict=True):
-            start = time.perf_counter()
-            move(0, data)
-            row.append(time.perf_counter() - start)
-    file.close()
+    try:
+        with closing(BlockFile(folder)) as file:
+            for _ in range(5):
+                for row, move in zip(seconds, (file.write, file.read), strict=True):
+                    start = time.perf_counter()
+                    move(0, data)
+                    row.append(time.perf_counter() - start)
+    except OSError as error:
+        raise PlanError(
+            f"activations are to wait in {folder!r}, but a file of {format_bytes(_MEASURED_BYTES)} there, to measure "
+            f"its rate, failed: {error.strerror or error}; free some space, or name another folder"
+        ) from error
     return _MEASURED_BYTES / max(map(lower_quartile, seconds))
 
 
@@ -88,7 +98,7 @@ def find_file_system(folder: str) -> str:
     """Returns the type of the file system that a folder is on; '' if unknown."""
     device = os.stat(folder).st_dev
     try:
-        rows = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+        rows = [line.split() for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return ""
     number = f"{os.major(device)}:{os.minor(device)}"
