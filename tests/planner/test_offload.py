@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan, move_activations
@@ -68,18 +69,47 @@ def test_a_slow_disk_makes_the_passes_longer() -> None:
     assert pd.simulate(slow, minibatches=20).makespan_s > pd.simulate(fast, minibatches=20).makespan_s + 20
 
 
-@pytest.mark.parametrize(("method", "less_bytes"), [(("1f1b", 1), 45_000), (("pipedream", None), 150_000)])
+@pytest.mark.parametrize(
+    ("method", "less_bytes"), [(("1f1b", 1), 45_000), (("pipedream", None), 150_000), (("auto", 1), 45_000)]
+)
 def test_a_refusal_says_what_would_fit(method: tuple[str, int | None], less_bytes: int) -> None:
     how = dict(zip(("schedule", "microbatches"), method, strict=True))
     limit = max(stage.peak_bytes for stage in plan_of(None, **how).stages) - less_bytes
     with pytest.raises(PlanError) as refusal:
         plan_of(limit, activations="", **how)
     text = str(refusal.value)
+    assert isinstance(refusal.value, ShortageError)
     moved_bytes = plan_of(limit, **how).stages[0].memory.moved_bytes
     assert f"activations on disk (--activations disk:FOLDER; {format_bytes(moved_bytes)}" in text
     # Of one microbatch in flight everything is there in its backward; of eight at most four are in flight.
     assert ("recomputation (--recompute auto)" in text) == (method[0] == "pipedream")
-    assert ("microbatches of at most 1 samples (--microbatches 8)" in text) == (method[0] == "1f1b")
+    fewer = {"1f1b": r"1 samples \(--microbatches 8\)", "auto": r"[124] samples"}.get(method[0], "")
+    assert bool(re.search(f"microbatches of at most {fewer}", text)) == bool(fewer)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_a_refusal_says_which_sequences_would_fit(share: float) -> None:
+    """Of what a layer keeps, a share falls with the length, the rest with its square; each sixteenth is tried."""
+    halves = (500, round(100_000 * (share / 2 + (1 - share) / 4)))
+    profile = replace(
+        CHAIN, layers=(replace(LAYER, half_length_sizes=halves),) * 4, input_shapes=((8, 64),), dtype="int64"
+    )
+    limit = round(0.6 * max(stage.peak_bytes for stage in plan_of(None, profile=profile).stages))
+    with pytest.raises(ShortageError) as refusal:
+        plan_of(limit, profile=profile, activations="")
+    found = re.search(r"sequences of about (\d+) of the 64 that were profiled \(an estimate", str(refusal.value))
+    assert found is not None
+    plan_of(limit, profile=profile.of_length(int(found[1])), activations="")
+    with pytest.raises(ShortageError):
+        plan_of(limit, profile=profile.of_length(int(found[1]) + 4), activations="")
+
+
+def test_what_alone_does_not_fit_may_together() -> None:
+    limit = round(0.45 * max(stage.peak_bytes for stage in plan_of(None, schedule="1f1b", microbatches=1).stages))
+    with pytest.raises(
+        ShortageError, match=r"microbatches of at most 4 samples \(--microbatches 2\) with activations on disk"
+    ):
+        plan_of(limit, schedule="1f1b", microbatches=1, activations="")
 
 
 def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:

@@ -41,6 +41,38 @@ def profile_of(*modules: nn.Module, sample: Any, **options: Any) -> Profile:
     )
 
 
+class Attention(nn.Module):
+    """Keeps its scores, as many as the square of the length."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return x + (y @ y.transpose(1, 2)).softmax(-1) @ y
+
+
+@pytest.mark.parametrize("length", [8, 24, 32, 48])
+def test_bytes_of_shorter_sequences_are_estimated(length: int) -> None:
+    modules = nn.Embedding(20, 6), Attention(6), Attention(6), nn.Linear(6, 20)
+    profile = profile_of(*modules, sample=(torch.randint(20, (4, 64)),))
+    estimate, shorter = profile.of_length(length), profile_of(*modules, sample=(torch.randint(20, (4, length)),))
+    assert (profile.length, estimate.length) == (64, length)
+    assert estimate.input_shapes == shorter.input_shapes
+    for guess, layer in zip(estimate.layers, shorter.layers, strict=True):
+        assert (guess.output_bytes, guess.activation_bytes) == (layer.output_bytes, layer.activation_bytes)
+        assert guess.working_bytes >= 0.95 * layer.working_bytes
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(nn.Linear(8, 8), (4, 8)), (nn.Conv2d(4, 2, 1), (4, 4, 8, 8)), (nn.Identity(), (4,)), (nn.Identity(), (4, 1))],
+)
+def test_what_is_no_sequence_has_no_length(module: nn.Module, shape: tuple[int, ...]) -> None:
+    assert profile_of(module, sample=(torch.randn(shape),)).length == 0
+
+
 @pytest.mark.parametrize(("batch", "widths", "inplace"), [(5, [9, 4, 7], False), (2, [3, 6, 1], True)])
 def test_bytes_of_linear_and_relu_by_turns_are_exact(batch: int, widths: list[int], inplace: bool) -> None:
     modules: list[nn.Module] = []

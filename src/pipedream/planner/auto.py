@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
@@ -20,7 +20,7 @@ from pipedream.planner.comparison import Candidate, Comparison, Score, candidate
 from pipedream.planner.search import Finalist, PlanSearch, list_finalists
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
-_MOST_MICROBATCHES = 64
+MOST_MICROBATCHES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class _Alternatives:
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False)
 
     def all(self) -> Iterator[tuple[Candidate, Finalist, str | tuple[int, ...]]]:
-        powers = range(min(self.profile.batch, _MOST_MICROBATCHES).bit_length())
+        powers = range(min(self.profile.batch, MOST_MICROBATCHES).bit_length())
         options = self.options
         splits = [1 << power for power in powers] if options.microbatches is None else [options.microbatches]
         for name, method in self.methods.items():
@@ -141,6 +141,7 @@ def choose_method(
             delay updates.
 
     Raises:
+        ShortageError: no candidate works, and memory is missing for some (with the least that is).
         PlanError: no candidate works (with the reason for the first). Or a method splits the backward, of which a
             profile has only the sum.
     """
@@ -152,11 +153,16 @@ def choose_method(
     shapes = list_finalists(options.shape, profile, cluster.workers, options.all_workers)
     alternatives = _Alternatives(profile, cluster, methods, occupancy, shapes, options)
     with progress("planning", sum(1 for _ in alternatives.all())) as advance:
-        planned, refused = _plan_all(alternatives, advance)
+        planned, refused, shortages = _plan_all(alternatives, advance)
     try:
         comparison = compare_by_simulation(planned, score, refused)
     except PlanError as error:
-        raise PlanError(f"no method works with what was asked on {cluster.workers} workers; {error}") from None
+        text = f"no method works with what was asked on {cluster.workers} workers; "
+        if not shortages:
+            raise PlanError(f"{text}{error}") from None
+        candidate, shortage = min(shortages, key=lambda row: row[1].need_bytes)
+        text += f"{len(refused)} ways were tried, the nearest, {candidate}: {shortage}"
+        raise ShortageError(text, shortage.need_bytes) from None
     note = _write_note([candidate for candidate in comparison.candidates if candidate.period_s is not None])
     best = comparison.candidates[0]
     if len(best.replicas) > 1 and not methods[best.schedule].flushes:  # a plan of one stage delays nothing
@@ -168,10 +174,11 @@ def choose_method(
 
 def _plan_all(
     alternatives: _Alternatives, advance: Callable[[], None]
-) -> tuple[list[tuple[Candidate, Plan]], list[Candidate]]:
-    """Returns the plans, only the first of equal ones, and the candidates without a plan."""
+) -> tuple[list[tuple[Candidate, Plan]], list[Candidate], list[tuple[Candidate, ShortageError]]]:
+    """Returns the plans, only the first of equal ones; the candidates without a plan; those that lack memory."""
     planned: list[tuple[Candidate, Plan]] = []
     refused: list[Candidate] = []
+    shortages: list[tuple[Candidate, ShortageError]] = []
     seen = set()
     for candidate, finalist, in_flight in alternatives.all():
         advance()
@@ -179,13 +186,15 @@ def _plan_all(
             plan = alternatives.plan_candidate(candidate, finalist, in_flight)
         except PipelineError as error:
             refused.append(replace(candidate, why=str(error)))
+            if isinstance(error, ShortageError):
+                shortages.append((candidate, error))
             continue
         key = (plan.schedule, plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order)
         if key in seen:
             continue
         seen.add(key)
         planned.append((candidate_from_plan(candidate, plan, alternatives.methods[candidate.schedule]), plan))
-    return planned, refused
+    return planned, refused, shortages
 
 
 def _write_note(simulated: Sequence[Candidate]) -> str:

@@ -22,6 +22,7 @@ from pipedream.profiler.sizes import (
     Sizes,
     largest_parameter_bytes,
     list_matrices,
+    measure_half_length,
     measure_sizes,
     parameter_bytes,
     tied_parameters,
@@ -110,6 +111,7 @@ def measure(
         sizes, loss_bytes = measure_sizes(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
+        halves = measure_half_length(layers, sample, None if call else samples, passes.run_layer)
         laps_s = [_time_run(passes, advance, sample) for _ in range(warmup + runs)][warmup:]
         needs = passes.measure_needs(sample, sizes, loss_bytes)
         # Without the loss, which takes the whole batch. A failed run leaves laps in the stopwatch.
@@ -133,7 +135,7 @@ def measure(
     return Profile(
         model=model_name,
         graph=graph,
-        layers=_build_layer_profiles(layers, laps, sizes, needs, fixed, launches[: 2 * len(layers)]),
+        layers=_build_layer_profiles(layers, laps, sizes, halves, needs, fixed, launches[: 2 * len(layers)]),
         batch=samples,
         input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),
@@ -165,12 +167,13 @@ def _build_layer_profiles(
     layers: Sequence[nn.Module],
     laps: Sequence[tuple[tuple[float, ...], tuple[float, ...]]],
     sizes: Sequence[Sizes],
+    halves: Sequence[tuple[int, ...]],
     needs: Sequence[Need],
     fixed: Sequence[float],
     launches: Sequence[float],
 ) -> tuple[LayerProfile, ...]:
     parameters = parameter_bytes(layers), largest_parameter_bytes(layers), list_matrices(layers)
-    rows = zip(laps, sizes, needs[: len(layers)], *parameters, strict=True)
+    rows = zip(laps, sizes, halves, needs[: len(layers)], *parameters, strict=True)
     return tuple(
         LayerProfile(
             forward_s=median(forward),
@@ -190,8 +193,9 @@ def _build_layer_profiles(
             backward_fixed_s=fixed[2 * index + 1],
             forward_launch_s=launches[2 * index],
             backward_launch_s=launches[2 * index + 1],
+            half_length_sizes=half,
         )
-        for index, ((forward, backward), size, need, weights, largest, matrices) in enumerate(rows)
+        for index, ((forward, backward), size, half, need, weights, largest, matrices) in enumerate(rows)
     )
 
 

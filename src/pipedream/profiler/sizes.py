@@ -12,8 +12,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from pipedream.core.errors import CaptureError, ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.matrices import Matrices, join_matrices
 from pipedream.core.model.profile import TiedParameters
@@ -120,18 +121,21 @@ def measure_sizes(
 
     outputs, leaving = [], []
     arguments, value = sample, None
-    with torch.enable_grad(), HooksOutsideFunc(pack, itemgetter(0)):
-        for index in range(len(layers)):
-            value = run_layer(index, arguments)
-            arguments = (value,)
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-            outputs.append(sum(leaf.nbytes for leaf in tensors))
-            leaving.append(count_storage_bytes(leaf for leaf in tensors if leaf.untyped_storage()._cdata not in kept))
-        index = len(layers)
-        if loss is not None:
-            loss(value)
-    for box in saved:
-        box.clear()  # or a tensor's graph would keep it, and itself
+    try:
+        with torch.enable_grad(), HooksOutsideFunc(pack, itemgetter(0)):
+            for index in range(len(layers)):
+                value = run_layer(index, arguments)
+                arguments = (value,)
+                tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+                outputs.append(sum(leaf.nbytes for leaf in tensors))
+                new = [leaf for leaf in tensors if leaf.untyped_storage()._cdata not in kept]
+                leaving.append(count_storage_bytes(new))
+            index = len(layers)
+            if loss is not None:
+                loss(value)
+    finally:
+        for box in saved:
+            box.clear()  # or a tensor's graph would keep it, and itself
     first = [0] * (len(layers) + 1)
     again = [0] * (len(layers) + 1)
     for number, layers_of in savers.items():
@@ -141,6 +145,34 @@ def measure_sizes(
             again[later] += size
     rows = zip(outputs, first, again, leaving, strict=False)
     return tuple(Sizes(*row) for row in rows), first[-1]
+
+
+def measure_half_length(
+    layers: Sequence[nn.Module], sample: Any, samples: int | None, run_layer: Callable[[int, Any], Any]
+) -> tuple[tuple[int, ...], ...]:
+    """Returns what `measure_sizes` finds of outputs and of what is kept for half of dimension 1 of the sample.
+
+    () for each layer, if one does not run with it: then the dimension is no length that can change.
+
+    Args:
+        sample: its tensors of as many samples and the same length as the first are halved.
+        samples: None: the layers are those of a rank of a mesh, whose parts have fixed sizes.
+    """
+    unknown = ((),) * len(layers)
+    shape = next((leaf.shape for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor)), torch.Size())
+    if len(shape) < 2 or shape[0] != samples or shape[1] < 2:
+        return unknown
+
+    def halve(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return (leaf[:, : shape[1] // 2] if leaf.shape[:2] == shape[:2] else leaf).clone()
+
+    try:
+        sizes, _ = measure_sizes(layers, tree_map(halve, sample), run_layer)
+    except (ProfileError, CaptureError):
+        return unknown
+    return tuple((size.output_bytes, size.activation_bytes) for size in sizes)
 
 
 @dataclass(frozen=True)

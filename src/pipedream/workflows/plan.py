@@ -26,6 +26,7 @@ from pipedream.core.plan.sums import SumMethod
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
+from pipedream.planner.auto import MOST_MICROBATCHES
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import add_mesh, choose_meshes, suggest_mesh_on_shortage, take_one_rank
 from pipedream.workflows.methods import (
@@ -43,6 +44,7 @@ from pipedream.workflows.stage_search import StageSearch, make_candidate
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
     {"messages": "bfloat16"}, {"messages": "int8"}, {"sums": "powersgd:4"}, {"sums": "diloco:30"}
 )  # fmt: skip
+_LENGTHS = 16  # of sequences that are tried
 _LEAST_GAIN = 0.02
 """What a coarser approximation must save of the seconds."""
 
@@ -155,7 +157,7 @@ def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> 
         try:
             yield
         except ShortageError as error:
-            if request.schedule == AUTO or not (fitting := list(_list_fitting(profile, request))):
+            if not (fitting := list(_list_fitting(profile, request))):
                 raise
             missing = _describe_missing_for_snapshots(request, error.need_bytes)
             raise ShortageError(f"{error}{missing}; this would fit: {'; '.join(fitting)}", error.need_bytes) from None
@@ -168,30 +170,73 @@ def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> st
 
 
 def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterator[str]:
-    """Yields changes of a request with which it fits: what must wait elsewhere, and the largest microbatch."""
-
-    def find_plan(**changes: Any) -> Plan | None:
-        with suppress(PipelineError):
-            return _compare(*_plan_on_mesh(profile, replace(request, **changes))).plan
-        return None
-
-    batch, cluster = _read_profile(profile).batch, request.workers_and_links
-    if request.snapshot_every is not None and find_plan(snapshot_every=None, cluster=replace(cluster, snapshots="")):
+    """Yields changes of a request with which it fits: what must be elsewhere, the largest microbatch, and sequence."""
+    find_plan = partial(_find_fitting, profile, request)
+    if request.snapshot_every is not None and find_plan(snapshot_every=None):
         yield "no snapshots (without --snapshot-every)"
     if request.recompute == "never" and find_plan(recompute="auto"):
         yield "recomputation (--recompute auto)"
+    source = _read_profile(profile)
+    on_gpus = source.runtime.overlap_device or any(layer.forward_launch_s for layer in source.layers)
+    elsewhere: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.optimizer_state != HOST else {}
     if not request.activations and request.recompute != "always":
-        place = f"{DISK}:FOLDER"
-        moved = find_plan(activations=place, cluster=replace(cluster, activations=place))
-        if moved is not None:
-            sizes = [format_bytes(stage.memory.moved_bytes) for stage in moved.stages]
-            yield f"activations on disk (--activations {place}; {', '.join(sizes)} for the stages)"
-    m = 2 * (request.microbatches or 1)
-    while m <= batch:
-        if find_plan(microbatches=m):
-            yield f"microbatches of at most {-(-batch // m)} samples (--microbatches {m})"
-            return
-        m *= 2
+        elsewhere = {"activations": f"{DISK}:FOLDER"} | elsewhere
+    each = [{name: place} for name, place in elsewhere.items()]
+    moved = [plan for changes in each if (plan := find_plan(**changes))]
+    if not moved and len(each) > 1 and (plan := find_plan(**elsewhere)):
+        moved = [plan]
+    yield from map(_describe_moved, moved)
+    parts = 2 * (request.microbatches or (MOST_MICROBATCHES if request.schedule == AUTO else 1))
+    for changes in ({}, elsewhere) if elsewhere and not moved else ({},):
+        m = parts
+        while m <= source.batch and not (plan := find_plan(microbatches=m, **changes)):
+            m *= 2
+        if m <= source.batch and plan:
+            also = f" with {_describe_moved(plan)}" if changes else ""
+            yield f"microbatches of at most {-(-source.batch // m)} samples (--microbatches {m}){also}"
+            break
+    length = profile.length if isinstance(profile, Profile) and not request.mesh else 0
+    fits, more = 0, _LENGTHS if length else 1
+    while more - fits > 1:
+        middle = (fits + more) // 2
+        if find_plan(length=max(1, length * middle // _LENGTHS)):
+            fits = middle
+        else:
+            more = middle
+    if fits:
+        yield (
+            f"sequences of about {max(1, length * fits // _LENGTHS)} of the {length} that were profiled (an estimate, "
+            f"from what layers keep of {length} and {length // 2})"
+        )
+
+
+def _find_fitting(
+    profile: Profile | GraphText, request: PlanRequest, *, length: int = 0, **changes: Any
+) -> Plan | None:
+    """Returns a plan for a request with other options, and with sequences of another length; None if nothing fits."""
+    cluster = request.workers_and_links
+    if "activations" in changes:
+        cluster = replace(cluster, activations=changes["activations"])
+    if "snapshot_every" in changes:
+        cluster = replace(cluster, snapshots="")
+    if "optimizer_state" in changes:
+        cluster = replace(cluster, hosts_optimizers=True)
+    changed = replace(request, cluster=cluster, **changes)
+    with suppress(PipelineError):
+        shorter = profile.of_length(length) if length and isinstance(profile, Profile) else profile
+        plan = _compare(*_plan_on_mesh(shorter, changed)).plan
+        return replace(plan, optimizer_state=read_optimizer_state(changed.optimizer_state))
+    return None
+
+
+def _describe_moved(plan: Plan) -> str:
+    words = []
+    if plan.activations:
+        sizes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
+        words.append(f"activations on disk (--activations {plan.activations}; {', '.join(sizes)} for the stages)")
+    if plan.optimizer_state == HOST:
+        words.append("optimizers in the memory of the machine (--optimizer-state host)")
+    return " and ".join(words)
 
 
 @contextmanager

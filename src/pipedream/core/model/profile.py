@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import ceil
 from typing import Any
 
 from pipedream.core.artifact import Artifact
@@ -49,6 +50,8 @@ class LayerProfile:
         matrices: its trained weights of two or more dimensions; () if unknown.
         forward_flops, backward_flops: 0 if not counted.
         moved_bytes: read and written by both passes; 0 if not counted.
+        half_length_sizes: bytes of its output, and of what autograd keeps, for sequences of half the length; () if it
+            does not run with them.
     """
 
     forward_s: float
@@ -72,6 +75,7 @@ class LayerProfile:
     backward_launch_s: float = 0.0
     gathered_bytes: int = 0
     matrices: tuple[Matrices, ...] = ()
+    half_length_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_not_negative(self)
@@ -80,6 +84,26 @@ class LayerProfile:
                 f"the fixed part of {self.forward_s} and {self.backward_s} seconds cannot be greater, found "
                 f"{self.forward_fixed_s} and {self.backward_fixed_s}"
             )
+
+    def of_length(self, share: float) -> LayerProfile:
+        """Returns it for a share of the length of its sequences (`Profile.of_length`)."""
+        output_bytes, kept_bytes = (
+            _scale_bytes(whole, half, share)
+            for whole, half in zip((self.output_bytes, self.activation_bytes), self.half_length_sizes, strict=True)
+        )
+        kept = max(output_bytes / max(self.output_bytes, 1), kept_bytes / max(self.activation_bytes, 1))
+        names = ("arriving_bytes", "leaving_bytes", "working_bytes")
+        others = {name: ceil(kept * getattr(self, name)) for name in names}
+        gradient_bytes = min(self.backward_bytes, self.parameter_bytes)
+        others["backward_bytes"] = gradient_bytes + ceil(kept * (self.backward_bytes - gradient_bytes))
+        return replace(self, output_bytes=output_bytes, activation_bytes=kept_bytes, **others)
+
+
+def _scale_bytes(whole: int, half: int, share: float) -> int:
+    """Returns the bytes for a share of a length, from those for all of it and for a half."""
+    if 2 * half > whole:
+        return ceil(2 * half - whole + 2 * (whole - half) * share)
+    return max(0, ceil((4 * half - whole) * share + 2 * (whole - 2 * half) * share**2))
 
 
 @dataclass(frozen=True)
@@ -252,6 +276,29 @@ class Profile(Tabular, Artifact):
                 )
             )
         return replace(self, layers=tuple(layers))
+
+    @property
+    def length(self) -> int:
+        """Length of the sequences, along dimension 1 of the input; 0 if the layers do not run with half of it."""
+        shape = self.input_shapes[0] if self.input_shapes else ()
+        return shape[1] if len(shape) > 1 and all(layer.half_length_sizes for layer in self.layers) else 0
+
+    def of_length(self, length: int) -> Profile:
+        """Returns the profile for shorter sequences: an estimate of its bytes, with the seconds of this one.
+
+        Bytes are a n + b n^2 of the length n where a half of it more than halves them, as in attention that keeps its
+        scores, else a + b n. Temporaries are taken to fall like what a layer keeps, or like its output if that falls
+        less.
+        """
+        share = length / self.length
+        layers = tuple(layer.of_length(share) for layer in self.layers)
+        last = _scale_bytes(self.layers[-1].output_bytes, self.layers[-1].half_length_sizes[0], share)
+        end = last / max(self.layers[-1].output_bytes, 1)
+        shapes = tuple(
+            (shape[0], length, *shape[2:]) if shape[1:2] == (self.length,) else shape for shape in self.input_shapes
+        )
+        loss = {name: ceil(end * getattr(self, name)) for name in ("loss_bytes", "loss_working_bytes")}
+        return replace(self, layers=layers, input_shapes=shapes, **loss)
 
     @property
     def forward_s(self) -> float:
