@@ -17,6 +17,7 @@ RUNS = [
     Living(replicas=(2, 1)),
     Living(schedule="one_step_ef", replicas=(1, 1), microbatches=3),
     Living(schedule="basis_rotation", replicas=(1, 1), optimizer="adamw"),
+    Living(replicas=(1, 1, 1), optimizer="adamw", frozen=True),
 ]
 
 

@@ -60,6 +60,25 @@ def test_every_field_of_every_stage() -> None:
     assert first.peak_bytes == first.memory.total_bytes == 574
 
 
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), min_size=2, max_size=5), st.data())
+def test_frozen_weights_count_once(rows: list[tuple[int, int]], data: st.DataObject) -> None:
+    """They are there once; beside them a stage takes what it would without them."""
+    update = {"update_s": 4.0, "copy_s": 1.0, "optimizer_bytes": 500, "update_working_bytes": 90}
+    layers = [LayerProfile(1.0, 2.0, 10, a + b, 7, backward_bytes=20 + a, frozen_bytes=b) for a, b in rows]
+    bare = [replace(layer, parameter_bytes=layer.trained_bytes, frozen_bytes=0) for layer in layers]
+    cut, replicas = data.draw(st.integers(1, len(rows) - 1)), data.draw(st.sampled_from([(1, 1), (2, 1)]))
+    plans = [
+        manual_plan(Profile.of_chain(tuple(some), batch=4, **update), Cluster.flat(sum(replicas)), (cut,), replicas)
+        for some in (layers, bare)
+    ]
+    for stage, other, some in zip(*(plan.stages for plan in plans), (rows[:cut], rows[cut:]), strict=True):
+        frozen = sum(b for _, b in some)
+        assert stage.frozen_bytes == frozen
+        assert stage.memory == replace(other.memory, weight_bytes=other.memory.weight_bytes + frozen)
+        assert (stage.update_s, stage.optimizer_bytes) == (other.update_s, other.optimizer_bytes)
+    assert plans[0].period_s == plans[1].period_s
+
+
 def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
     """Weights of 50 x 20 and 10 x 30 numbers of 4 bytes; the basis and the covariance of each side."""
     shapes = (Matrices(50, 20, 1, 4000), Matrices(10, 30, 2, 2400))

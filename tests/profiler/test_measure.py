@@ -73,6 +73,14 @@ def test_what_is_no_sequence_has_no_length(module: nn.Module, shape: tuple[int, 
     assert profile_of(module, sample=(torch.randn(shape),)).length == 0
 
 
+def test_frozen_weights_are_told_apart() -> None:
+    modules = nn.Linear(3, 5).requires_grad_(False), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    modules[1][0].weight.requires_grad_(False)
+    profile = profile_of(*modules, sample=(torch.randn(4, 3),))
+    assert [(layer.parameter_bytes, layer.frozen_bytes) for layer in profile.layers] == [(80, 80), (240, 100)]
+    assert "frozen: 180 B of the weights" in str(profile)
+
+
 @pytest.mark.parametrize(("batch", "widths", "inplace"), [(5, [9, 4, 7], False), (2, [3, 6, 1], True)])
 def test_bytes_of_linear_and_relu_by_turns_are_exact(batch: int, widths: list[int], inplace: bool) -> None:
     modules: list[nn.Module] = []

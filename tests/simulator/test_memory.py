@@ -41,6 +41,7 @@ def sizes_at(plan: Plan, stage: int) -> StageSizes:
     received = plan.stages[stage - 1].output_bytes if stage else 0
     return StageSizes(
         parameter_bytes=row.parameter_bytes,
+        frozen_bytes=row.frozen_bytes,
         optimizer_bytes=row.optimizer_bytes,
         activation_bytes=row.activation_bytes,
         input_bytes=received,
@@ -59,7 +60,7 @@ def base_at(plan: Plan, stage: int, versions: int, in_flight: int, most: tuple[i
     waiting = sizes_at(plan, stage).input_bytes if recompute else row.activation_bytes
     peers = peers_of(plan.replicas, most)[stage]
     messages = message_bytes(sizes_at(plan, stage), most[stage], recompute, peers)
-    return row.parameter_bytes * versions + row.optimizer_bytes + messages + in_flight * waiting
+    return row.frozen_bytes + row.trained_bytes * versions + row.optimizer_bytes + messages + in_flight * waiting
 
 
 def memory_steps(timeline: Timeline, rank: int) -> tuple[tuple[float, int], ...]:
@@ -100,7 +101,8 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
     rows = tuple(
         replace(
             stage,
-            parameter_bytes=next(size),
+            parameter_bytes=next(size) + (frozen := next(size)),
+            frozen_bytes=frozen,
             optimizer_bytes=next(size),
             activation_bytes=next(size),
             output_bytes=next(size),
@@ -135,9 +137,9 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
             extra = 0
             if span.kind == "I":
                 in_flight, halved = in_flight - 1, halved + 1
-                extra = row.working_bytes + (row.parameter_bytes if summed else 0)
+                extra = row.working_bytes + (row.trained_bytes if summed else 0)
             elif span.kind == "W":
-                extra = row.working_bytes + row.parameter_bytes + (row.largest_parameter_bytes if summed else 0)
+                extra = row.working_bytes + row.trained_bytes + (row.largest_parameter_bytes if summed else 0)
             elif span.kind == "F":
                 in_flight += 1
                 coming.remove(span.index)
@@ -147,12 +149,12 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                     if until is Kind.FORWARD and read[span.index] not in {read[k] for k in coming}:
                         alive += 1  # its view is dropped after it
                     most = max(most, alive)
-                extra = pass_bytes + (row.parameter_bytes if summed else 0)
+                extra = pass_bytes + (row.trained_bytes if summed else 0)
             elif span.kind == "B":
-                extra = pass_bytes + row.parameter_bytes + (row.largest_parameter_bytes if summed else 0)
+                extra = pass_bytes + row.trained_bytes + (row.largest_parameter_bytes if summed else 0)
             elif span.kind == "U":
                 newest, summed = span.index, 0
-                extra = row.parameter_bytes + row.update_working_bytes
+                extra = row.trained_bytes + row.update_working_bytes
                 alive = alive_after(rule, stage, newest, read, waiting, coming)
                 most = max(most, alive)
             else:

@@ -33,6 +33,7 @@ class Living:
 
     Attributes:
         schedule, optimizer, recompute, microbatches: how it trains.
+        frozen: half of the weights of each block, and all of the first two blocks.
         replicas: replicas of each stage; stages have as equal numbers of blocks as possible.
         width, blocks, batch: sizes of the model and its input.
     """
@@ -41,6 +42,7 @@ class Living:
     replicas: tuple[int, ...] = (1, 1)
     optimizer: str = "sgd"
     recompute: bool = False
+    frozen: bool = False
     microbatches: int | None = None
     width: int = 192
     blocks: int = 6
@@ -48,7 +50,7 @@ class Living:
 
     def __str__(self) -> str:
         words = [self.schedule, "-".join(map(str, self.replicas)), self.optimizer]
-        return " ".join([*words, *(["recompute"] if self.recompute else [])])
+        return " ".join([*words, *(["recompute"] if self.recompute else []), *(["frozen"] if self.frozen else [])])
 
 
 class Block(nn.Module):
@@ -69,7 +71,10 @@ class Block(nn.Module):
 def model_of(run: Living) -> nn.Sequential:
     """Makes the model."""
     width = run.width
-    return nn.Sequential(nn.Linear(64, width), *(Block(width) for _ in range(run.blocks)), nn.Linear(width, 10))
+    blocks = [Block(width) for _ in range(run.blocks)]
+    for number, block in enumerate(blocks if run.frozen else ()):
+        (block if number < 2 else block.inner).requires_grad_(False)
+    return nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10))
 
 
 @cache

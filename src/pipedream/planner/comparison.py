@@ -369,7 +369,7 @@ def _compute_least_s(plan: Plan, method: MethodProperties) -> float:
                 ((stage.compute_s + (m - 1) * stage.fixed_s + more_s) / site.speed + sum_s) / site.replicas
                 for stage, site, tied_s, runtime_s, update_delay in rows
                 for more_s, sum_s in (
-                    (tied_s, 0.0 if update_delay else float(site.sum_s(stage.parameter_bytes, stage.redone_s))),
+                    (tied_s, 0.0 if update_delay else float(site.sum_s(stage.trained_bytes, stage.redone_s))),
                     (runtime_s, 0.0),  # what the runtime adds may hide the sum, with its latency
                 )
             ),
@@ -383,7 +383,7 @@ def _compute_least_s(plan: Plan, method: MethodProperties) -> float:
     stage_s = [share * seconds for share, seconds in zip(shares, passes, strict=True)]
     ahead = accumulate((a / m + b for a, b in zip(passes, messages_s, strict=False)), initial=0.0)
     ends = [
-        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, backward_s))
+        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.trained_bytes, backward_s))
         for stage, site, tied_s, backward_s in zip(stages, sites, tied_sums, last_backward_s, strict=True)
     ]
     added = [share * seconds / site.speed for share, seconds, site in zip(shares, runtime, sites, strict=True)]

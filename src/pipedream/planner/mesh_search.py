@@ -240,6 +240,7 @@ def _compute_costs(space: MeshSpace, mesh: Mesh) -> list[Any]:
     updates = [rank_space.update_s(first, last, delay, (none, none)) for delay in (0, 1)]
     kept_bytes = [
         sizes.parameter_bytes,
+        sizes.trained_bytes,
         sizes.optimizer_bytes,
         sizes.activation_bytes,
         sizes.input_bytes,

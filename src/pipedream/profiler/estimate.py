@@ -109,7 +109,10 @@ def estimate(
 
 
 def _build_layer_profiles(
-    layers: Sequence[nn.Module], laps: Sequence[tuple[Lap, Lap]], sizes: Sequence[Sizes], hidden: Sequence[int]
+    layers: Sequence[nn.Module],
+    laps: Sequence[tuple[Lap, Lap]],
+    sizes: Sequence[Sizes],
+    hidden: Sequence[int],
 ) -> tuple[LayerProfile, ...]:
     return tuple(
         LayerProfile(
@@ -117,19 +120,20 @@ def _build_layer_profiles(
             backward_s=backward.seconds,
             output_bytes=size.output_bytes,
             parameter_bytes=weights,
+            frozen_bytes=frozen,
             activation_bytes=size.activation_bytes + more,
             arriving_bytes=size.arriving_bytes,
             leaving_bytes=size.leaving_bytes,
             # Temporaries inside operations are not visible.
             working_bytes=size.output_bytes + entering,
-            backward_bytes=size.output_bytes + entering + weights,
+            backward_bytes=size.output_bytes + entering + weights - frozen,
             largest_parameter_bytes=largest,
             matrices=matrices,
             forward_flops=forward.flops,
             backward_flops=backward.flops,
             moved_bytes=forward.moved_bytes + backward.moved_bytes,
         )
-        for (forward, backward), size, entering, weights, largest, matrices, more in zip(
+        for (forward, backward), size, entering, (weights, frozen), largest, matrices, more in zip(
             laps,
             sizes,
             (0, *(size.output_bytes for size in sizes[:-1])),

@@ -179,6 +179,7 @@ def _build_layer_profiles(
             forward_s=median(forward),
             backward_s=median(backward),
             parameter_bytes=weights,
+            frozen_bytes=frozen,
             forward_spread_s=_spread(forward),
             backward_spread_s=_spread(backward),
             output_bytes=size.output_bytes,
@@ -195,7 +196,7 @@ def _build_layer_profiles(
             backward_launch_s=launches[2 * index + 1],
             half_length_sizes=half,
         )
-        for index, ((forward, backward), size, half, need, weights, largest, matrices) in enumerate(rows)
+        for index, ((forward, backward), size, half, need, (weights, frozen), largest, matrices) in enumerate(rows)
     )
 
 

@@ -30,15 +30,16 @@ def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Returns the bytes of each layer's own parameters; a shared one counts in the first layer only."""
+def parameter_bytes(layers: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """Returns the bytes of each layer's own parameters, and of frozen ones; shared ones count in the first only."""
     counted: set[int] = set()
     sizes = []
     for layer in layers:
-        own = {id(parameter): parameter.nbytes for parameter in layer.parameters() if id(parameter) not in counted}
+        own = {id(parameter): parameter for parameter in layer.parameters() if id(parameter) not in counted}
         counted |= own.keys()
-        sizes.append(sum(own.values()))
-    return tuple(sizes)
+        frozen = sum(parameter.nbytes for parameter in own.values() if not parameter.requires_grad)
+        sizes.append((sum(parameter.nbytes for parameter in own.values()), frozen))
+    return sizes
 
 
 def tied_parameters(graph: LayerGraph, parameters: Mapping[str, nn.Parameter]) -> tuple[TiedParameters, ...]:

@@ -270,18 +270,18 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         backward_s=tuple(b + f if stage.recompute else b for stage, (f, b) in zip(stages, splits, strict=True)),
         weight_s=tuple(backward_s / 2 if weight_s is None else weight_s / parts for _, backward_s in splits),
         update_s=tuple(
-            stage.update_s + stage.parameter_bytes * site.sum_costs.work_s_per_byte * (stage.replicas > 1)
+            stage.update_s + stage.trained_bytes * site.sum_costs.work_s_per_byte * (stage.replicas > 1)
             for stage, site in zip(stages, sites, strict=True)
         ),
         sync_s=plan.costs.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
         cluster=cluster,
         workers=tuple(sorted(set(plan.worker_order))),
-        buckets=tuple(bucket_costs(stage.parameter_bytes, site) for stage, site in zip(stages, sites, strict=True))
+        buckets=tuple(bucket_costs(stage.trained_bytes, site) for stage, site in zip(stages, sites, strict=True))
         if overlap
         else (),
         sum_bytes=tuple(
-            site.sum_costs.share * float(all_reduce_bytes(stage.parameter_bytes, stage.replicas, how=cluster.sums))
+            site.sum_costs.share * float(all_reduce_bytes(stage.trained_bytes, stage.replicas, how=cluster.sums))
             for stage, site in zip(stages, sites, strict=True)
         ),
         weight_bytes=tuple(float(stage.parameter_bytes) for stage in stages),

@@ -136,7 +136,7 @@ class _StageTrace:
         sizes = _size_stage(program, stage)
         self.in_flight = self.deferred = 0
         self.has_sums = False
-        self.weights_bytes: int = row.parameter_bytes
+        self.weights_bytes: int = row.trained_bytes
         self.working_bytes = int(sizes.working_bytes)
         self.largest_bytes = int(sizes.largest_parameter_bytes)
         moved_bytes = share_of(sizes.activation_bytes, row.offload)
@@ -154,7 +154,8 @@ class _StageTrace:
         # An update needs one more of the kept tensors.
         step_bytes = sizes.update_working_bytes + (self.weights_bytes if kept else 0)
         self.update_bytes = int(self.weights_bytes + max(step_bytes, temporary))
-        state_bytes = self.weights_bytes * (1 + program.weights.buffers(stage)) + row.optimizer_bytes + kept
+        state_bytes = row.frozen_bytes + self.weights_bytes * (1 + program.weights.buffers(stage))
+        state_bytes += row.optimizer_bytes + kept
         messages = message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage])
         if plan.optimizer_state == HOST and not isinstance(program.placement, Dispatched):
             if plan.costs.on_gpus:
@@ -163,9 +164,9 @@ class _StageTrace:
             else:
                 state_bytes += self.weights_bytes
         if _is_apart(program):  # copies, for a slot alone, and those of the slot before
-            self.forward_bytes += 2 * self.weights_bytes
-            self.first_bytes += 2 * self.weights_bytes
-            self.further_bytes += 2 * self.weights_bytes
+            self.forward_bytes += 2 * row.parameter_bytes
+            self.first_bytes += 2 * row.parameter_bytes
+            self.further_bytes += 2 * row.parameter_bytes
             state_bytes = self.weights_bytes = self.update_bytes = 0
         self.start_bytes = state_bytes + int(messages)
 

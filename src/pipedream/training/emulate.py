@@ -28,7 +28,7 @@ from pipedream.workflows.simulate import simulate_program
 _SECONDS = ("forward_s", "backward_s", "update_s", "copy_s")
 _SIZES = (
     *("output_bytes", "activation_bytes", "working_bytes"),
-    *("gathered_bytes", "parameter_bytes", "optimizer_bytes"),
+    *("gathered_bytes", "parameter_bytes", "frozen_bytes", "optimizer_bytes"),
 )
 
 

@@ -36,6 +36,7 @@ _COMPARED = (
     "output_bytes",
     "activation_bytes",
     "parameter_bytes",
+    "frozen_bytes",
     "optimizer_bytes",
 )
 

@@ -175,7 +175,7 @@ def _profile_rank(profile: Profile, mesh: Mesh, cluster: Cluster) -> Profile:
 
 
 def _sum_weights(layers: Sequence[LayerProfile]) -> int:
-    return sum(layer.parameter_bytes for layer in layers)
+    return sum(layer.trained_bytes for layer in layers)
 
 
 def _add_mesh_to_all(comparison: planner.Comparison, mesh: Mesh) -> planner.Comparison:

@@ -318,7 +318,7 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
             "model again"
         )
     if not sums.is_exact:
-        sum_costs = sums.costs(source.parameter_bytes, source.matrices, source.value_bytes)
+        sum_costs = sums.costs(source.trained_bytes, source.matrices, source.value_bytes)
         request = replace(request, cluster=replace(request.workers_and_links, sum_costs=sum_costs))
     return profile, request
 

@@ -409,8 +409,9 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest
     data = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(3)]
     order = homes(2, 3)
     planned = replace(plan_of(model, data[0][0], (2, 4)), cluster=Cluster.flat(2), worker_order=order)
-    sizes = zip(planned.stages, (2 * (288 + 256), 2 * (288 + 256), 108), strict=True)
-    planned = replace(planned, stages=tuple(replace(stage, parameter_bytes=size) for stage, size in sizes))
+    sizes = zip(planned.stages, (2 * (288 + 256), 2 * (288 + 256), 108), (2 * 288, 2 * 288, 0), strict=True)
+    rows = (replace(stage, parameter_bytes=size, frozen_bytes=frozen) for stage, size, frozen in sizes)
+    planned = replace(planned, stages=tuple(rows))
     options: dict[str, Any] = {
         "schedule": "roundpipe[delay=1]", "microbatches": 2, "loss": F.cross_entropy, "optimizer": torch.optim.AdamW
     }  # fmt: skip

@@ -38,6 +38,7 @@ class LayerProfile:
         forward_launch_s, backward_launch_s: seconds that the host needs to launch the pass on a GPU, which computes
             meanwhile; the same for any batch. 0 if the host itself computes.
         parameter_bytes: a tied parameter counts in the layer that uses it first (`Profile.tied`).
+        frozen_bytes: those of `parameter_bytes` that are not trained (``requires_grad`` is False).
         arriving_bytes: kept by earlier layers and also from here on: a stage that begins here holds its own copy.
         leaving_bytes: bytes of its output, kept neither by it nor by an earlier layer: a stage that ends here holds
             them until its backward.
@@ -76,14 +77,21 @@ class LayerProfile:
     gathered_bytes: int = 0
     matrices: tuple[Matrices, ...] = ()
     half_length_sizes: tuple[int, ...] = ()
+    frozen_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_not_negative(self)
+        if self.frozen_bytes > self.parameter_bytes:
+            raise ValueError(f"{self.frozen_bytes} frozen bytes cannot be more than all {self.parameter_bytes}")
         if self.forward_fixed_s > self.forward_s or self.backward_fixed_s > self.backward_s:
             raise ValueError(
                 f"the fixed part of {self.forward_s} and {self.backward_s} seconds cannot be greater, found "
                 f"{self.forward_fixed_s} and {self.backward_fixed_s}"
             )
+
+    @property
+    def trained_bytes(self) -> int:
+        return self.parameter_bytes - self.frozen_bytes
 
     def of_length(self, share: float) -> LayerProfile:
         """Returns it for a share of the length of its sequences (`Profile.of_length`)."""
@@ -94,7 +102,7 @@ class LayerProfile:
         kept = max(output_bytes / max(self.output_bytes, 1), kept_bytes / max(self.activation_bytes, 1))
         names = ("arriving_bytes", "leaving_bytes", "working_bytes")
         others = {name: ceil(kept * getattr(self, name)) for name in names}
-        gradient_bytes = min(self.backward_bytes, self.parameter_bytes)
+        gradient_bytes = min(self.backward_bytes, self.trained_bytes)
         others["backward_bytes"] = gradient_bytes + ceil(kept * (self.backward_bytes - gradient_bytes))
         return replace(self, output_bytes=output_bytes, activation_bytes=kept_bytes, **others)
 
@@ -332,6 +340,10 @@ class Profile(Tabular, Artifact):
     def parameter_bytes(self) -> int:
         return sum(layer.parameter_bytes for layer in self.layers)
 
+    @property
+    def trained_bytes(self) -> int:
+        return sum(layer.trained_bytes for layer in self.layers)
+
     def without_tied_groups(self) -> Profile:
         """Returns the profile for methods that may hold a weight in several stages: they may separate its layers.
 
@@ -396,6 +408,8 @@ class Profile(Tabular, Artifact):
             for row in shown
         ]
         rows.append("kept: by the forward, for the backward; spread: between the quartiles of the runs")
+        if self.trained_bytes < self.parameter_bytes:
+            rows.append(f"frozen: {format_bytes(self.parameter_bytes - self.trained_bytes)} of the weights")
         if self.optimizer:
             rows.append(
                 f"update ({self.optimizer}): {format_seconds(self.update_s)}, state "

@@ -12,18 +12,14 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
 
-def check_host_memory(
-    stages: Sequence[Stage], versions: Sequence[int], free_bytes: int | None, frozen_bytes: Sequence[int] = ()
-) -> None:
+def check_host_memory(stages: Sequence[Stage], versions: Sequence[int], free_bytes: int | None) -> None:
     """Raises a PlanError if the stages of a machine need more of its memory than is free (None: unknown).
 
     Args:
         versions: sets of weights of each stage.
-        frozen_bytes: of each stage's weights; (): all are trained.
     """
-    rows = zip(stages, frozen_bytes or [0] * len(stages), strict=True)
-    trained = [max(0, stage.parameter_bytes - frozen) for stage, frozen in rows]
-    weights, frozen = sum(trained), sum(frozen_bytes)
+    trained = [stage.trained_bytes for stage in stages]
+    weights, frozen = sum(trained), sum(stage.frozen_bytes for stage in stages)
     sets = frozen + sum(size * count for size, count in zip(trained, versions, strict=True))
     state = sum(stage.optimizer_bytes for stage in stages)
     need = weights + sets + state  # one set of gradients

@@ -78,6 +78,7 @@ class StageSizes:
         received_bytes, sent_bytes: bytes of its messages on both sides; 0 at the model's ends.
         loaded_bytes: bytes of minibatches loaded ahead at the model's input.
         working_bytes, update_working_bytes: bytes that a pass or an update needs besides what is kept.
+        frozen_bytes: those of `parameter_bytes` that are not trained: there is one version of them, and no gradient.
         relief_bytes: bytes that a backward which makes all gradients itself needs less than activations, gradients and
             working bytes together, since activations go before the last gradient comes. For a microbatch at least its
             share of a minibatch's, because gradients are as large.
@@ -94,6 +95,11 @@ class StageSizes:
     relief_bytes: Numbers = 0
     largest_parameter_bytes: Numbers = 0
     update_working_bytes: Numbers = 0
+    frozen_bytes: Numbers = 0
+
+    @property
+    def trained_bytes(self) -> Numbers:
+        return self.parameter_bytes - self.frozen_bytes
 
 
 ELSEWHERE = ("host_bytes", "moved_bytes", "snapshot_bytes")
@@ -167,7 +173,7 @@ def moments(
         hosted: the optimizer steps copies of the weights in the memory of the machine, which is also that of a worker
             without a GPU.
     """
-    whole, moved = sizes.parameter_bytes, share_of(sizes.activation_bytes, offload)
+    whole, moved = sizes.trained_bytes, share_of(sizes.activation_bytes, offload)
     waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved
     running = sizes.activation_bytes - moved + window_bytes(moved)  # of the microbatch whose pass runs
     messages = message_bytes(sizes, in_flight, recompute, peers)
@@ -177,9 +183,10 @@ def moments(
         state = sizes.optimizer_bytes + kept_tensors * whole + matrix_bytes[0] + hosted * whole
         if hosted and on_gpus:
             state = 0 * whole
-        host = 2 * whole + stash + state if apart else 0  # with a place for the gradients
+        weights = whole + sizes.frozen_bytes
+        host = weights + whole + stash + state if apart else 0  # with a place for the gradients
         stash, state = (0 * whole, 0 * whole) if apart else (stash, state)
-        kinds = whole * (1 + apart), stash, state, gradients, activations, messages, working, host, in_flight * moved
+        kinds = weights * (1 + apart), stash, state, gradients, activations, messages, working, host, in_flight * moved
         return StageMemory(*cast(tuple[int, ...], kinds))
 
     def most(count: int) -> Numbers:
@@ -245,7 +252,7 @@ def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
 
 def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Numbers:
     """Returns the bytes of one bucket."""
-    return np.minimum(FIRST_BUCKET_BYTES, sizes.parameter_bytes) if peers is not None and peers.sums else 0
+    return np.minimum(FIRST_BUCKET_BYTES, sizes.trained_bytes) if peers is not None and peers.sums else 0
 
 
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Numbers:

@@ -221,7 +221,7 @@ class Plan(Tabular, Artifact):
         sums, value_bytes = self.sum_method, self.messages.value_bits / 8
         # A plan that is being searched for has what the sums of the whole model take in its cluster.
         each = (
-            self.cluster.sum_costs if sums.is_exact else sums.costs(stage.parameter_bytes, stage.matrices, value_bytes)
+            self.cluster.sum_costs if sums.is_exact else sums.costs(stage.trained_bytes, stage.matrices, value_bytes)
             for stage in self.stages
         )
         return PlanCosts(self.stages, taken, cluster, self.tied_weights, runtime, tuple(each))
@@ -423,7 +423,7 @@ def _describe_exchange(plan: Plan) -> list[str]:
     ]
     if not plan.sum_method.is_exact:
         pairs = zip(plan.stages, plan.costs.sum_costs, strict=True)
-        sizes = [format_bytes(stage.parameter_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
+        sizes = [format_bytes(stage.trained_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
         lines.append(f"sums: {plan.sums}, {', '.join(sizes)} an update in the mean (approximate)")
     if plan.activations:
         sizes = [f"{stage.offload:.0%}" for stage in plan.stages]
@@ -432,7 +432,7 @@ def _describe_exchange(plan: Plan) -> list[str]:
             f"activations: {', '.join(sizes)} of the stages' wait in {plan.activations}, {', '.join(moved_bytes)}"
         )
     if plan.optimizer_state == HOST:
-        size = sum(2 * stage.parameter_bytes + stage.optimizer_bytes for stage in plan.stages)
+        size = sum(2 * stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)
         lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with weights and gradients")
     if plan.cluster.snapshots:
         sizes = [format_bytes(stage.memory.snapshot_bytes) for stage in plan.stages]

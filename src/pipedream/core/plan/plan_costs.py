@@ -98,7 +98,7 @@ class PlanCosts:
         return tuple(
             float(
                 all_reduce_s(
-                    stage.parameter_bytes * site.sum_costs.share,
+                    stage.trained_bytes * site.sum_costs.share,
                     stage.replicas,
                     site.sum_bytes_per_s,
                     site.sum_latency_s * site.sum_costs.messages,
@@ -155,7 +155,7 @@ class PlanCosts:
                     stage.forward_s,
                     stage.redone_s,
                     stage.update_s + added_s,
-                    stage.parameter_bytes,
+                    stage.trained_bytes,
                     before_bytes,
                     after_bytes,
                 )
@@ -178,9 +178,9 @@ class PlanCosts:
         if len(self.cluster.levels) == 1:
             return max(self.periods_s)
         compute_s = (
-            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + added_s, stage.parameter_bytes))
+            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + added_s, stage.trained_bytes))
             for site, stage, added_s in zip(self.sites, self.stages, self.added_s, strict=True)
         )
         sent = [stage.output_bytes for stage in self.stages]
-        summed = [s.parameter_bytes * costs.share for s, costs in zip(self.stages, self.sum_costs, strict=True)]
+        summed = [s.trained_bytes * costs.share for s, costs in zip(self.stages, self.sum_costs, strict=True)]
         return max(*compute_s, *ports_s(self.cluster, self.taken, sent, summed).values())

@@ -37,6 +37,7 @@ class Stage:
         memory: the parts of its peak.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
         matrices: its trained weights of two or more dimensions; () if unknown.
+        frozen_bytes: those of `parameter_bytes` that are not trained.
         layout: the rules that cut tensors over the mesh (`core.plan.layout.Layout`); '' for none.
     """
 
@@ -68,6 +69,7 @@ class Stage:
     layout: str = ""
     gathered_bytes: int = 0
     matrices: tuple[Matrices, ...] = ()
+    frozen_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", Mesh(self.mesh).text)
@@ -80,7 +82,7 @@ class Stage:
                 f"between 0 and all of a stage's activations may wait elsewhere, and none if it recomputes, found the "
                 f"share {self.offload}"
             )
-        sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes")
+        sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes", "trained_bytes")
         passes = ("forward_s", "backward_s", "forward_fixed_s", "backward_fixed_s")
         for name in (*passes, "forward_launch_s", "backward_launch_s", "update_s", "copy_s", *sizes):
             if getattr(self, name) < 0:
@@ -103,7 +105,13 @@ class Stage:
             relief_bytes=part(self.relief_bytes),
             largest_parameter_bytes=self.largest_parameter_bytes,
             update_working_bytes=self.update_working_bytes,
+            frozen_bytes=self.frozen_bytes,
         )
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the weights that are trained."""
+        return self.parameter_bytes - self.frozen_bytes
 
     def split_s(self, microbatches: int) -> tuple[float, float]:
         """Returns the seconds of both passes for one of m equal parts: fixed + (all - fixed) / m."""

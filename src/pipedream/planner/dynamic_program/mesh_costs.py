@@ -102,7 +102,7 @@ class MeshCosts:
         update = np.array(np.broadcast_to(space.update_s(first, last, delay, edges), forward.shape), dtype=float)
         if delay:  # a single stage never has one
             update[0, -1] = space.update_s(0, int(last[0, -1]), 0, (0, 0))
-        weights = np.asarray(space.parameter_bytes(first, last))
+        weights = np.asarray(space.trained_bytes(first, last))
         backward = backward + forward if recompute else backward
         costs = np.where(self._allowed, lies.site.period_s(forward, backward, update, weights, *edges), np.inf)
         if len(self._costs) * costs.nbytes < _CACHE_BYTES:

@@ -111,7 +111,7 @@ def _find_least_replicas(
     """As [from, to]; `workers` + 1 if no count is enough."""
     places, speed = np.array(space.positions), max(site.speed for row in sites.values() for site in row)
     forward, backward = (np.asarray(part, dtype=float) for part in space.passes_s(0, places))
-    parameters = space.parameters[places]
+    trained = space.trained[places]
     work = (forward + backward) / (period_s * speed)
     before, after = np.ceil(work * (1 - _SLACK)), np.ceil((work[-1] - work) * (1 - _SLACK))
     sends = space.crossing[places].astype(float) * space.cluster.message_share
@@ -128,7 +128,7 @@ def _find_least_replicas(
         tried = np.flatnonzero(needs <= count)
         for site in row:
             # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
-            weight_bytes, forward_s = parameters[j[tried]] - parameters[i[tried]], forward[j[tried]] - forward[i[tried]]
+            weight_bytes, forward_s = trained[j[tried]] - trained[i[tried]], forward[j[tried]] - forward[i[tried]]
             sum_s = all_reduce_s(weight_bytes * site.sum_costs.share, count, site.sum_bytes_per_s, how=site.sums)
             pairs = tried[sum_s + forward_s / site.speed <= count * period_s]
             a, b = i[pairs], j[pairs]

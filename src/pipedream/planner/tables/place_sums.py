@@ -32,10 +32,10 @@ from pipedream.planner.cuts import Lattice, bit_indices
 
 
 class PlaceBytes(NamedTuple):
-    """Bytes of all layers before each place, and bytes that cross a cut there."""
+    """Bytes of all layers before each place, `trained` those of weights, and bytes that cross a cut there."""
 
     activations: IntArray
-    parameters: IntArray
+    trained: IntArray
     crossing: IntArray
 
 
@@ -49,7 +49,7 @@ class StagePeaks:
     Attributes:
         count: number of layers; the places up to it are those of the graph's order.
         lowest, highest: for each place, the first layer that is not before it, and one more than the last that is.
-        kept, parameters: bytes of all layers before each place; the loss is part of the last layer.
+        kept, trained: bytes of all layers before each place; the loss is part of the last layer.
         arriving, leaving: bytes that a stage which begins, or ends, at a place keeps in addition to `kept`.
         working, growing, largest: over runs: activations and temporaries; these and gradients; parameters.
         alone: over runs: temporaries of a single layer.
@@ -60,7 +60,7 @@ class StagePeaks:
     lowest: IntArray
     highest: IntArray
     kept: IntArray
-    parameters: IntArray
+    trained: IntArray
     arriving: IntArray
     leaving: IntArray
     working: RunExtremes
@@ -83,7 +83,7 @@ class StagePeaks:
         kept += last * profile.loss_bytes
         leaving[-1] = 0
         working[-1] = max(working[-1] - profile.loss_bytes, profile.loss_working_bytes)
-        ahead, parameters = kept[1 : count + 1], places.parameters[1 : count + 1]
+        ahead, trained = kept[1 : count + 1], places.trained[1 : count + 1]
         # What a stage of a graph keeps twice is at most what crosses its cuts; an old profile does not record it.
         others = np.array(places.crossing[count + 1 :]) * any(layer.arriving_bytes for layer in layers)
         arriving = np.array([layer.arriving_bytes for layer in layers])
@@ -92,11 +92,11 @@ class StagePeaks:
             np.array([(~downset & (downset + 1)).bit_length() - 1 for downset in downsets]),
             np.array([downset.bit_length() for downset in downsets]),
             kept,
-            places.parameters,
+            places.trained,
             np.concatenate([arriving, arriving[-1:], others]),
             np.concatenate([leaving[:1], leaving, others]),
             RunExtremes.of(ahead + working, np.maximum),
-            RunExtremes.of(np.maximum(ahead + backward - parameters, ahead + working - parameters), np.maximum),
+            RunExtremes.of(np.maximum(ahead + backward - trained, ahead + working - trained), np.maximum),
             RunExtremes.of([layer.largest_parameter_bytes for layer in layers], np.maximum),
             RunExtremes.of(working, np.maximum),
             RunExtremes.of([layer.gathered_bytes for layer in layers], np.maximum),
@@ -122,7 +122,7 @@ class StagePeaks:
     def relief_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns how much less a backward needs, see `StageSizes`."""
         peak = self.kept[last] + self.working_bytes(first, last)
-        run = peak - self.growing.between(*self._run(first, last)) - self.parameters[first]
+        run = peak - self.growing.between(*self._run(first, last)) - self.trained[first]
         return np.where(self._is_run(first, last), np.maximum(run, 0), 0)
 
     def largest_parameter_bytes(self, first: Place, last: Place) -> Bytes:
@@ -151,7 +151,7 @@ def _rate_update_working(profile: Profile) -> tuple[float, float]:
     largest = max(layer.largest_parameter_bytes for layer in profile.layers)
     if profile.update_working_bytes <= 4 * largest:
         return (profile.update_working_bytes / largest if largest else 0.0), 0.0
-    return 0.0, profile.update_working_bytes / max(profile.parameter_bytes, 1)
+    return 0.0, profile.update_working_bytes / max(profile.trained_bytes, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ class PlaceSums:
     Attributes:
         forward, backward: seconds; the loss is part of the last layer's backward.
         launch: those of the host's launches for both passes.
-        parameters, optimizer: bytes of all layers before each place.
+        parameters, trained, optimizer: bytes of all layers before each place; `trained` without frozen weights.
         crossing: bytes that cross a cut at each place; at 0 the model's input, at n its output.
         downsets: the layers before each place, as bit sets.
     """
@@ -171,6 +171,7 @@ class PlaceSums:
     backward: ExactSums
     launch: ExactSums
     parameters: IntArray
+    trained: IntArray
     optimizer: IntArray
     peaks: StagePeaks
     crossing: IntArray
@@ -193,20 +194,22 @@ class PlaceSums:
         backward_parts = _scale(backward, scale)
         backward_parts[-1] += loss[0] * (scale // loss[1])
         parameters = _sum_prefixes([layer.parameter_bytes for layer in layers], steps)
+        trained = _sum_prefixes([layer.trained_bytes for layer in layers], steps)
         crossing = lattice.crossing_bytes(downsets, [layer.output_bytes for layer in layers])
         # The profile has only one dtype, which inputs of another are counted as.
         crossing[0] = sum(prod(shape) for shape in profile.input_shapes) * profile.value_bytes
         crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
         activations = _sum_prefixes([layer.activation_bytes for layer in layers], steps)
-        place_bytes = PlaceBytes(np.array(activations), np.array(parameters), crossing)
+        place_bytes = PlaceBytes(np.array(activations), np.array(trained), crossing)
         # Rounding the running share, and not each layer's, makes the stages of any cut add up to the total.
-        optimizer = [profile.optimizer_bytes * before // max(parameters[count], 1) for before in parameters]
+        optimizer = [profile.optimizer_bytes * before // max(trained[count], 1) for before in trained]
         return cls(
             profile=profile,
             forward=ExactSums(np.array(_sum_prefixes(_scale(forward, scale), steps), dtype=object), scale),
             backward=ExactSums(np.array(_sum_prefixes(backward_parts, steps), dtype=object), scale),
             launch=ExactSums(np.array(_sum_prefixes(_scale(launch, scale), steps), dtype=object), scale),
             parameters=np.array(parameters),
+            trained=np.array(trained),
             optimizer=np.array(optimizer),
             peaks=StagePeaks.of(profile, downsets, place_bytes),
             crossing=crossing,
@@ -233,25 +236,31 @@ class PlaceSums:
         return self.forward.between(first, last), self.backward.between(first, last)
 
     def bytes_of(self, first: Place, last: Place) -> tuple[Bytes, Bytes, Bytes]:
-        """Returns the bytes of parameters, received and sent on."""
+        """Returns the bytes of trained parameters, received and sent on."""
         end = len(self.profile.layers)
         return (
-            self.parameter_bytes(first, last),
+            self.trained_bytes(first, last),
             np.where(np.asarray(first) == 0, 0, self.crossing[first]),
             np.where(np.asarray(last) == end, 0, self.crossing[last]),
         )
 
     def parameter_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns the bytes of a stage's parameters: with its copies of tied ones that an earlier stage also uses."""
-        total: Bytes = self.parameters[last] - self.parameters[first]
+        return self._add_copies(self.parameters[last] - self.parameters[first], first, last, trained_only=False)
+
+    def trained_bytes(self, first: Place, last: Place) -> Bytes:
+        """The same without frozen ones."""
+        return self._add_copies(self.trained[last] - self.trained[first], first, last, trained_only=True)
+
+    def _add_copies(self, total: Bytes, first: Place, last: Place, *, trained_only: bool) -> Bytes:
         for (count, is_first), tied in zip(self._tied, self.profile.tied, strict=True):
             copies = (count[last] > count[first]) & (is_first[last] == is_first[first])
-            total = total + copies * tied.parameter_bytes
+            total = total + copies * tied.parameter_bytes * (tied.trained or not trained_only)
         return total
 
     def optimizer_bytes(self, first: Place, last: Place) -> Bytes:
         total: Bytes = self.optimizer[last] - self.optimizer[first]
-        copies = self.parameter_bytes(first, last) - (self.parameters[last] - self.parameters[first])
+        copies = self.trained_bytes(first, last) - (self.trained[last] - self.trained[first])
         return total + self.profile.optimizer_bytes * copies // self._all_bytes if self._tied else total
 
     @cached_property
@@ -267,7 +276,7 @@ class PlaceSums:
 
     @property
     def _all_bytes(self) -> int:
-        return max(int(self.parameters[len(self.profile.layers)]), 1)
+        return max(int(self.trained[len(self.profile.layers)]), 1)
 
     @property
     def _launches(self) -> bool:
@@ -278,7 +287,7 @@ class PlaceSums:
         return fixed_s + self._share(self.profile.update_s - fixed_s, first, last)
 
     def _share(self, seconds: float, first: Place, last: Place) -> Seconds:
-        share: Seconds = seconds * self.parameter_bytes(first, last) / self._all_bytes
+        share: Seconds = seconds * self.trained_bytes(first, last) / self._all_bytes
         return share
 
     def _build_stage(self, first: int, last: int) -> Stage:
@@ -296,6 +305,7 @@ class PlaceSums:
             output_bytes=int(self.crossing[last]),
             activation_bytes=int(self.peaks.activation_bytes(first, last)),
             parameter_bytes=int(self.parameter_bytes(first, last)),
+            frozen_bytes=int(self.parameter_bytes(first, last) - self.trained_bytes(first, last)),
             optimizer_bytes=int(self.optimizer_bytes(first, last)),
             matrices=join_matrices(matrix for layer in inside for matrix in layer.matrices),
             names=tuple(self.profile.graph.layers[i].name for i in bit_indices(after & ~before)),
@@ -303,7 +313,7 @@ class PlaceSums:
             gathered_bytes=int(self.peaks.gathered_bytes(first, last)),
             relief_bytes=int(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
-            update_working_bytes=int(self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last))),
+            update_working_bytes=int(self.peaks.update_working_bytes(first, last, self.trained_bytes(first, last))),
         )
 
 

@@ -123,7 +123,7 @@ class SearchSpace(PlaceSums):
         self, first: Place, last: Place, update_delay: int = 0, edges: tuple[Bytes, Bytes] | None = None
     ) -> Seconds:
         """Returns the seconds of one update of a stage: the fixed part of the optimizer's step, and its share
-        of the rest, by parameter bytes.
+        of the rest, by bytes of trained parameters.
 
         With several versions, weights that a forward in flight still reads are copied first. At the output there is
         none, unless updates are delayed. With tied weights, the update waits for the sums over their holders. What the
@@ -233,7 +233,8 @@ class SearchSpace(PlaceSums):
             working_bytes=part(self.peaks.working_bytes(first, last) - gathered) + gathered,
             relief_bytes=part(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=self.peaks.largest_parameter_bytes(first, last),
-            update_working_bytes=self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last)),
+            update_working_bytes=self.peaks.update_working_bytes(first, last, self.trained_bytes(first, last)),
+            frozen_bytes=self.parameter_bytes(first, last) - self.trained_bytes(first, last),
         )
 
     def _list_memory_options(

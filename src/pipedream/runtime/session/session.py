@@ -199,7 +199,7 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
     if isinstance(blueprint.placement, Dispatched):
         rules = [program.weights for program in blueprint.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
-        check_host_memory(plan.stages, versions, free_bytes(), list(map(_count_frozen_bytes, blueprint.stages)))
+        check_host_memory(plan.stages, versions, free_bytes())
     elif plan.optimizer_state == HOST:
         own = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
         stages = _list_stages_here(local, own)
@@ -210,11 +210,6 @@ def _list_stages_here(local: LocalWorkers, stages: Sequence[int]) -> list[int]:
     """Returns the given stages of all processes of this machine. Every rank calls it."""
     rows = map(json.loads, gather_texts(json.dumps([read_machine(), list(stages)]), local.group))
     return [stage for machine, others in rows for stage in others if machine == read_machine()]
-
-
-def _count_frozen_bytes(layers: Sequence[tuple[str, nn.Module]]) -> int:
-    frozen = {id(p): p for _, layer in layers for p in layer.parameters() if not p.requires_grad}
-    return sum(parameter.nbytes for parameter in frozen.values())
 
 
 def _join_others(

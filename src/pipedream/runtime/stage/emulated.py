@@ -97,10 +97,10 @@ class EmulatedStage(nn.Module):
         self._forward_s = stage.forward_s / microbatches
         self._columns = max(1, ceil(stage.output_bytes / microbatches / _ITEM_BYTES)) if sends else 1
         self._activation_bytes = ceil(stage.activation_bytes / microbatches)
-        items = max(1, ceil(stage.parameter_bytes / _ITEM_BYTES))
+        items = max(1, ceil(stage.trained_bytes / _ITEM_BYTES))
         pieces = 1
         if stage.replicas > 1:
-            pieces = max(1, min(_MOST_PIECES, int(stage.parameter_bytes / FIRST_BUCKET_BYTES / byte_scale)))
+            pieces = max(1, min(_MOST_PIECES, int(stage.trained_bytes / FIRST_BUCKET_BYTES / byte_scale)))
         ends = [items * piece // pieces for piece in range(pieces + 1)]
         shapes: list[tuple[int, ...]] = [(end - begin,) for begin, end in pairwise(ends)]
         if shaped and stage.replicas > 1 and stage.matrices:
