@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from pipedream import probe
 from pipedream.core.errors import PlanError
-from pipedream.probe import _list_group_bytes, available_bytes, host_bytes, probe_gpus
+from pipedream.probe import _list_group_bytes, available_bytes, host_bytes, host_bytes_per_s, probe_gpus
 
 H200, A100, OTHER = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A2000"
 GB = 10**9
@@ -129,3 +131,31 @@ def test_probe_leaves_room_for_communicators(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (100 * GB, 150 * GB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: GB // 4)
     assert available_bytes(device, 1) == 100 * GB + 3 * GB // 4 - 500_000_000, "with what is cached"
+
+
+def test_copies_to_the_host_are_as_fast_as_the_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy returns at once, and is done when the GPU is waited for: 20 GB/s to the GPU, 10 GB/s from it."""
+    clock = SimpleNamespace(now_s=0.0, coming_s=0.0)
+
+    class Memory:
+        def __init__(self, size: int, dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> None:
+            assert (device is None) == pin_memory
+            self.size, self.is_here = size, pin_memory
+
+        def copy_(self, source: Memory, non_blocking: bool) -> None:
+            assert (non_blocking, source.size) == (True, self.size)
+            clock.coming_s += self.size / (10e9 if self.is_here else 20e9)
+
+    def synchronize(device: torch.device) -> None:
+        clock.now_s, clock.coming_s = clock.now_s + clock.coming_s, 0.0
+
+    fake = SimpleNamespace(empty=Memory, uint8=torch.uint8, cuda=SimpleNamespace(synchronize=synchronize))
+    monkeypatch.setattr(probe, "torch", fake)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    assert host_bytes_per_s(torch.device("cuda")) == pytest.approx(10e9)
+    assert host_bytes_per_s(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_faster_than_a_disk() -> None:
+    assert (host_bytes_per_s(torch.device("cuda")) or 0.0) > 1e9

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
-from pipedream.core.hardware.devices import GPU_LINKS, Device, GpuLinks, device_named
+from pipedream.core.hardware.devices import GPU_LINKS, OTHER_LINKS, Device, device_named
 from pipedream.core.hardware.survey import lower_quartile, slope
 
 _CONTEXT_BYTES = 1_500_000_000
@@ -32,7 +32,6 @@ _CONTEXT_BYTES = 1_500_000_000
 _COMMUNICATORS_BYTES = 500_000_000
 """What NCCL's buffers take of a GPU in each process: an estimate for four neighbours."""
 
-_OTHER_LINKS = GpuLinks(None, 15.75e9)  # PCIe 3.0 x16
 _ETHERNET_BYTES_PER_S, _ETHERNET_S = 1.25e9, 50e-6
 
 _MATRIX = {"cpu": 384, "cuda": 4096}
@@ -122,7 +121,7 @@ def probe_gpus(workers: int | None = None, memory_bytes: int | None = None, devi
 def _describe_links(gpus: range) -> Level:
     """Returns the links among GPUs of this machine: NVLink, or else PCIe, as fast as the slowest has it."""
     named = [_find_device(gpu) for gpu in gpus]
-    links = [GPU_LINKS.get(device.name, _OTHER_LINKS) if device is not None else _OTHER_LINKS for device in named]
+    links = [GPU_LINKS.get(device.name, OTHER_LINKS) if device is not None else OTHER_LINKS for device in named]
     peers = all(torch.cuda.can_device_access_peer(gpu, other) for gpu, other in permutations(gpus, 2))
     rates = [(link.nvlink_bytes_per_s if peers else None) or link.pcie_bytes_per_s for link in links]
     return Level(len(gpus), min(rates) * links[0].share, links[0].latency_s)
@@ -172,6 +171,26 @@ def work_s(device: torch.device, most_s: float) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return sorted(seconds)[len(seconds) // 4]
+
+
+def host_bytes_per_s(device: torch.device) -> float | None:
+    """Returns the rate of copies between a GPU and pinned memory of its machine, the slower direction's.
+
+    None for a CPU: its memory is the host's, where activations cannot wait apart from it.
+    """
+    if device.type != "cuda":
+        return None
+    there = torch.empty(_MOST_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(_MOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_REPEATS):
+        for row, (target, source) in zip(seconds, ((here, there), (there, here)), strict=True):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            row.append(time.perf_counter() - start)
+    return _MOST_BYTES / max(map(lower_quartile, seconds))
 
 
 def memory_name(device: torch.device) -> str:

@@ -119,6 +119,15 @@ def test_alike_workers_have_no_kinds_and_the_least_memory() -> None:
     assert cluster.device == "cpu: a"
 
 
+def test_rates_are_those_of_the_slowest_if_all_were_measured() -> None:
+    fast, slow = replace(SEEN, disk_bytes_per_s=2e9, host_bytes_per_s=2e10), replace(SEEN, disk_bytes_per_s=1e9)
+    cluster = survey("aa", workers=(fast, slow)).cluster()
+    assert (cluster.disk_bytes_per_s, cluster.host_bytes_per_s) == (1e9, None)
+    slow = replace(slow, host_bytes_per_s=1e10)
+    assert survey("aa", workers=(fast, slow)).cluster().host_bytes_per_s == 1e10
+    assert "disk 1.00 GB/s; memory of the host 10.0 GB/s" in str(survey("aa", workers=(fast, slow)).cluster())
+
+
 def test_cluster_can_be_saved() -> None:
     seen = (
         replace(SEEN, machine="a", work_s=1.0),

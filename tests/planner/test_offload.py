@@ -112,6 +112,20 @@ def test_what_alone_does_not_fit_may_together() -> None:
         plan_of(limit, schedule="1f1b", microbatches=1, activations="")
 
 
+def test_copies_to_the_memory_of_the_host_take_time() -> None:
+    """At the rate that was measured, else at that of the datasheet."""
+    cluster = Cluster.flat(4, memory_bytes=NEEDS[0] - 150_000, device="A100-80GB")
+    profile = replace(CHAIN, device="A100-80GB")
+    for rate, slowest in ((1e4, 1e4), (None, 0.8 * 31.5e9)):
+        plan = pd.plan(
+            profile, replace(cluster, host_bytes_per_s=rate), shape="straight", activations="host", strategy="search"
+        )
+        assert plan.cluster.host_bytes_per_s == slowest
+        (first, *_), copy_s = plan.stages, plan.stages[0].offload * 100_000 / slowest
+        assert first.offload
+        assert (first.forward_s, first.backward_s) == (max(1.0, copy_s), max(2.0, copy_s))
+
+
 def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
     plan = plan_of(NEEDS[0] - 150_000)
     again = Plan.from_json(plan.to_json())

@@ -14,6 +14,7 @@ from typing import Any
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster, SumCosts
+from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
@@ -324,8 +325,13 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
 
 
 def _add_activations(cluster: Cluster, text: str) -> Cluster:
-    """Returns the cluster with a place for activations; the rate of a disk that is here is measured, if unknown."""
+    """Returns the cluster with a place for activations, and its rate if that is unknown.
+
+    A disk that is here is measured; copies of GPUs to the memory of their machine are as fast as their datasheets say.
+    """
     folder = Activations.read(text).folder
+    if text == HOST and cluster.host_bytes_per_s is None:
+        cluster = replace(cluster, host_bytes_per_s=pcie_bytes_per_s(cluster.devices))
     if folder is not None and cluster.disk_bytes_per_s is None and os.access(folder, os.W_OK | os.X_OK):
         from pipedream.runtime.stage.offload_place import measure_disk  # loads torch
 

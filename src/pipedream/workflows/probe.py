@@ -26,6 +26,7 @@ from pipedream.probe import (
     both_ways,
     echo,
     fan,
+    host_bytes_per_s,
     machine_name,
     memory_name,
     one_way,
@@ -83,6 +84,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
         work_s(place, most_s / 30),
         available_bytes(place, Counter(memory for _, memory in names)[names[rank][1]]),
         None if folder is None else measure_disk(folder),
+        host_bytes_per_s(place),
     )
     needed, further = choose_steps(machines_of([name for name, _ in names]))
     # A link takes about 60 messages of this length.

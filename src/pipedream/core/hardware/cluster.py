@@ -402,4 +402,5 @@ class Cluster(Artifact):
             for level in self.levels
         )
         disk = f"; disk {format_rate(self.disk_bytes_per_s)}" if self.disk_bytes_per_s else ""
-        return f"Cluster of {who}; levels: {links}{disk}"
+        host = f"; memory of the host {format_rate(self.host_bytes_per_s)}" if self.host_bytes_per_s else ""
+        return f"Cluster of {who}; levels: {links}{disk}{host}"

@@ -30,7 +30,8 @@ powers of ten: what a card has above that is left to its context.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -163,6 +164,9 @@ GPU_LINKS = {
 }
 """Name -> links, for the devices above."""
 
+OTHER_LINKS = GpuLinks(None, 15.75e9)
+"""Of other GPUs: PCIe 3.0 x16."""
+
 _SHORT = {"v100": "V100-16GB", "a100": "A100-40GB", "h100": "H100-SXM"}
 _CUDA_NAMES = {
     r"V100-SXM2-16GB": "V100-16GB",
@@ -192,6 +196,17 @@ def device_named(name: str) -> Device:
     if not devices:
         raise ProfileError(f"device {name!r} is not known; choose one of {', '.join(DEVICES)}, or give a device's file")
     return devices[0]
+
+
+def pcie_bytes_per_s(names: Iterable[str]) -> float:
+    """Returns the rate between the memory of a machine and the slowest of some devices; unknown ones have the least."""
+    links = []
+    for name in set(names):
+        with suppress(ProfileError):
+            links.append(GPU_LINKS.get(device_named(name).name, OTHER_LINKS))
+            continue
+        links.append(OTHER_LINKS)
+    return min(link.pcie_bytes_per_s * link.share for link in links)
 
 
 def workers_of(text: str, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> tuple[Workers, ...]:

@@ -27,13 +27,14 @@ _HALF_DUPLEX = 0.7
 
 @dataclass(frozen=True)
 class Seen:
-    """One worker; `work_s` is for work that is the same for all. Its disk's rate is None if no folder was given."""
+    """One worker; `work_s` is for work that is the same for all. Rates are None if no folder was given, or no GPU."""
 
     machine: str
     device: str
     work_s: float
     memory_bytes: int
     disk_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,18 @@ class Survey(Artifact):
         kinds = self._derive_kinds()
         first = kinds[0]
         alike = len(kinds) == 1
-        rates = [row.disk_bytes_per_s for row in self.workers if row.disk_bytes_per_s is not None]
+
+        def find_least(rates: Sequence[float | None]) -> float | None:
+            measured = [rate for rate in rates if rate is not None]
+            return min(measured) if len(measured) == len(rates) else None
+
         return Cluster(
             levels,
             first.memory_bytes if alike else None,
             first.device,
             () if alike else kinds,
-            disk_bytes_per_s=min(rates) if len(rates) == len(self.workers) else None,
+            disk_bytes_per_s=find_least([seen.disk_bytes_per_s for seen in self.workers]),
+            host_bytes_per_s=find_least([seen.host_bytes_per_s for seen in self.workers]),
         )
 
     def _derive_level(self, number: int, width: int, sizes: tuple[int, ...] = ()) -> Level:
