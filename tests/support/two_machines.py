@@ -42,25 +42,28 @@ def started_on_both(
     machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path, *, own_memory: bool = False
 ) -> list[Started]:
     """Starts torchrun on both machines, one worker each; with `own_memory` folders are their /dev/shm."""
-    started = []
-    first = machines.hosts[0].address
-    for rank, host in enumerate(machines.hosts):
-        meet = {
-            "static": ("--master-addr", first, "--master-port", "29517", "--node-rank", str(rank)),
-            "c10d": (
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29517", "--rdzv-id", "test"),
-                *("--rdzv-conf", f"is_host={1 - rank}", "--local-addr", host.address),
-            ),
-        }[rendezvous]
-        machine_folder = folder / f"machine{rank}"
-        memory = machine_folder / "memory" if own_memory else None
-        (memory or machine_folder).mkdir(parents=True, exist_ok=True)
-        started.append(
-            commands.start(
-                *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet, *program),
-                folder=machine_folder,
-                environment={"GLOO_SOCKET_IFNAME": LINK},
-                within=within(host, memory),
-            )
-        )
-    return started
+    hosts = range(len(machines.hosts))
+    return [start_on(machines, rank, rendezvous, program, folder, own_memory=own_memory) for rank in hosts]
+
+
+def start_on(
+    machines: Network, rank: int, rendezvous: str, program: tuple[str, ...], folder: Path, *, own_memory: bool = False
+) -> Started:
+    """Starts torchrun on one machine, for a run on two."""
+    host, first = machines.hosts[rank], machines.hosts[0].address
+    meet = {
+        "static": ("--master-addr", first, "--master-port", "29517", "--node-rank", str(rank)),
+        "c10d": (
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29517", "--rdzv-id", "test"),
+            *("--rdzv-conf", f"is_host={int(not rank)},keep_alive_interval=1", "--local-addr", host.address),
+        ),
+    }[rendezvous]
+    machine_folder = folder / f"machine{rank}"
+    memory = machine_folder / "memory" if own_memory else None
+    (memory or machine_folder).mkdir(parents=True, exist_ok=True)
+    return commands.start(
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet, *program),
+        folder=machine_folder,
+        environment={"GLOO_SOCKET_IFNAME": LINK},
+        within=within(host, memory),
+    )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import commands
+import processes as worker_processes
 import pytest
 import torch
+import torch.distributed as dist
 
 import pipedream
 from pipedream._version import hash_sources
@@ -231,6 +234,23 @@ def test_a_restart_takes_what_is_newest_and_whole(
     assert point.manifest.minibatches == (3 if case in ("as new", "damaged") else 6)
     assert point.folder == run
     assert ("is not used" in capsys.readouterr().err) is (case == "damaged")
+
+
+def _find_point(folder: Path) -> int | None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(dist.get_rank())
+    point = resume_point(None, folder)
+    return None if point is None else point.manifest.minibatches
+
+
+def test_a_machine_that_was_not_restarted_resumes_with_the_others(tmp_path: Path) -> None:
+    model, batches = torch.nn.Sequential(torch.nn.Linear(4, 4)), [(torch.ones(2, 4), torch.ones(2, 4))] * 3
+    plan = pipedream.plan(pipedream.profile(model, batches[0][0]), pipedream.Cluster.flat(1))
+    options = {"loss": torch.nn.functional.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    with pipedream.Pipeline(model, plan, **options) as pipeline:
+        list(pipeline.train(batches))
+        pipeline.save(tmp_path / "checkpoints")
+    assert resume_point(None, tmp_path) is None
+    assert worker_processes.results(_find_point, 2, tmp_path) == [3, 3]
 
 
 def test_losses_count_from_the_newest_plan_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from two_machines import machines, started_on_both
+from two_machines import machines, start_on, started_on_both
 
 import pipedream
 from pipedream.core.errors import PlanError, RecipeError
@@ -26,7 +28,7 @@ from pipedream.core.plan.host_memory import count_saved_bytes, count_snapshot_by
 from pipedream.core.units import format_bytes
 from pipedream.recipe import load_recipe
 from pipedream.runtime.failure.processes import MEMORY
-from pipedream.slow_links import Network
+from pipedream.slow_links import Network, slow_network
 from pipedream.training import snapshots
 from pipedream.training.snapshots import check_memory, find_snapshots, open_snapshots, remove_snapshots
 from tests.training.test_restarts import ONCE, write
@@ -217,3 +219,40 @@ def test_a_machine_that_is_lost_is_read_from_the_other_ones_memory(
     losses = json.loads((homes[0] / "run" / "losses.json").read_text())
     assert [number for number, _ in losses] == list(range(40))
     assert lost == (0, 1) or losses == json.loads((tmp_path / "whole" / "losses.json").read_text())
+
+
+@pytest.mark.network
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_machine_that_waits_replaces_a_lost_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A third machine stands by: torchrun lets it wait, as two are enough. The second one is lost with all it has."""
+    write(tmp_path, 'os.environ.get("RANK") == "1" and not Path("../dead").exists()')
+    recipe = tmp_path / "mortal.py"
+    text = recipe.read_text(encoding="utf-8").replace('Path("dead")', 'Path("../dead")')
+    recipe.write_text(text.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"), encoding="utf-8")
+    program = ("--max-restarts", "1", "-m", "pipedream", "train", str(recipe), "--out", "run", "--resume", "run")
+    program += ("--snapshot-every", "4", "--checkpoint-every", "0")
+    # Torch's agents otherwise keep the address of the store that they share, and a new one waits for it in vain.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with slow_network((3,), (None,)) as machines:
+        start = partial(start_on, machines, rendezvous="c10d", program=program, folder=tmp_path, own_memory=True)
+        first, lost = start(rank=0), start(rank=1)
+        first.wait_for_file("run/plan.json")
+        standby = start(rank=2)
+        first.wait_for_file("../dead")
+        lost.signal(signal.SIGKILL, group=True)
+        lost.end()
+        ends = [first.end(), standby.end()]
+    assert [ended.status for ended in ends] == [0, 0], ends[0].err + ends[1].err
+    out = ends[0].out
+    source = (
+        r"memory, /dev/shm/pipedream-snapshots-\w{32}/minibatch-\d{8} \(rank 1 from the memory of another machine\)"
+    )
+    resumed = re.search(rf"^resuming from {source}: minibatch (\d+), epoch 1$", out, re.M)
+    assert resumed is not None, out
+    assert 16 <= int(resumed[1]) < 26
+    assert out.count("\nPlan ") == 2, "the same"
+    assert len(set(re.findall("^Plan .*", out, re.M))) == 1
+    losses = json.loads((tmp_path / "machine0" / "run" / "losses.json").read_text())
+    assert [number for number, _ in losses] == list(range(40))
+    assert not [path for rank in (0, 2) for path in (tmp_path / f"machine{rank}" / "memory").iterdir()]

@@ -370,13 +370,15 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
         ArtifactError: there is no complete checkpoint, or it is damaged.
     """
 
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    group = process_group.world_group()
+    # A machine that takes the place of another one has not restarted itself.
+    counts = process_group.gather_texts(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), group)
+    restarted = any(map(int, counts))
     run = out if restarted and out is not None else resume
     if resume is not None:
         checkpoint = newest_checkpoint(any_path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
     else:
         checkpoint = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
-    group = process_group.world_group()
     path = find_newest_of_all(checkpoint, group)
     folder = None if run is None else find_snapshots(any_path(run))
     saved = -1 if path is None else parse_minibatches(path.name) or 0
