@@ -27,6 +27,7 @@ _EXTRAS = {
     "pandas": "notebook",
     "s3fs": "s3",
     "safetensors": "hf",
+    "scikit-learn": "digits",
     "sklearn": "digits",
     "tensorboard": "tensorboard",
     "transformers": "hf",
