@@ -19,8 +19,8 @@ import torch
 
 import pipedream
 from pipedream import cli
+from pipedream.core.units import MUCH_SLOWER
 from pipedream.core.variants import TORCH
-from pipedream.profiler.core_times import MUCH
 from pipedream.recipe import Recipe, load_recipe
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -247,7 +247,7 @@ def test_summary_says_it_all(trained: Path) -> None:
     assert summary["throughput"]["predicted_per_s"] > 0
     slowed_per_s = summary["throughput"]["predicted_slowed_per_s"]
     assert summary["slowness"] >= 1
-    assert (slowed_per_s is not None) == (summary["slowness"] > MUCH)
+    assert (slowed_per_s is not None) == (summary["slowness"] > MUCH_SLOWER)
     assert slowed_per_s is None or slowed_per_s < summary["throughput"]["predicted_per_s"]
     assert all(0 <= summary["bubble"][which] < 1 for which in ("predicted", "measured"))
     assert summary["train_seconds"] < summary["seconds"]

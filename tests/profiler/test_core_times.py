@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.profiler.core_times import CoreTimes, describe_slowness
+from pipedream.core.units import describe_slowness
+from pipedream.profiler.core_times import CoreTimes
 
 SECONDS = st.floats(0.1, 100.0)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -16,6 +16,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.report.html import page, save_page
+from pipedream.report.text import slowness_text
 from tests.report.conftest import Simulated
 from tests.report.html_page import HtmlPage
 
@@ -31,7 +32,8 @@ SUMMARY: dict[str, Any] = {
     "seconds": 754.2,
     "seconds_to_target": 9.25,
     "target": {"metric": "accuracy", "value": 0.95},
-    "throughput": {"predicted_per_s": 8000.0, "measured_per_s": 7200.0},
+    "slowness": 1.25,
+    "throughput": {"predicted_per_s": 8000.0, "predicted_slowed_per_s": 7000.0, "measured_per_s": 7200.0},
     "stages": [
         {"layers": ["conv1", "pool"], "rank": [0, 1], "learning_rate": 0.1, "busy_share": 0.913, "wait_share": 0.07,
          "send_share": 0.017, "predicted_busy_share": 0.98, "bytes_sent": 123_456_789, "peak_bytes": 81_000_000,
@@ -73,7 +75,8 @@ def test_it_is_balanced_and_loads_nothing(full: str) -> None:
 def test_it_tells_all(full: str) -> None:
     words = " ".join(HtmlPage(full).words)
     for word in (
-        "97.2%", "target 95.0%", "0.1124", "7200", "predicted 8000 (-10%)", "10.4%", "predicted 3.1%", "12 min 34 s",
+        "97.2%", "target 95.0%", "0.1124", "7200", "predicted 8000 (-10%), 7000 for the cores that were there",
+        "10.4%", "predicted 3.1%", "12 min 34 s",
         "9.25 s",        "plan 2-1", "seed 3", "conv1 .. pool", "91.3%", "98.0%", "123 MB", "81.0 MB", "fc1 .. fc<2>",
         "best of all cuts", "recipe sha256 0123456789ab",
         "in.a", "momentum", "2.13.0", "Loss of each minibatch", "In the middle of the run", "At the start", "layer0",
@@ -82,6 +85,21 @@ def test_it_tells_all(full: str) -> None:
         assert word in words, word
     assert full.count("<svg") == 5
     assert words.index("pipedream train 'a b.py'") < words.index("97.2%"), "on top"
+
+
+def test_it_says_what_other_work_took() -> None:
+    """In the words of the terminal; of emulated ops, which need no cores, without a prediction."""
+    busy = "(other work took 20% of the most disturbed worker's cores)"
+    rates = {"predicted_per_s": 8000.0, "measured_per_s": 7200.0, "predicted_slowed_per_s": 7000.0}
+    for slowed, slowness, words in (
+        (7000.0, 1.25, f", 7000 for the cores that were there {busy}"),
+        (None, 1.25, f" {busy}"),
+        (None, 1.05, ""),
+        (None, None, ""),
+    ):
+        summary = {"slowness": slowness, "throughput": rates | {"predicted_slowed_per_s": slowed}}
+        assert slowness_text(summary) == words
+        assert f"predicted 8000 (-10%){words}" in HtmlPage(page(summary)).words
 
 
 def test_it_says_which_ops_were_slower(simulated: Simulated) -> None:

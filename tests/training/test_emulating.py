@@ -98,6 +98,7 @@ def test_one_worker_needs_no_others(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "weights.pt").exists()
     assert summary["configuration"]["schedule"] == "pipedream"
+    assert summary["slowness"] >= 1
 
 
 def test_the_plans_own_method_is_emulated(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ import re
 
 from pipedream.core.errors import PlanError
 
+MUCH_SLOWER = 1.1
+"""Slowness from which on seconds are no longer those of free cores."""
+
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*"
@@ -58,6 +61,11 @@ def check_factor(what: str, factor: float) -> None:
 def format_excess(excess: float) -> str:
     """Returns ``within 27 %`` for 0.27, ``within 2.8 times`` for 1.8."""
     return f"within {100 * excess:.2g} %" if excess < 1 else f"within {1 + excess:.2g} times"
+
+
+def describe_slowness(slowness: float, whose: str) -> str:
+    """Says that other work used the cores, where something took so many times as long; '' if it took little."""
+    return f"other work took {1 - 1 / slowness:.0%} of {whose} cores" if slowness > MUCH_SLOWER else ""
 
 
 def format_number(value: float | None) -> str:

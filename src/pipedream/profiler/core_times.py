@@ -8,9 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-MUCH = 1.1
-"""Slowness from which on seconds are no longer those of free cores."""
-
 
 @dataclass(frozen=True)
 class CoreTimes:
@@ -47,8 +44,3 @@ class CoreTimes:
         used_s, stolen_s = end.used_s - self.used_s, max(0.0, end.stolen_s - self.stolen_s)
         waiting, stealing = (more / done if done > 0 else 0.0 for more, done in ((wait_s, run_s), (stolen_s, used_s)))
         return (1 + waiting) * (1 + stealing)
-
-
-def describe_slowness(slowness: float, whose: str) -> str:
-    """Says in words that other work used the cores; '' if it took little."""
-    return f"other work took {1 - 1 / slowness:.0%} of {whose} cores" if slowness > MUCH else ""

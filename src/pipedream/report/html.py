@@ -32,6 +32,7 @@ from pipedream.report.html_tables import (
 )
 from pipedream.report.lanes import Window, match_waits, middle_window, start_window
 from pipedream.report.svg import LEFT, RIGHT, SPAN_NAMES, timeline_svg
+from pipedream.report.text import slowness_text
 
 _WIDTH_PX = 1180
 _MOST_PX = 4000
@@ -121,6 +122,7 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     note = "" if expected is None else f"predicted {format_number(expected)}"
     if expected and got is not None:
         note += f" ({100 * (got / expected - 1):+.0f}%)"
+    note += slowness_text(summary)
     rows.append(("samples per second", format_number(got), note))
     bubble = _read_mapping(summary.get("bubble"))
     note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""

@@ -23,7 +23,7 @@ from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.memory import ELSEWHERE
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.core.units import format_bytes, format_number, format_seconds
+from pipedream.core.units import describe_slowness, format_bytes, format_number, format_seconds
 from pipedream.report.style import TERMINAL, colour_class, time_unit
 
 _TICK_SLOTS = 4
@@ -187,6 +187,14 @@ def stage_memory_table(plan: Plan) -> str:
         sizes += [getattr(stage.memory, name) for name in elsewhere]
         lines.append("  ".join([f"{s:>5}", *(f"{format_bytes(size) if size else '-':>10}" for size in sizes)]))
     return "\n".join(lines)
+
+
+def slowness_text(summary: Mapping[str, Any]) -> str:
+    """Returns how much of the cores other work took and what is predicted for the rest, if that is in a summary."""
+    words = describe_slowness(summary.get("slowness") or 1.0, "the most disturbed worker's")
+    per_s = (summary.get("throughput") or {}).get("predicted_slowed_per_s")
+    rest = f", {format_number(per_s)} for the cores that were there" if per_s else ""
+    return f"{rest} ({words})" if words else ""
 
 
 def failures_text(failures: Mapping[str, Any]) -> str:

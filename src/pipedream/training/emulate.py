@@ -18,10 +18,20 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
+from pipedream.profiler.core_times import CoreTimes
+from pipedream.report.text import slowness_text
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.failure.launch import set_threads
-from pipedream.training.run_folder import RunFiles, last_segment, locked, software_versions, summarise, write_run
+from pipedream.training.run_folder import (
+    RunFiles,
+    gather_slowness,
+    last_segment,
+    locked,
+    software_versions,
+    summarise,
+    write_run,
+)
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program
 
@@ -74,12 +84,12 @@ def emulate(
         with build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:
             if rank == 0 and not quiet:
                 print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
-            losses = []
+            losses, before = [], CoreTimes.now()
             with progress("emulating", minibatches) as advance:
                 for done in pipeline.train(make_emulated_batches(pipeline, minibatches)):
                     losses.append((done.number, done.loss))
                     advance()
-            measured = pipeline.timeline()
+            slowness, measured = gather_slowness(before), pipeline.timeline()
             sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
             program, drains = pipeline.program, pipeline.drains
         steady = last_segment(measured, drains)
@@ -98,6 +108,7 @@ def emulate(
             "metrics": {},
             "evaluations": [],
             "seconds": time.perf_counter() - began,
+            "slowness": max(slowness),
             "cluster": str(scaled.cluster),
             "configuration": {
                 "workers": plan.workers,
@@ -235,7 +246,7 @@ def _format_result(summary: dict[str, Any], folder: Path) -> str:
     lines = [
         f"throughput: {format_number(rate['measured_per_s'])} samples/s measured, "
         f"{format_number(rate['predicted_per_s'])} predicted "
-        f"({rate['measured_per_s'] / rate['predicted_per_s']:.1%})",
+        f"({rate['measured_per_s'] / rate['predicted_per_s']:.1%}){slowness_text(summary)}",
         f"bubble: {bubble['measured']:.1%} measured, {bubble['predicted']:.1%} predicted",
     ]
     dilation = summary["configuration"]["dilation"]

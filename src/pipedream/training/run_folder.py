@@ -33,6 +33,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.host_memory import drop_snapshots
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.profiler.core_times import CoreTimes
 from pipedream.report.html import save_page
 from pipedream.report.lanes import start_window
 from pipedream.report.trace import save_trace
@@ -192,6 +193,12 @@ def software_versions() -> dict[str, str]:
         "pipedream": __version__,
         **installed,
     }
+
+
+def gather_slowness(before: CoreTimes) -> list[float]:
+    """Returns how many times as long as on free cores each process's work has taken; every rank calls it."""
+    slowness = before.slowness_until(CoreTimes.now())
+    return list(map(float, process_group.gather_texts(repr(slowness), process_group.world_group())))
 
 
 def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:

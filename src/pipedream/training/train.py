@@ -18,13 +18,13 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.units import format_bytes, format_number
+from pipedream.core.units import MUCH_SLOWER, format_bytes, format_number
 from pipedream.metrics import run_metrics
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
-from pipedream.profiler.core_times import MUCH, CoreTimes, describe_slowness
+from pipedream.profiler.core_times import CoreTimes
 from pipedream.recipe import Recipe, blaming, make_recipe
-from pipedream.report.text import collectives_text, failures_text
+from pipedream.report.text import collectives_text, failures_text, slowness_text
 from pipedream.runtime.checkpoint.folders import ranks_that_see
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
@@ -40,6 +40,7 @@ from pipedream.training.run_folder import (
     RunFiles,
     check_unused,
     copy_run,
+    gather_slowness,
     keep_plan,
     last_segment,
     locked,
@@ -211,8 +212,8 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         predicted = run_metrics(simulated).samples_per_s
         before = CoreTimes.now()
         interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
-        slowness = before.slowness_until(CoreTimes.now()) if process.device.type == "cpu" else 1.0
-        return _collect_outcome(pipeline, loop, interrupted, plan, slowness)
+        slowness = gather_slowness(before)
+        return _collect_outcome(pipeline, loop, interrupted, plan, slowness if process.device.type == "cpu" else [1.0])
 
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
@@ -249,7 +250,9 @@ def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> Checkpoint
     return CheckpointPolicy(folder, number, keep=1, planned_bytes=planned_bytes)
 
 
-def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan, slowness: float) -> Outcome:
+def _collect_outcome(
+    pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan, slowness: list[float]
+) -> Outcome:
     # Nothing may have been left to train.
     trained = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
@@ -257,9 +260,8 @@ def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, 
     longest = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
     program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
     simulate = partial(_simulate_run, program, plan, steady.microbatches, in_turns=not pipeline.distributed)
-    slowest = [float(text) for text in process_group.gather_texts(f"{slowness!r}", process_group.world_group())]
-    if len(slowest) != plan.workers:  # all workers in a process, or several processes each
-        slowest = [max(slowest)] * plan.workers
+    if len(slowness) != plan.workers:  # all workers in a process, or several processes each
+        slowness = [max(slowness)] * plan.workers
     return Outcome(
         loop=loop,
         interrupted=interrupted,
@@ -276,8 +278,8 @@ def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, 
         program=program,
         steady=steady,
         predicted=simulate(),
-        slowness=max(slowest),
-        predicted_slowed=simulate(slow=dict(enumerate(slowest))) if max(slowest) > MUCH else None,
+        slowness=max(slowness),
+        predicted_slowed=simulate(slow=dict(enumerate(slowness))) if max(slowness) > MUCH_SLOWER else None,
     )
 
 
@@ -360,15 +362,12 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
     memory = summary["memory"]
     peaks = {name: "?" if size is None else format_bytes(size) for name, size in memory.items() if name != "of"}
     crowded = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
-    if rate["predicted_slowed_per_s"] is not None:
-        busy = describe_slowness(summary["slowness"], "the most disturbed worker's")
-        crowded += f", {format_number(rate['predicted_slowed_per_s'])} for the cores that were there ({busy})"
     copied = "" if job.place == job.folder else f", copied from {job.folder}"
     process.console.print(
         f"\ntest: {results or 'not evaluated'}"
         f"\nthroughput: {format_number(rate['measured_per_s'])} samples/s measured, "
         f"{format_number(rate['predicted_per_s'])} predicted"
-        f"{crowded}"
+        f"{crowded}{slowness_text(summary)}"
         f"\nbubble: {bubble['measured']:.1%} measured, {bubble['predicted']:.1%} predicted"
         f"\npeak memory of {memory['of']}: {peaks['measured_bytes']} of tensors measured, {peaks['predicted_bytes']} "
         f"predicted; the process reserved {peaks['reserved_bytes']}"

@@ -28,8 +28,9 @@ from pipedream.core.model.profile import Profile, RankProfile
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.core.units import describe_slowness
 from pipedream.plan_request import AUTO, NO_MESH
-from pipedream.profiler.core_times import CoreTimes, describe_slowness
+from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
