@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
+from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction, count_indices
 
 OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TIED, READ, TURN, STOP = range(10)
 
@@ -75,10 +75,12 @@ class CompiledRank:
 def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[int]) -> CompiledRank:
     """Compiles a rank; the sums of the stages in `gives` begin in the backward."""
     mine = program.ranks[rank]
-    completed = program.update_completed_by(rank)
     text = (*mine.warmup, *mine.period)
-    next_turn = (advance_instruction(item, program.cycle, program.updates) for item in mine.period)
+    next_turn = [
+        advance_instruction(item, program.cycle, program.updates) for item in mine.period if item.kind is Move.SYNC
+    ]
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
+    completed = program.update_completed_by(rank) if sums else None
     stages, tied = program.placement.stages, [weights.ranks(program.placement) for weights in program.plan.tied_weights]
     joined = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
     summed: set[int] = set()  # updates before which this rank has joined the sums of its tied weights
@@ -97,7 +99,9 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
         if compiled.letter == Kind.FORWARD.value and program.placement.is_remote(compiled.what):
             flat.append(compiled._replace(code=READ))
         flat.append(compiled)
-        update = completed(instruction) if isinstance(instruction, Op) and instruction.stage in gives else None
+        update: Op | None = None
+        if completed and isinstance(instruction, Op) and instruction.stage in gives:
+            update = completed(instruction)
         if update is not None and Transfer(Move.SYNC, update.stage, update.index) in sums:
             stride = program.cycle // program.updates.per_update[update.stage]
             flat.append(compiled._replace(code=GIVE, what=(update.stage, update.index, stride)))
@@ -107,7 +111,7 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
 
 
 def _compile_instruction(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:
-    stride = advance_instruction(instruction, program.cycle, program.updates).index - instruction.index
+    stride = count_indices(instruction, program.cycle, program.updates)
     if isinstance(instruction, Op):
         what, letter = instruction.stage, instruction.kind.value
         code = OP

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain, islice
 from math import lcm
+from operator import mul
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
@@ -32,6 +33,7 @@ from pipedream.core.schedule.program import (
     Route,
     Transfer,
     advance_instruction,
+    count_indices,
 )
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
@@ -147,7 +149,7 @@ def _list_departures(op: Op, rules: Rules) -> Iterator[Cargo]:
 def _fold(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries, int], int]) -> RankProgram:
     """Finds the shortest warm-up before a rank's instructions repeat."""
     cycle = schedule.cycle
-    deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
+    deepest = max(map(mul, schedule.plan.in_flight, schedule.placement.replicas))
     settled = (deepest // cycle + 2) * cycle  # no warm-up reaches beyond this microbatch
     placement = schedule.placement
     forwards = placement.passes(rank, forward=True)
@@ -157,13 +159,11 @@ def _fold(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries, 
     window: list[Op] = []
     anchors: list[int] = []  # in the window, each a cycle after the one before
     most = 100 * (settled + 3 * cycle) * len(forwards or placement.stage_replicas(rank)) + 1000
+    awaited: Instruction | None = None
     for op in islice(schedule.order(rank), most):
-        if op.kind is anchor and (
-            op == advance_instruction(window[anchors[0]], len(anchors) * cycle, schedule.updates)
-            if anchors
-            else op.index >= settled
-        ):
+        if op.kind is anchor and (op == awaited if anchors else op.index >= settled):
             anchors.append(len(window))
+            awaited = advance_instruction(op, cycle, schedule.updates)
         window.append(op)
         if len(anchors) > 2:
             break
@@ -173,7 +173,9 @@ def _fold(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries, 
     length = second - start
 
     def repeats(i: int) -> bool:
-        return window[i + length] == advance_instruction(window[i], cycle, schedule.updates)
+        op, later = window[i], window[i + length]
+        by = count_indices(op, cycle, schedule.updates)
+        return later.index - op.index == by and later[:2] == op[:2] and later.replica == op.replica
 
     while start and repeats(start - 1):
         start -= 1

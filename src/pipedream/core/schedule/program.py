@@ -325,14 +325,18 @@ def _count_ops(instructions: tuple[Instruction, ...]) -> int:
 
 def advance_instruction(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
     """Returns an instruction that many microbatches (a multiple of the cycle) later."""
+    by = count_indices(instruction, microbatches, updates)
     if isinstance(instruction, Op):
         kind, stage, index, replica = instruction
-        by = microbatches // updates.per_update[stage] if kind is Kind.UPDATE else microbatches
         return Op(kind, stage, index + by, replica)
-    if instruction.kind is Move.SYNC:
-        by = microbatches // updates.per_update[instruction.channel]
-        return Transfer(Move.SYNC, instruction.channel, instruction.index + by)
-    return Transfer(instruction.kind, instruction.channel, instruction.index + microbatches)
+    return Transfer(instruction.kind, instruction.channel, instruction.index + by)
+
+
+def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRule) -> int:
+    """Returns by how much its index is greater that many microbatches (a multiple of the cycle) later."""
+    if instruction.kind is Kind.UPDATE or instruction.kind is Move.SYNC:
+        return microbatches // updates.per_update[instruction[1]]
+    return microbatches
 
 
 def format_instructions(instructions: tuple[Instruction, ...]) -> str:
