@@ -273,8 +273,8 @@ BREAKS = (
     Break(
         "simulator: flows do not share a port",
         "simulator/messages.py",
-        "rate = ports[narrow][0] / ports[narrow][1]",
-        "rate = ports[narrow][0]",
+        "narrow, rate = port, port.spare_bytes_per_s / port.waiting",
+        "narrow, rate = port, port.spare_bytes_per_s",
         ("simulator/test_clock_oracle.py", "simulator/test_clock.py"),
     ),
     Break(

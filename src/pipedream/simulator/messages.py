@@ -27,13 +27,18 @@ _IN, _OUT = 0, 1
 
 
 class Port:
-    """One direction of a component's port."""
+    """One direction of a component's port.
 
-    __slots__ = ("bytes_per_s", "flows")
+    Attributes:
+        shared: the number of the sharing (`Flows`) in which `spare_bytes_per_s` are left for `waiting` flows.
+    """
+
+    __slots__ = ("bytes_per_s", "flows", "shared", "spare_bytes_per_s", "waiting")
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
+        self.bytes_per_s = self.spare_bytes_per_s = bytes_per_s
         self.flows: dict[Flow, None] = {}
+        self.shared = self.waiting = 0
 
 
 class Flow:
@@ -42,16 +47,17 @@ class Flow:
     Attributes:
         left_bytes: left at `since_s`; since then they flow at `bytes_per_s`.
         version: counts the changes of the rate, which make earlier predictions wrong.
+        shared: the number of the sharing in which it waits for its rate.
     """
 
-    __slots__ = ("bytes_per_s", "left_bytes", "ports", "since_s", "version", "what")
+    __slots__ = ("bytes_per_s", "left_bytes", "ports", "shared", "since_s", "version", "what")
 
     def __init__(self, ports: Sequence[Port], size_bytes: float, what: Any) -> None:
         self.ports = ports
         self.left_bytes = size_bytes
         self.what = what
         self.bytes_per_s = self.since_s = 0.0
-        self.version = 0
+        self.version = self.shared = 0
 
 
 class Flows:
@@ -59,7 +65,7 @@ class Flows:
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int, int, Flow]] = []
-        self._count = 0
+        self._count = self._shared = 0
 
     def start(self, flow: Flow, now: float) -> None:
         for port in flow.ports:
@@ -95,24 +101,32 @@ class Flows:
         else:
             self._run(flow, alone_bytes_per_s, now)
             return
-        flows, ports = {flow: None}, {}
-        connected = [flow]
+        self._shared += 1  # marks on flows and ports are faster than sets of them
+        number = flow.shared = self._shared
+        connected, ports = [flow], list[Port]()
         for member in connected:
             for port in member.ports:
-                if port not in ports:
-                    ports[port] = [port.bytes_per_s, len(port.flows)]
-                    connected += [other for other in port.flows if other not in flows]
-                    flows.update(port.flows)
-        waiting = dict.fromkeys(connected)
-        while waiting:
-            narrow = min((port for port, (_, count) in ports.items() if count), key=lambda p: ports[p][0] / ports[p][1])
-            rate = ports[narrow][0] / ports[narrow][1]
-            for member in [other for other in narrow.flows if other in waiting]:
-                del waiting[member]
-                for port in member.ports:
-                    ports[port][0] -= rate
-                    ports[port][1] -= 1
-                self._run(member, rate, now)
+                if port.shared != number:
+                    port.shared, port.spare_bytes_per_s, port.waiting = number, port.bytes_per_s, len(port.flows)
+                    ports.append(port)
+                    for other in port.flows:
+                        if other.shared != number:
+                            other.shared = number
+                            connected.append(other)
+        left = len(connected)
+        while left:
+            narrow, rate = ports[0], inf
+            for port in ports:
+                if port.waiting and port.spare_bytes_per_s / port.waiting < rate:
+                    narrow, rate = port, port.spare_bytes_per_s / port.waiting
+            for member in narrow.flows:
+                if member.shared == number:
+                    member.shared = 0
+                    left -= 1
+                    for port in member.ports:
+                        port.spare_bytes_per_s -= rate
+                        port.waiting -= 1
+                    self._run(member, rate, now)
 
     def _run(self, flow: Flow, bytes_per_s: float, now: float) -> None:
         if bytes_per_s == flow.bytes_per_s:
