@@ -72,7 +72,7 @@ def test_updates_are_timed_until_they_repeat_themselves(p: int, f: float, b: flo
     plan = Plan.uniform(p, f, b, c)
     seconds, updates = time_updates(lower(build("pipedream", plan)), costs(plan), 20 * p + 60, 4 * p, 16 * p)
     assert seconds / updates == pytest.approx(f + b + 2 * c * (p - 1) / p)
-    assert updates == p, "one round of what is in flight"
+    assert updates in (1, p), "a minibatch, or a round of what is in flight"
 
 
 @given(

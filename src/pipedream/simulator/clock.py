@@ -81,7 +81,7 @@ def time_updates(program: Program, costs: Costs, total: int, first: int, last: i
     """Returns the seconds between two updates of the input stage, each finished on all replicas, and the updates.
 
     These are fewer than asked for once all ops of as many microbatches as are in flight, on all ranks, come as much
-    later as those before them: what has repeated itself twice does so for ever.
+    later as those a cycle before them, or as those in flight before: what repeats itself then does so for ever.
 
     Args:
         total: microbatches; more than the last update needs, so that the pipeline does not drain before.
@@ -450,6 +450,7 @@ class _UpdateClock(_Clock):
         self.updated_s: dict[int, float] = {}
         in_flight = max(map(mul, program.plan.in_flight, program.placement.replicas))
         self.round = -(-in_flight // program.cycle) * program.cycle
+        self.alike = {program.cycle: 0, self.round: 0}
 
     def _note_update(self, stage: int, update: int, now: float) -> None:
         super()._note_update(stage, update, now)
@@ -459,20 +460,35 @@ class _UpdateClock(_Clock):
         self.updated_s[update] = max(now, self.updated_s.get(update, now))
         if self.updating[update] < self.members[0]:
             return
-        program, per_update = self.program, self.program.updates.per_update[0]
-        before = update - self.round // per_update
-        if not update * per_update % self.round and before > 0:
-            seconds = self.updated_s[update] - self.updated_s[before]
-            if all(_repeats(rank, program.op_count(rank.number, self.round), seconds) for rank in self.ranks):
+        per_update = self.program.updates.per_update[0]
+        for distance in self.alike if not update * per_update % self.program.cycle else ():
+            before = update - distance // per_update
+            if before > 0 and self._repeats(update, before, distance):
                 self.first, self.last = before, update
+                break
         if update == self.last:
             raise _EnoughError
 
+    def _repeats(self, update: int, before: int, distance: int) -> bool:
+        """Returns whether all ops in flight came as much later than those `distance` microbatches before.
 
-def _repeats(rank: _Rank, count: int, seconds: float) -> bool:
-    """Returns whether a rank's last `count` ops came so much later than those before."""
-    latest = [span for span in rank.spans[-16 * count :] if span.kind != "wait"][-2 * count :]
-    return len(latest) == 2 * count and all(
-        a[1:3] == b[1:3] and abs(b.end_s - a.end_s - seconds) <= _SAME * seconds
-        for a, b in zip(latest, latest[count:], strict=False)
-    )
+        The ranks are asked once as many updates of the input stage have come alike as are in flight.
+        """
+        cycle, updated_s = self.program.cycle, self.updated_s
+        step = cycle // self.program.updates.per_update[0]
+        seconds = updated_s[update] - updated_s[before]
+        is_alike = abs(seconds - updated_s[update - step] + updated_s.get(before - step, 0.0)) <= _SAME * seconds
+        self.alike[distance] = self.alike[distance] + cycle if is_alike else 0
+        if self.alike[distance] < self.round:
+            return False
+        self.alike[distance] //= 2
+        return all(self._repeats_on(rank, distance, seconds) for rank in self.ranks)
+
+    def _repeats_on(self, rank: _Rank, distance: int, seconds: float) -> bool:
+        shift = self.program.op_count(rank.number, distance)
+        count = shift + self.program.op_count(rank.number, self.round)
+        latest = [span for span in rank.spans[-8 * count :] if span.kind != "wait"][-count:]
+        return len(latest) == count and all(
+            a[1:3] == b[1:3] and abs(b.end_s - a.end_s - seconds) <= _SAME * seconds
+            for a, b in zip(latest, latest[shift:], strict=False)
+        )
