@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.plan_request import PlanRequest
+from pipedream.planner import list_finalists
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
-from pipedream.workflows.stage_search import make_candidate
+from pipedream.workflows.stage_search import StageSearch, make_candidate
 
 US = 1e-6
 ROWS = (
@@ -146,6 +148,24 @@ def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: s
     except PipelineError:
         assume(False)
     assert make_candidate(plan, "").least_s <= period_s * (1 + 1e-9)
+
+
+@given(profiles(), clusters(), st.sampled_from(["pipedream", "pipedream", "1f1b"]), st.sampled_from([0, 1]))
+def test_searches_that_are_left_out_find_nothing_faster(
+    profile: Profile, cluster: Cluster, schedule: str, update_delay: int
+) -> None:
+    """All finalists, searched for and simulated one by one."""
+    request = PlanRequest(cluster, schedule=schedule, update_delay=update_delay if schedule == "pipedream" else 0)
+    search, seconds = StageSearch(profile, request), []
+    for finalist in list_finalists("any", profile, cluster.workers):
+        with suppress(PipelineError):
+            plan = search.plan_best(*finalist)
+            if profile.batch == 1 or plan.microbatches <= profile.batch:
+                seconds.append(score(plan).period_s)
+    assume(seconds)
+    chosen = StageSearch(profile, request).compare(score).candidates[0]
+    assert chosen.period_s is not None
+    assert chosen.period_s <= min(seconds) * (1 + 1e-9)
 
 
 def test_the_bound_knows_what_messages_take() -> None:

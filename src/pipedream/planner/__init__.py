@@ -9,6 +9,7 @@ from pipedream.planner.comparison import (
     Score,
     candidate_from_plan,
     compare_by_simulation,
+    explain_slower,
     with_score,
 )
 from pipedream.planner.dynamic_program.recurrence import check_recompute
@@ -36,6 +37,7 @@ __all__ = [
     "choose_method",
     "classic",
     "compare_by_simulation",
+    "explain_slower",
     "list_finalists",
     "manual_plan",
     "parse_counts",

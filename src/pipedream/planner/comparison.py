@@ -1,7 +1,7 @@
 """Ways to train, compared by their simulated seconds per minibatch.
 
 Candidates are simulated by increasing *bound*, seconds per minibatch that a candidate cannot beat, if it is not above
-the best simulated time of their rivals: pipelines, one worker, data parallelism on each number of workers.
+the best simulated time of their rivals: pipelines, one worker, or data parallelism on any number of workers.
 
 With f, b the forward and backward of a minibatch at a stage, in microbatches with their fixed seconds, u its update
 with the part of the all-reduce that the last backward cannot hide, r its replicas, m microbatches, and c the seconds of
@@ -313,9 +313,8 @@ def compare_by_simulation(
     slower: list[tuple[Candidate, Plan]] = []
     refused, least = list(refused), {"pipeline": rival_s}
     for number, (candidate, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
-        rivals = candidate.config if len(candidate.replicas) == 1 else "pipeline"
-        if candidate.least_s > least.get(rivals, inf) * (1 + _TIE):
-            why = f"cannot take less than {format_seconds(candidate.least_s)}"
+        rivals = candidate.kind if len(candidate.replicas) == 1 else "pipeline"
+        if why := explain_slower(candidate.least_s, least.get(rivals, inf)):
             slower.append((replace(candidate, why=why), plan))
             continue
         try:
@@ -333,6 +332,11 @@ def compare_by_simulation(
     equal_s = min(row[0] for row in simulated) * (1 + _TIE)
     simulated.sort(key=lambda row: (max(row[0], equal_s), row[1:3]))
     return Comparison(simulated[0][4], (*(row[3] for row in simulated), *rest))
+
+
+def explain_slower(least_s: float, rival_s: float) -> str:
+    """Says that what takes at least so many seconds is slower than a rival; '' if it may not be."""
+    return f"cannot take less than {format_seconds(least_s)}" if least_s > rival_s * (1 + _TIE) else ""
 
 
 def with_score(candidate: Candidate, score: Score) -> Candidate:
