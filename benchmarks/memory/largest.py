@@ -98,9 +98,13 @@ def measure(size: str, folder: Path, log: Callable[[str], None]) -> list[dict[st
     for workers in few.workers:
         setting = _Setting(profile, workers, folder, rate)
         ways = [way for way in WAYS if way.name in few.ways and (way.runs == "one") == (workers == 1)]
-        base_bytes = setting.measure_base(ways[-1])
-        limit_bytes = LIMIT_BYTES if few.room_bytes is None else base_bytes + few.room_bytes
-        rows += [_search(setting, way, limit_bytes, limit_bytes - base_bytes, log) for way in ways]
+        base_bytes: dict[str, int] = {}
+        for way in ways:
+            if way.runs not in base_bytes:
+                base_bytes[way.runs] = setting.measure_base(way)
+            limit_bytes = LIMIT_BYTES if few.room_bytes is None else base_bytes[way.runs] + few.room_bytes
+            rows.append(_search(setting, way, limit_bytes, limit_bytes - base_bytes[way.runs], log))
+            log(str(rows[-1]))
     return rows
 
 
@@ -156,7 +160,9 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
                 sizes = map(format_bytes, (row["peak_bytes"], row["rise_bytes"]))
                 figures += [f"{row['samples_per_s']:.3g}", *sizes, ratio]
             lines.append([row["way"], *figures, *["-"] * (6 - len(figures))])
-        limit, room = (format_bytes(rows[-1][name]) for name in ("limit_bytes", "room_bytes"))
+        room_bytes = [row["room_bytes"] for row in rows if row["workers"] in (1, workers)]
+        limit, least, most = map(format_bytes, (rows[-1]["limit_bytes"], min(room_bytes), max(room_bytes)))
+        room = least if least == most else f"{least} (pipelines) to {most}"
         yield f"{workers} workers of {limit}, of which Python and torch leave {room}:\n"
         yield format_table("|layers|planned|samples/s|peak predicted|measured|measured / predicted", "lr", lines) + "\n"
 
@@ -180,15 +186,19 @@ class _Setting:
         how = way.how | {"microbatches": MICROBATCHES}
         if "activations" in how:
             how["activations"] += str(self.folder)
-        cluster = pd.Cluster.flat(self.workers, memory_bytes=None if way.runs == "fsdp" else room_bytes)
+        cluster = pd.Cluster.flat(self.workers, memory_bytes=None if way.runs in ("ddp", "fsdp") else room_bytes)
         cluster = replace(cluster, disk_bytes_per_s=self.disk_bytes_per_s)
         profile = lengthen(self.profile, blocks)
         plan = pd.plan(profile, cluster, **how)
-        if way.runs == "fsdp":
-            plan = replace(plan, stages=(replace(plan.stages[0], peak_bytes=_predict_fsdp(profile, self.workers)),))
-            if room_bytes is not None and plan.stages[0].peak_bytes > room_bytes:
-                raise PlanError(f"{plan.stages[0].peak_bytes} bytes do not fit")
-        return plan
+        if way.runs not in ("ddp", "fsdp"):
+            return plan
+        (stage,) = plan.stages
+        # After its first backward DDP makes its buckets again, which have all gradients.
+        ddp_bytes = stage.peak_bytes + profile.parameter_bytes
+        stage = replace(stage, peak_bytes=ddp_bytes if way.runs == "ddp" else _predict_fsdp(profile, self.workers))
+        if room_bytes is not None and stage.peak_bytes > room_bytes:
+            raise PlanError(f"{stage.peak_bytes} bytes do not fit")
+        return replace(plan, stages=(stage,))
 
     def fits(self, way: Way, blocks: int, room_bytes: int) -> bool:
         try:

@@ -135,9 +135,10 @@ def profile_gpt(request: dict[str, Any]) -> None:
 def fit(request: dict[str, Any]) -> list[dict[str, float]]:
     """Trains GPTs one after the other in limited memory; returns what each rank held of the last one.
 
-    `base_bytes` is what the limit counts of a process that has trained the first one and has dropped it.
+    `base_bytes` is what the limit counts besides, after the first one: what the process has touched of its own memory,
+    and what it has not, such as most of its threads' stacks and of the buffers of BLAS.
     """
-    threading.stack_size(1 << 20)  # of 8 MiB each the kernel would count all, though hardly any is used
+    threading.stack_size(1 << 20)  # or each counts as 8 MiB
     try:
         figures: dict[str, float] = {}
         for task in request["jobs"]:
@@ -148,12 +149,12 @@ def fit(request: dict[str, Any]) -> list[dict[str, float]]:
                 resource.setrlimit(resource.RLIMIT_DATA, (soft_bytes, resource.RLIM_INFINITY))
             before_bytes = restart_peak()
             train_job = _train_pipeline if request["runs"] == "pipeline" else partial(_train_plainly, request["runs"])
-            samples_per_s, mapped_bytes = train_job(job, plan, request["minibatches"])
-            others_bytes = mapped_bytes - stored_bytes if stored_bytes else 0
-            figures |= {"samples_per_s": samples_per_s}
+            ends_s, sizes = train_job(job, plan, request["minibatches"])
+            others_bytes = sizes["RssShmem"] - stored_bytes if stored_bytes else 0
+            figures["samples_per_s"] = plan.batch * (len(ends_s) - 1) / (ends_s[-1] - ends_s[0])
             figures["rise_bytes"] = read_memory("VmHWM") - before_bytes - others_bytes
             restart_peak()
-            figures.setdefault("base_bytes", read_memory("VmData"))
+            figures.setdefault("base_bytes", sizes["VmData"] - sizes["RssAnon"] + read_memory("RssAnon"))
         return gather(figures)
     except (RuntimeError, MemoryError, pd.PipelineError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -174,8 +175,12 @@ def _count_stored(plan: Plan) -> int:
     return sum(stage.parameter_bytes for stage, ranks in rows if dist.get_rank() in ranks)
 
 
-def _train_pipeline(job: Job, plan: Plan, minibatches: int) -> tuple[float, int]:
-    """Trains by a plan; returns samples per second after the first minibatch, and resident bytes that are shared."""
+def _read_sizes() -> dict[str, int]:
+    return {name: read_memory(name) for name in ("VmData", "RssAnon", "RssShmem")}
+
+
+def _train_pipeline(job: Job, plan: Plan, minibatches: int) -> tuple[list[float], dict[str, int]]:
+    """Trains by a plan; returns when each minibatch ended, and the kernel's sizes while all threads are there."""
     ends_s = []
     with torch.device("meta"):
         model = job.make()
@@ -183,11 +188,10 @@ def _train_pipeline(job: Job, plan: Plan, minibatches: int) -> tuple[float, int]
     with pd.Pipeline(model, plan, **how) as pipeline:
         for _ in pipeline.train([job.batch(plan.batch)] * minibatches):
             ends_s.append(time.perf_counter())
-        mapped_bytes = read_memory("RssShmem")
-    return plan.batch * (minibatches - 1) / (ends_s[-1] - ends_s[0]), mapped_bytes
+        return ends_s, _read_sizes()
 
 
-def _train_plainly(runs: str, job: Job, plan: Plan, minibatches: int) -> tuple[float, int]:
+def _train_plainly(runs: str, job: Job, plan: Plan, minibatches: int) -> tuple[list[float], dict[str, int]]:
     """Trains as `_train_pipeline` by a loop of torch's: alone ('one'), 'ddp' or 'fsdp', a microbatch at a time."""
     with torch.device("meta" if runs == "fsdp" else "cpu"):
         model: nn.Module = job.make()
@@ -210,7 +214,7 @@ def _train_plainly(runs: str, job: Job, plan: Plan, minibatches: int) -> tuple[f
         optimizer.step()
         optimizer.zero_grad()
         ends_s.append(time.perf_counter())
-    return plan.batch * (minibatches - 1) / (ends_s[-1] - ends_s[0]), 0
+    return ends_s, _read_sizes()
 
 
 if __name__ == "__main__":
