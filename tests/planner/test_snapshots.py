@@ -17,6 +17,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.host_memory import drop_snapshots
 from pipedream.core.plan.plan import Plan
+from pipedream.planner import SearchSpace
 from pipedream.report.text import stage_memory_table
 from pipedream.workflows.check import check_plan
 
@@ -59,6 +60,17 @@ def test_within_a_machine_only_its_own_count() -> None:
         plan = plan_of(None, cluster=cluster)
         sizes = [stage.memory.snapshot_bytes for stage in plan.stages]
         assert sizes == [3 * mine + 2 * other for mine, other in zip(SAVED, received, strict=True)]
+
+
+def test_the_search_counts_what_every_worker_keeps() -> None:
+    """A lower bound: of a stage's own, as its neighbours are not known yet."""
+    with_and_without = [Cluster.flat(4, memory_bytes=10**6), replace(Cluster.flat(4), snapshots="next")]
+    less, more = (SearchSpace.of(CHAIN, cluster) for cluster in with_and_without)
+    peaks = [stage.peak_bytes for stage in plan_of(None).stages]
+    for s, (mine, peak) in enumerate(zip(SAVED, peaks, strict=True)):
+        need = more.need_bytes(s, s + 1, 4 - s)
+        assert need == less.need_bytes(s, s + 1, 4 - s) + 3 * mine
+        assert need <= peak
 
 
 def test_a_refusal_names_the_missing_bytes() -> None:
