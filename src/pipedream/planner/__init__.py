@@ -9,7 +9,6 @@ from pipedream.planner.comparison import (
     Score,
     candidate_from_plan,
     compare_by_simulation,
-    explain_slower,
     with_score,
 )
 from pipedream.planner.dynamic_program.recurrence import check_recompute
@@ -37,7 +36,6 @@ __all__ = [
     "choose_method",
     "classic",
     "compare_by_simulation",
-    "explain_slower",
     "list_finalists",
     "manual_plan",
     "parse_counts",

@@ -314,7 +314,8 @@ def compare_by_simulation(
     refused, least = list(refused), {"pipeline": rival_s}
     for number, (candidate, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
         rivals = candidate.kind if len(candidate.replicas) == 1 else "pipeline"
-        if why := explain_slower(candidate.least_s, least.get(rivals, inf)):
+        if candidate.least_s > least.get(rivals, inf) * (1 + _TIE):
+            why = f"cannot take less than {format_seconds(candidate.least_s)}"
             slower.append((replace(candidate, why=why), plan))
             continue
         try:
@@ -332,11 +333,6 @@ def compare_by_simulation(
     equal_s = min(row[0] for row in simulated) * (1 + _TIE)
     simulated.sort(key=lambda row: (max(row[0], equal_s), row[1:3]))
     return Comparison(simulated[0][4], (*(row[3] for row in simulated), *rest))
-
-
-def explain_slower(least_s: float, rival_s: float) -> str:
-    """Says that what takes at least so many seconds is slower than a rival; '' if it may not be."""
-    return f"cannot take less than {format_seconds(least_s)}" if least_s > rival_s * (1 + _TIE) else ""
 
 
 def with_score(candidate: Candidate, score: Score) -> Candidate:

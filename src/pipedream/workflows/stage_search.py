@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -13,6 +12,7 @@ from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.plan_costs import NO_GAP
 from pipedream.core.plan.sums import SumMethod
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
@@ -41,9 +41,10 @@ class StageSearch:
             with progress("planning"):
                 only = self.plan_best(request.shape)
             return planner.Comparison(only, (make_candidate(only, request.shape_text),))
-        score_plan = cache(score_plan)
-        rows, refused = self._plan_finalists(score_plan, rival_s)
-        possible = [row for row in rows if self._is_possible(row[1])] or rows
+        rows, refused = self._plan_finalists(rival_s)
+        # A minibatch of one sample may be one of unknown size.
+        batch = self.profile.batch
+        possible = [row for row in rows if batch == 1 or row[1].microbatches <= batch] or rows
         try:
             comparison = planner.compare_by_simulation(possible, score_plan, refused, rival_s)
         except PlanError:  # none can be simulated
@@ -74,16 +75,10 @@ class StageSearch:
             plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, m)
         return plan
 
-    def _is_possible(self, plan: Plan) -> bool:
-        # A minibatch of one sample may be one of unknown size.
-        return self.profile.batch == 1 or plan.microbatches <= self.profile.batch
-
-    def _plan_finalists(
-        self, score_plan: Callable[[Plan], planner.Score], rival_s: float
-    ) -> tuple[list[tuple[planner.Candidate, Plan]], list[planner.Candidate]]:
+    def _plan_finalists(self, rival_s: float) -> tuple[list[tuple[planner.Candidate, Plan]], list[planner.Candidate]]:
         """Returns different plans of several searches, and the searches that failed.
 
-        Once a pipeline is simulated, what cannot be as fast, or as `rival_s`, is left out.
+        Further pipelines are left out if the first search proves them slower than `rival_s`.
         """
         request = self.request
         assert isinstance(request.shape, str), "an automatic shape is a word"
@@ -92,14 +87,12 @@ class StageSearch:
         plans: dict[tuple[Any, ...], tuple[str, Plan]] = {}
         refused: list[planner.Candidate] = []
         errors: list[PipelineError] = []
-        bound_s, best_s = 0.0, inf
+        bound_s = 0.0
         with progress("planning", len(finalists)) as advance:
             for finalist in finalists:
                 advance()
-                candidate = planner.Candidate(request.schedule, request.microbatches or 1, "", 0, str(finalist))
-                least_s = self._compute_least_s(finalist.shape, bound_s)
-                if planner.explain_slower(least_s, best_s):
-                    refused += _list_slower(candidate, least_s)
+                is_pipeline = finalist.shape not in ("any", "data-parallel") and not finalist.shape.isdecimal()
+                if is_pipeline and bound_s > rival_s * (1 + NO_GAP):
                     continue
                 if finalist == planner.Finalist("pipeline") and any(len(plan.stages) > 1 for _, plan in plans.values()):
                     continue  # the fastest of all plans is a pipeline
@@ -107,10 +100,13 @@ class StageSearch:
                     plan = self.plan_best(*finalist)
                 except PipelineError as error:
                     errors.append(error)
-                    refused.append(replace(candidate, why=str(error)))
+                    m = request.microbatches or 1
+                    refused.append(planner.Candidate(request.schedule, m, "", 0, str(finalist), why=str(error)))
                     continue
-                if len(plan.stages) > 1 and best_s == inf:
-                    bound_s, best_s = self._find_limits(plan, score_plan, rival_s)
+                # What the runtime adds, or an update delay, may hide sums that the search counts.
+                may_hide_sums = request.update_delay or plan.runtime or plan.costs.on_gpus
+                if finalist == finalists[0] and not may_hide_sums:
+                    bound_s = plan.bound_s
                 key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order
                 plans.setdefault(key, (str(finalist), plan))
         try:
@@ -121,30 +117,6 @@ class StageSearch:
         if not plans:
             raise errors[0]
         return [(make_candidate(plan, text), plan) for text, plan in plans.values()], refused
-
-    def _find_limits(
-        self, plan: Plan, score_plan: Callable[[Plan], planner.Score], rival_s: float
-    ) -> tuple[float, float]:
-        """Returns the seconds that a search proves no pipeline to beat (0: none), and those of the fastest rival."""
-        with suppress(PipelineError):
-            if self._is_possible(plan) and make_candidate(plan, "").least_s <= rival_s:
-                rival_s = min(rival_s, score_plan(plan).period_s)
-        may_hide_sums = plan.runtime or plan.costs.on_gpus or max(plan.update_delay)
-        return 0.0 if may_hide_sums or rival_s == inf else plan.bound_s, rival_s
-
-    def _compute_least_s(self, shape: str, bound_s: float) -> float:
-        """Returns seconds per minibatch that no pipeline of a shape can beat; 0 for a single stage."""
-        is_counted = "-" in shape and shape not in planner.SHAPES
-        if not is_counted and shape != "pipeline":
-            return 0.0
-        speeds = sorted(self.request.workers_and_links.speeds, reverse=True)
-        count = sum(planner.parse_counts(shape)) if is_counted else len(speeds)
-        return max(bound_s, self._passes_s / sum(speeds[:count]))
-
-    @cached_property
-    def _passes_s(self) -> float:
-        profile = self.profile.in_parts(self.profile.parts)
-        return profile.forward_s + profile.backward_s
 
     def _copy_over_sites(self) -> Plan | None:
         """Plans for one component of the outermost level, and copies each of its stages to the others.
@@ -228,13 +200,6 @@ class StageSearch:
                 all_workers=self.request.all_workers,
             )
         return self._searches[parts]
-
-
-def _list_slower(candidate: planner.Candidate, least_s: float) -> list[planner.Candidate]:
-    """Lists the candidate of a search that is left out, if its shape says which plan it is for."""
-    is_counted = set(candidate.shape) <= set("0123456789-")
-    why = planner.explain_slower(least_s, 0.0)
-    return [replace(candidate, config=candidate.shape, least_s=least_s, why=why)] if is_counted else []
 
 
 def make_candidate(plan: Plan, shape: str) -> planner.Candidate:
