@@ -124,6 +124,13 @@ def _fixed_seeds() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps progress off standard error, where tests count lines, on however slow a machine."""
+    if progress := sys.modules.get("pipedream.core.progress"):
+        monkeypatch.setattr(progress, "QUIET_S", 3600.0)
+
+
 @pytest.fixture
 def run_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Returns the command as a function: arguments -> exit status, standard output, standard error."""

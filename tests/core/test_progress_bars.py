@@ -55,6 +55,7 @@ def test_planning_is_shown_on_a_terminal(
 
 
 def test_what_takes_long_is_said_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("pipedream.core.progress.QUIET_S", 2.0)
     now_s = 0.0
     monkeypatch.setattr("pipedream.core.progress.time.monotonic", lambda: now_s)
     with progress("profiling Large", 200) as advance, progress("inside", 10) as inside:
