@@ -33,6 +33,10 @@ SHAPE = {"width": 512, "length": 64, "samples": 2}
 
 MICROBATCHES = 4
 MINIBATCHES = 3
+PLANNED_SHARE = 0.98
+"""Of the memory that Python and torch leave; the rest is for what is not predicted. A stage that moves activations
+fills all of its memory."""
+
 _MOST_BLOCKS = 400
 
 
@@ -249,12 +253,13 @@ def _search(
 ) -> dict[str, Any]:
     """Returns the row of a way: the most blocks that it trains, and what they take."""
     counts = range(setting.short, _MOST_BLOCKS + 1)
-    planned = setting.short - 1 + bisect_left(counts, 1, key=lambda blocks: not setting.fits(way, blocks, room_bytes))
+    plan_bytes = int(PLANNED_SHARE * room_bytes)
+    planned = setting.short - 1 + bisect_left(counts, 1, key=lambda blocks: not setting.fits(way, blocks, plan_bytes))
     row: dict[str, Any] = {"way": way.name, "workers": setting.workers, "planned_layers": planned, "layers": 0}
     row |= {"limit_bytes": limit_bytes, "room_bytes": room_bytes}
 
     def trains(blocks: int) -> bool:
-        plan = setting.plan_tightest(way, blocks, room_bytes)
+        plan = setting.plan_tightest(way, blocks, plan_bytes)
         answers = setting.run(way, {blocks: plan}, limit_bytes)
         log(f"{way.name}, {setting.workers} workers, {blocks} blocks: {answers or 'out of memory'}")
         if answers is None:
