@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,3 +160,15 @@ def test_copies_to_the_host_are_as_fast_as_the_slower_direction(monkeypatch: pyt
 @pytest.mark.gpu
 def test_a_gpu_copies_faster_than_a_disk() -> None:
     assert (host_bytes_per_s(torch.device("cuda")) or 0.0) > 1e9
+
+
+def test_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -d`, of which the process uses something already."""
+    limit_bytes = 1 << 50
+    monkeypatch.setattr(probe, "host_bytes", lambda: 1 << 60)
+    monkeypatch.setattr(
+        probe.resource, "getrlimit", lambda limit: (limit_bytes if limit == resource.RLIMIT_DATA else -1, -1)
+    )
+    assert limit_bytes - (1 << 40) < available_bytes(torch.device("cpu"), 1) < limit_bytes - (1 << 20)
+    monkeypatch.setattr(probe.resource, "getrlimit", lambda limit: (1, 1))
+    assert available_bytes(torch.device("cpu"), 1) == 0

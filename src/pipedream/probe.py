@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -51,7 +52,17 @@ def available_bytes(device: torch.device, sharing: int) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + cached
         return max(1, free - _COMMUNICATORS_BYTES)
-    return host_bytes() // sharing
+    return min([host_bytes() // sharing, *_list_limit_bytes()])
+
+
+def _list_limit_bytes() -> Iterator[int]:
+    """Yields what each limit of the process (`ulimit -d`, `-v`) leaves it."""
+    for limit, row in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most_bytes, _ = resource.getrlimit(limit)
+        if most_bytes != resource.RLIM_INFINITY:
+            status = Path("/proc/self/status").read_text(encoding="ascii")
+            used = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{row}:"))
+            yield max(0, most_bytes - used)
 
 
 def host_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from functools import partial
 from types import SimpleNamespace
@@ -180,6 +181,28 @@ def test_freed_memory_is_kept() -> None:
     """30 MiB that are freed and taken again are 7,680 pages."""
     (pages,) = processes.results(_count_new_pages, 1)
     assert pages < 1000
+
+
+@pytest.mark.parametrize(("free_bytes", "mapped_bytes"), [(399, 4 << 20), (401, 32 << 20)])
+def test_scarce_memory_is_given_back(free_bytes: int, mapped_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[int, int] = {}
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda path: SimpleNamespace(mallopt=settings.__setitem__))
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+    memory.keep_freed_memory(300, free_bytes)
+    assert settings[-3] == mapped_bytes
+
+
+def test_a_session_says_what_its_workers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr("pipedream.runtime.session.session.keep_freed_memory", lambda *sizes: calls.append(sizes))
+    monkeypatch.setattr("pipedream.pipeline.available_bytes", lambda device, sharing: 7000)
+    monkeypatch.setattr("pipedream.pipeline.host_bytes", lambda: 9000)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    plan = pd.plan(pd.profile(model, x, runs=1), pd.Cluster.flat(2), shape="straight")
+    optimizer: Any = partial(torch.optim.SGD, lr=0.1)
+    with pd.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=optimizer):
+        assert calls == [(sum(stage.peak_bytes for stage in plan.stages), 7000)]
 
 
 @pytest.mark.parametrize(

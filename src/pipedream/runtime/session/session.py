@@ -95,7 +95,9 @@ class Session:
         free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         whole_bytes = count_bytes(model)
-        local = self.local = _build_local_workers(model, graph, blueprint, weights, stuck_after_s, free_host_bytes)
+        local = self.local = _build_local_workers(
+            model, graph, blueprint, weights, stuck_after_s, free_bytes, free_host_bytes
+        )
         self.clock = ClockOffset(local.group)
         self.checkpointer = Checkpointer(local)
         self.streams = Streams(local, None if plain is None else Comparison(local, plain, whole_bytes, free_bytes))
@@ -139,12 +141,17 @@ def _build_local_workers(
     blueprint: Blueprint,
     weights: Weights,
     stuck_after_s: float,
+    free_bytes: Callable[[], int],
     free_host_bytes: Callable[[], int],
 ) -> LocalWorkers:
-    if blueprint.device.type == "cpu":
-        keep_freed_memory()
     rank, processes = join_group(blueprint.device, check_software=False)
     local = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
+    if blueprint.device.type == "cpu":
+        ranks = range(blueprint.placement.workers) if processes == 1 else (local.worker_rank,)
+        stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
+        share_bytes = free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        peak_bytes = sum(blueprint.program.plan.stages[stage].peak_bytes for stage in stages)
+        keep_freed_memory(peak_bytes, min(free_bytes(), share_bytes))
     if processes == 1:
         _check_host_memory(local, free_host_bytes, range(blueprint.placement.workers))
         _build_all(local, weights)
