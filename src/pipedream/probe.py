@@ -191,11 +191,11 @@ def host_bytes_per_s(device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
-    there = torch.empty(_MOST_BYTES, dtype=torch.uint8, device=device)
-    here = torch.empty(_MOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_gpu = torch.empty(_MOST_BYTES, dtype=torch.uint8, device=device)
+    pinned = torch.empty(_MOST_BYTES, dtype=torch.uint8, pin_memory=True)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(_REPEATS):
-        for row, (target, source) in zip(seconds, ((here, there), (there, here)), strict=True):
+        for row, (target, source) in zip(seconds, ((pinned, on_gpu), (on_gpu, pinned)), strict=True):
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             target.copy_(source, non_blocking=True)

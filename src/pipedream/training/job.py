@@ -71,16 +71,16 @@ class Process:
     @property
     def shares_cores(self) -> str:
         """Words for cores that processes of this machine share; empty if each has its own, or a GPU."""
-        cores, here = os.cpu_count() or 1, self._here
-        return f"{here} workers share {cores} cores" if here > cores and self.device.type == "cpu" else ""
+        cores, workers = os.cpu_count() or 1, self._local_count
+        return f"{workers} workers share {cores} cores" if workers > cores and self.device.type == "cpu" else ""
 
     @property
     def is_one_machine(self) -> bool:
         """Whether all processes are on this machine."""
-        return self._here == self.count
+        return self._local_count == self.count
 
     @property
-    def _here(self) -> int:
+    def _local_count(self) -> int:
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
 
     @classmethod

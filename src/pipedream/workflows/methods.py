@@ -184,13 +184,13 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
     starts = cluster.starts(1) if len(cluster.levels) > 1 else (0, cluster.workers)
     snapshots = count_snapshot_bytes(plan)
     for machine in map(range, starts, starts[1:]):
-        here = [(s, r) for s in range(len(plan.stages)) for r, w in enumerate(plan.workers_of(s)) if w in machine]
+        replicas = [(s, r) for s in range(len(plan.stages)) for r, w in enumerate(plan.workers_of(s)) if w in machine]
         free_bytes = cluster.host_bytes
         if free_bytes is not None and cluster.snapshots:
-            free_bytes -= check_snapshots(sum(plan.meshes[s].size * snapshots[s][r] for s, r in here), free_bytes)
+            free_bytes -= check_snapshots(sum(plan.meshes[s].size * snapshots[s][r] for s, r in replicas), free_bytes)
         if dispatched or plan.optimizer_state == HOST:
-            versions = [built.weights.versions(s) if built is not None and dispatched else 1 for s, _ in here]
-            check_host_memory([plan.stages[s] for s, _ in here], versions, free_bytes)
+            versions = [built.weights.versions(s) if built is not None and dispatched else 1 for s, _ in replicas]
+            check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes)
 
 
 def check_no_remote_stages(built: Schedule) -> None:

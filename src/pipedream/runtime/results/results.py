@@ -115,7 +115,7 @@ class _HostCopies:
         self._event: torch.cuda.Event | None = None
         self._numbers = torch.empty(0, dtype=torch.float64)
         # A metric may give a number on the CPU beside a loss on a GPU.
-        self._here = [None if value.is_cuda else float(value) for value in values]
+        self._on_cpu = [None if value.is_cuda else float(value) for value in values]
         on_gpu = [value.detach().double().reshape(()) for value in values if value.is_cuda]
         if on_gpu:
             self._numbers = torch.empty(len(on_gpu), dtype=torch.float64, pin_memory=True)
@@ -127,7 +127,7 @@ class _HostCopies:
         if self._event is not None:
             self._event.synchronize()
         copies = iter(self._numbers.tolist())
-        return [next(copies) if value is None else value for value in self._here]
+        return [next(copies) if value is None else value for value in self._on_cpu]
 
 
 class Results:
