@@ -99,6 +99,7 @@ def test_status_is_computed_only_if_it_is_shown(
 
 
 def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipedream.core.progress.QUIET_S", 2.0)
     now_s = 0.0
     monkeypatch.setattr("pipedream.core.progress.time.monotonic", lambda: now_s)
     monkeypatch.setattr(loop, "make_on_rank_0", lambda make, rank: make())
