@@ -153,15 +153,17 @@ def measure_half_length(
 ) -> tuple[tuple[int, ...], ...]:
     """Returns what `measure_sizes` finds of outputs and of what is kept for half of dimension 1 of the sample.
 
-    () for each layer, if one does not run with it: then the dimension is no length that can change.
+    () for each layer, if no length is known (the sample is neither tokens[batch, length] nor
+    float[batch, length, width]), or if a layer does not run with half of it.
 
     Args:
         sample: its tensors of as many samples and the same length as the first are halved.
         samples: None: the layers are those of a rank of a mesh, whose parts have fixed sizes.
     """
     unknown = ((),) * len(layers)
-    shape = next((leaf.shape for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor)), torch.Size())
-    if len(shape) < 2 or shape[0] != samples or shape[1] < 2:
+    first = next((leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor)), torch.empty(0))
+    shape = first.shape
+    if len(shape) != (3 if first.is_floating_point() else 2) or shape[0] != samples or shape[1] < 2:
         return unknown
 
     def halve(leaf: Any) -> Any:
