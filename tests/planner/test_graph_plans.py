@@ -46,8 +46,10 @@ def with_tied(draw: random.Random, profile: Profile) -> Profile:
     for _ in range(draw.choice([1, 1, 2])):
         users = tuple(sorted(draw.sample(range(len(layers)), min(len(layers), draw.choice([2, 2, 3])))))
         size = draw.choice([1, 2, 8])
-        layers[users[0]] = replace(layers[users[0]], parameter_bytes=layers[users[0]].parameter_bytes + size)
-        tied.append(TiedParameters((f"w{len(tied)}",), users, size, trained=draw.random() < 0.8))
+        trained, first = draw.random() < 0.8, layers[users[0]]
+        frozen_bytes = first.frozen_bytes + size * (not trained)
+        layers[users[0]] = replace(first, parameter_bytes=first.parameter_bytes + size, frozen_bytes=frozen_bytes)
+        tied.append(TiedParameters((f"w{len(tied)}",), users, size, trained=trained))
     return replace(profile, layers=tuple(layers), tied=tuple(tied))
 
 
@@ -78,11 +80,11 @@ def least_period(profile: Profile, cluster: Cluster) -> float:
     forms = (~inside[i] | inside[j]).all(axis=1) & (i != j)
     i, j = i[forms], j[forms]
     between = inside[j] & ~inside[i]
-    weights = between @ np.array([layer.parameter_bytes for layer in layers])
+    weights = between @ np.array([layer.trained_bytes for layer in layers])
     summed_s = np.zeros(len(weights))
     for tied in profile.tied:
         members = between[:, tied.layers]
-        weights = weights + tied.parameter_bytes * (members.any(axis=1) & ~between[:, tied.layers[0]])
+        weights = weights + tied.trained * tied.parameter_bytes * (members.any(axis=1) & ~between[:, tied.layers[0]])
         # At least two holders: two messages there and back, each of half of the bytes.
         least_s = 2 * (cluster.latency_s + tied.parameter_bytes / 2 / cluster.bandwidth_bytes_per_s)
         summed_s = summed_s + tied.trained * least_s * (members.any(axis=1) & ~members.all(axis=1))

@@ -141,7 +141,8 @@ def test_workers_of_one_process_share_a_figure() -> None:
     timeline, weights, _ = _train(512)
     assert timeline.shares_memory
     assert len(set(timeline.peak_bytes)) == len(set(timeline.reserved_bytes)) == 1
-    assert 2 * sum(weights) < timeline.peak_bytes[0] < 6 * sum(weights)
+    # The rise above weights and momentum is sampled, and may be missed in so short a run.
+    assert 2 * sum(weights) <= timeline.peak_bytes[0] < 6 * sum(weights)
     assert metrics.run_metrics(timeline).per_rank[0].peak_bytes is None, "it is not that rank's"
 
 
