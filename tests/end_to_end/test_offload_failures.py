@@ -1,4 +1,4 @@
-"""Activations on disk, in two worker processes: what fails leaves one message, no file, and a run that goes on."""
+"""A failing disk of activations ends two workers with one message and no file, and the run can be resumed."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_a_full_disk_ends_a_run_that_goes_on_elsewhere(
     advice = "; free some of it, or name another folder (--activations disk:FOLDER)"
     assert f"{str(tmp_path / 'away')!r}, but: {words} (this rank has written " in ended.err
     assert advice in ended.err
-    left = (tmp_path / "left").read_text().split() if within else os.listdir(tmp_path / "away")
-    assert left == ([] if within else ["mine"])
+    files = (tmp_path / "left").read_text().split() if within else os.listdir(tmp_path / "away")
+    assert files == ([] if within else ["mine"])
     assert commands.run("-m", "pipedream", "checkpoint", "verify", "run", folder=tmp_path).status == 0
     other = ("--resume", "run", "--activations", f"disk:{tmp_path / 'other'}", "--json")
     resumed = commands.run(*TRAIN[:4], *TRAIN[6:], "--workers", "2", *other, folder=tmp_path)

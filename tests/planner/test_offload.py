@@ -97,11 +97,11 @@ def test_a_refusal_says_which_sequences_would_fit(share: float) -> None:
     limit = round(0.6 * max(stage.peak_bytes for stage in plan_of(None, profile=profile).stages))
     with pytest.raises(ShortageError) as refusal:
         plan_of(limit, profile=profile, activations="")
-    found = re.search(r"sequences of about (\d+) of the 64 that were profiled \(an estimate", str(refusal.value))
-    assert found is not None
-    plan_of(limit, profile=profile.of_length(int(found[1])), activations="")
+    advice = re.search(r"sequences of about (\d+) of the 64 that were profiled \(an estimate", str(refusal.value))
+    assert advice is not None
+    plan_of(limit, profile=profile.of_length(int(advice[1])), activations="")
     with pytest.raises(ShortageError):
-        plan_of(limit, profile=profile.of_length(int(found[1]) + 4), activations="")
+        plan_of(limit, profile=profile.of_length(int(advice[1]) + 4), activations="")
 
 
 def test_what_alone_does_not_fit_may_together() -> None:

@@ -22,7 +22,7 @@ def test_each_restart_is_counted_with_what_was_repeated(
     """An attempt trains so many minibatches of so many seconds, and the next continues so many before the furthest."""
     folder, now_s = tmp_path_factory.mktemp("launch"), 1000.0
     furthest, at, furthest_s, lost_s, repeated = 0, 0, 0.0, 0.0, 0
-    behind, each = False, list[dict[str, int]]()
+    is_repeating, failures = False, list[dict[str, int]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LAUNCHER, "1 1")
         patch.setattr(restarts.time, "time", lambda: now_s)
@@ -32,10 +32,10 @@ def test_each_restart_is_counted_with_what_was_repeated(
             patch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
             counted, before = Restarts(0), furthest
             assert Restarts(1).figures()["seconds_lost"] in (0.0, None)
-            if behind and at == furthest:
+            if is_repeating and at == furthest:
                 lost_s += now_s - furthest_s
-                behind = False
-            each += [{"minibatches": furthest, "resumed_from": at}] if attempt else []
+                is_repeating = False
+            failures += [{"minibatches": furthest, "resumed_from": at}] if attempt else []
             counted.begin(at)
             for number in range(at, at + trains):
                 now_s += each_s
@@ -44,15 +44,15 @@ def test_each_restart_is_counted_with_what_was_repeated(
                 repeated += number < before
                 if number + 1 == before:
                     lost_s += now_s - furthest_s
-                    behind = False
+                    is_repeating = False
                 if number + 1 >= furthest:
                     furthest, furthest_s = number + 1, now_s
             figures = counted.figures()
             assert figures["restarts"] == attempt
             assert figures["minibatches_repeated"] == repeated
-            assert figures["each"] == each
+            assert figures["each"] == failures
             assert figures["seconds_lost"] == pytest.approx(lost_s)
-            at, behind, now_s = max(0, furthest - goes_back), True, now_s + 5
+            at, is_repeating, now_s = max(0, furthest - goes_back), True, now_s + 5
             del counted
 
 

@@ -312,9 +312,9 @@ def test_the_digest_is_of_all_sources(tmp_path: Path) -> None:
     (tmp_path / "a.py").rename(tmp_path / "c.py")
     digests.add(digest())
     assert len(digests) == 6
-    kept = hash_sources(tmp_path)
+    first_digest = hash_sources(tmp_path)
     (tmp_path / "c.py").unlink()
-    assert hash_sources(tmp_path) == kept, "a fork has what its launcher has imported"
+    assert hash_sources(tmp_path) == first_digest, "a fork has what its launcher has imported"
     hash_sources.cache_clear()
 
 

@@ -35,10 +35,10 @@ def parameter_bytes(layers: Sequence[nn.Module]) -> list[tuple[int, int]]:
     counted: set[int] = set()
     sizes = []
     for layer in layers:
-        own = {id(parameter): parameter for parameter in layer.parameters() if id(parameter) not in counted}
-        counted |= own.keys()
-        frozen = sum(parameter.nbytes for parameter in own.values() if not parameter.requires_grad)
-        sizes.append((sum(parameter.nbytes for parameter in own.values()), frozen))
+        parameters = {id(parameter): parameter for parameter in layer.parameters() if id(parameter) not in counted}
+        counted |= parameters.keys()
+        frozen = sum(parameter.nbytes for parameter in parameters.values() if not parameter.requires_grad)
+        sizes.append((sum(parameter.nbytes for parameter in parameters.values()), frozen))
     return sizes
 
 

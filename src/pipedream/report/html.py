@@ -265,7 +265,7 @@ def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]
 def _list_failures(summary: Mapping[str, Any]) -> list[tuple[float, str]]:
     rows = map(_read_mapping, _read_list(_read_mapping(summary.get("failures")).get("each")))
     places = [(_read_number(row.get("minibatches")), row.get("resumed_from")) for row in rows]
-    return [(x, f"failure after minibatch {x:.0f}, resumed from {kept}") for x, kept in places if x is not None]
+    return [(x, f"failure after minibatch {x:.0f}, resumed from {resumed}") for x, resumed in places if x is not None]
 
 
 def _draw_evaluations(summary: Mapping[str, Any]) -> str:

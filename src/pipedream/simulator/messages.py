@@ -113,8 +113,8 @@ class Flows:
                         if other.shared != number:
                             other.shared = number
                             connected.append(other)
-        left = len(connected)
-        while left:
+        waiting = len(connected)
+        while waiting:
             narrow, rate = ports[0], inf
             for port in ports:
                 if port.waiting and port.spare_bytes_per_s / port.waiting < rate:
@@ -122,7 +122,7 @@ class Flows:
             for member in narrow.flows:
                 if member.shared == number:
                     member.shared = 0
-                    left -= 1
+                    waiting -= 1
                     for port in member.ports:
                         port.spare_bytes_per_s -= rate
                         port.waiting -= 1

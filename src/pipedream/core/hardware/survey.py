@@ -121,8 +121,8 @@ class Survey(Artifact):
             first.memory_bytes if alike else None,
             first.device,
             () if alike else kinds,
-            disk_bytes_per_s=find_least([seen.disk_bytes_per_s for seen in self.workers]),
-            host_bytes_per_s=find_least([seen.host_bytes_per_s for seen in self.workers]),
+            disk_bytes_per_s=find_least([worker.disk_bytes_per_s for worker in self.workers]),
+            host_bytes_per_s=find_least([worker.host_bytes_per_s for worker in self.workers]),
         )
 
     def _derive_level(self, number: int, width: int, sizes: tuple[int, ...] = ()) -> Level:

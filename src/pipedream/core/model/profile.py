@@ -99,11 +99,11 @@ class LayerProfile:
             _scale_bytes(whole, half, share)
             for whole, half in zip((self.output_bytes, self.activation_bytes), self.half_length_sizes, strict=True)
         )
-        kept = max(output_bytes / max(self.output_bytes, 1), kept_bytes / max(self.activation_bytes, 1))
+        factor = max(output_bytes / max(self.output_bytes, 1), kept_bytes / max(self.activation_bytes, 1))
         names = ("arriving_bytes", "leaving_bytes", "working_bytes")
-        others = {name: ceil(kept * getattr(self, name)) for name in names}
+        others = {name: ceil(factor * getattr(self, name)) for name in names}
         gradient_bytes = min(self.backward_bytes, self.trained_bytes)
-        others["backward_bytes"] = gradient_bytes + ceil(kept * (self.backward_bytes - gradient_bytes))
+        others["backward_bytes"] = gradient_bytes + ceil(factor * (self.backward_bytes - gradient_bytes))
         return replace(self, output_bytes=output_bytes, activation_bytes=kept_bytes, **others)
 
 

@@ -208,8 +208,8 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
         check_host_memory(plan.stages, versions, free_bytes())
     elif plan.optimizer_state == HOST:
-        own = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
-        stages = _list_stages_here(local, own)
+        local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
+        stages = _list_stages_here(local, local_stages)
         check_host_memory([plan.stages[stage] for stage in stages], [1] * len(stages), free_bytes())
 
 
