@@ -334,8 +334,9 @@ class BasisRotation(Compensation):
     def at_stage(self, stage: int, delays: Sequence[int]) -> Self:
         if self.frequency == "uniform":
             return self
-        mean = sum(delay + 1 for delay in delays) / len(delays)
-        return replace(self, every=max(1, round(self.every * mean / (delays[stage] + 1))), frequency="uniform")
+        # One division, as a second one could round a half away.
+        every = self.every * sum(delay + 1 for delay in delays) / (len(delays) * (delays[stage] + 1))
+        return replace(self, every=max(1, round(every)), frequency="uniform")
 
     def kept_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, int, int]]:
         """Returns what is kept for a weight's rows ('left') and columns: (1 or 2, n, n), the basis and the average."""
