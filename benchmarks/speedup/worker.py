@@ -38,6 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import pipedream as pd
 from pipedream.slow_links import LINK
@@ -201,7 +202,9 @@ class _Worker:
             ends: list[tuple[float, int]] = []
             replicas = plan_here.replicas[0]
             count = (warm + steps + further) * replicas
-            for done in pipeline.train([job.batch(plan_here.batch)] * count):
+            # Replicas read a map-style DataLoader themselves unless minibatches are split; a list is read by one.
+            loader = DataLoader([job.batch(plan_here.batch)] * count, batch_size=None)
+            for done in pipeline.train(loader):
                 if done.number % replicas == 0:
                     ends.append((time.perf_counter(), _count_sent_bytes()))
         begin, end = ends[warm - 1], ends[warm + steps - 1]
