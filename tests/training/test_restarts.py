@@ -380,6 +380,25 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
 
 
 @pytest.mark.slow
+def test_a_loss_is_told_once_more_if_nobody_heard_of_it(tmp_path: Path) -> None:
+    """Rank 0 is killed while it hears that rank 1 is lost."""
+    text = RECIPE.partition("\nif __name__")[0].replace("import os", "import dataclasses\nimport os").replace("26", "8")
+    text = text.replace("Mortal(), ", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS
+    dies = """on_worker_lost(self, pipeline, ranks):
+        if pipeline.rank == 0 and ranks == (1,):
+            os.kill(os.getpid(), signal.SIGKILL)"""
+    text = text.replace("on_worker_lost(self, pipeline, ranks):", dies)
+    text = text.replace("DOOMED", '(os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("1", "3")')
+    (tmp_path / "mortal.py").write_text(text, encoding="utf-8")
+    options = ("--config", "3", "--elastic", "--snapshot-every", "4")
+    ended, summary = train(tmp_path, *options)
+    assert "continuing with one worker fewer, 1, after: rank 0 was ended by SIGKILL" in ended.err
+    assert summary["failures"]["workers_lost"] == 2
+    lost = (tmp_path / "lost.txt").read_text(encoding="utf-8").splitlines()
+    assert lost[-1] == f"0 {summary['resumed_from']} (1, 0)"
+
+
+@pytest.mark.slow
 def test_with_fewer_workers_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     write(tmp_path, AMONG_TWO)
     ended, summary = train(tmp_path, "--workers", "2", "--straight", "--elastic")

@@ -160,7 +160,6 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
     if process.rank == 0:
         keep_plan(job.folder, plan, planned.profile)  # a run that continues with fewer workers may plan again
         copy_run(job.folder, job.place)
-        keep_plan_of_attempt(plan)
     names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
     with blaming("while the pipeline was built"):
         built = Pipeline(
@@ -208,6 +207,8 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             console.print(f"resuming from {job.resumed}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
         for callback in recipe.callbacks if planned.lost else ():
             callback.on_worker_lost(pipeline, planned.lost)
+        if process.rank == 0:
+            keep_plan_of_attempt(plan)  # from here on the loss is known
         simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
         predicted = run_metrics(simulated).samples_per_s
         before = CoreTimes.now()
