@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 import pipedream
 from pipedream._version import hash_sources
-from pipedream.core.errors import RecipeError
+from pipedream.core.errors import PlanError, RecipeError
 from pipedream.core.plan.without import drop_worker
+from pipedream.options import TrainingOptions
 from pipedream.recipe import load_recipe
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure import processes
 from pipedream.training import restarts, snapshots
+from pipedream.training.job import _count_workers
 from pipedream.training.run_folder import resume_point
 
 pytestmark = pytest.mark.processes
@@ -194,6 +196,17 @@ def test_snapshots_that_serve_nothing_are_refused(
     status, _, error = run_command("train", str(tmp_path / "mortal.py"), "--workers", "2", *options)
     assert status == 2
     assert words in error
+
+
+def test_workers_that_stand_by_are_not_started() -> None:
+    with pytest.raises(PlanError) as refusal:
+        _count_workers(TrainingOptions(workers=2), None, 3)
+    assert str(refusal.value) == (
+        "2 workers were asked for, 3 processes were started; make the numbers equal; machines that stand by do not "
+        "count in torchrun's --nnodes"
+    )
+    with pytest.raises(PlanError, match=r"make the numbers equal$"):
+        _count_workers(TrainingOptions(workers=3), None, 2)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:

@@ -425,7 +425,10 @@ def _count_workers(options: TrainingOptions, resumed: ResumePoint | None, proces
         requested = resumed.manifest.plan.ranks
     count = requested or planned or (processes if processes > 1 else ranks_of(_read_mesh(options)))
     if processes > 1 and count != processes:
-        raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
+        standby = "; machines that stand by do not count in torchrun's --nnodes" if count < processes else ""
+        raise PlanError(
+            f"{count} workers were asked for, {processes} processes were started; make the numbers equal{standby}"
+        )
     if planned not in (0, count):
         what = f"with the mesh {options.mesh} is for {planned} ranks" if options.mesh else f"is for {planned} workers"
         raise PlanError(f"the plan {config} {what}, {count} were asked for; plan again for {count}")
