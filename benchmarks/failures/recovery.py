@@ -5,16 +5,13 @@ This file is also the recipe that is trained.
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -32,7 +29,9 @@ from scaffold import Environment, collect_rounds, format_quartiles, format_table
 MINIBATCHES, EVERY, KILLED_AFTER = 400, 20, 90
 SNAPSHOTS = ", snapshots"
 SNAPSHOT_EVERY = 5
+MEMORY = ("--snapshot-every", str(SNAPSHOT_EVERY))
 MINIBATCH_S = 0.02
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 class _Batches:
@@ -69,12 +68,21 @@ def recipe(seed: int = 0) -> pd.Recipe:
     return pd.Recipe(nn.Sequential(*layers).double(), loss, optimizer, _Batches(), epochs=1, callbacks=callbacks)
 
 
-def start(folder: Path, source: Path, workers: int, restarts: int, *more: str) -> subprocess.Popen[bytes]:
+@cache
+def make_plan(shape: tuple[int, ...]) -> pd.Plan:
+    """Plans these replicas for the recipe, which is measured."""
+    fresh = recipe()
+    return pd.plan(pd.profile(fresh.model, fresh.first_batch()[0]), pd.Cluster.flat(sum(shape)), shape=shape)
+
+
+def start(
+    folder: Path, source: Path, workers: int, restarts: int, *more: str, errors: Any = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """Starts the run, in which each finished minibatch adds a line to the file ``finished``."""
     options = ["--workers", str(workers), "--max-restarts", str(restarts), "--checkpoint-every", str(EVERY), *more]
     command = [sys.executable, "-m", "pipedream", "train", __file__, "--out", str(folder / "run"), *options]
     variables = {"PYTHONPATH": str(source), "FINISHED": str(folder / "finished")}
-    return subprocess.Popen(command, env=os.environ | variables, stdout=-3, stderr=-3)
+    return subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.DEVNULL, stderr=errors)
 
 
 def measure(name: str, workers: int, *more: str) -> tuple[float, int]:
@@ -83,7 +91,7 @@ def measure(name: str, workers: int, *more: str) -> tuple[float, int]:
     Returns the seconds until the restarted run has finished a minibatch, and the minibatches that it repeats.
     """
     source, snapshots, _ = name.partition(SNAPSHOTS)
-    more = (*more, "--snapshot-every", str(SNAPSHOT_EVERY)) if snapshots else more
+    more = (*more, *MEMORY) if snapshots else more
     return time_recovery(Path(source), workers, 1, workers - 1, *more)
 
 
@@ -92,61 +100,43 @@ def time_recovery(source: Path, workers: int, restarts: int, victim: int, *more:
     with TemporaryDirectory() as folder:
         finished = Path(folder, "finished")
         with start(Path(folder), source, workers, restarts, *more) as launcher:
-            wait_until(lambda: len(_read(finished)) >= KILLED_AFTER, launcher)
+            wait_until(lambda: len(read_finished(finished)) >= KILLED_AFTER, launcher)
             killed_s = time.time()
             os.kill(list_workers(launcher, workers)[victim], signal.SIGKILL)
-            wait_until(lambda: _read(finished)[-1][0] == 1, launcher)
+            result = wait_for_restart(finished, killed_s, launcher)
             launcher.send_signal(signal.SIGTERM)
-        rows = _read(finished)
-        first = next(row for row in rows if row[0] == 1)
-        return first[2] - killed_s, max(int(number) for attempt, number, _ in rows if not attempt) - int(first[1]) + 1
+        return result
 
 
-def train_undisturbed(source: Path, workers: int, *more: str) -> dict[str, torch.Tensor]:
-    """Returns the weights of a run that nothing happens to."""
-    with TemporaryDirectory() as folder:
-        with start(Path(folder), source, workers, 1, *more) as launcher:
-            assert launcher.wait() == 0
-        weights: dict[str, torch.Tensor] = torch.load(Path(folder, "run", "weights.pt"))
-        return weights
+def wait_for_restart(finished: Path, killed_s: float, launcher: subprocess.Popen[bytes]) -> tuple[float, int]:
+    """Returns the seconds until the second attempt has finished a minibatch, and how many it repeats."""
+    wait_until(lambda: read_finished(finished)[-1][0] == 1, launcher)
+    rows = read_finished(finished)
+    first = next(row for row in rows if row[0] == 1)
+    return first[2] - killed_s, max(int(number) for attempt, number, _ in rows if not attempt) - int(first[1]) + 1
 
 
-def kill_at_random(source: Path, workers: int, draw: random.Random, *more: str) -> dict[str, torch.Tensor]:
-    """Kills one or several workers of a run at a random moment, up to twice; returns its weights."""
-    with TemporaryDirectory() as folder:
-        with start(Path(folder), source, workers, 2, *more, "--snapshot-every", str(SNAPSHOT_EVERY)) as launcher:
-            wait_until(lambda: len(_list_children(launcher)) > workers, launcher)
-            for _ in range(draw.choice((1, 1, 2))):
-                time.sleep(draw.uniform(0.0, 6.0))
-                running = _list_children(launcher)[1:]
-                for worker in draw.sample(running, min(len(running), draw.randint(1, workers))):
-                    with suppress(ProcessLookupError):
-                        os.kill(worker, signal.SIGKILL)
-            assert launcher.wait(120) == 0, launcher.returncode
-        left = [path for path in Path("/dev/shm").glob("pipedream-*") if f"-{launcher.pid}-" in path.name]
-        assert not left, left
-        summary = json.loads(Path(folder, "run", "summary.json").read_text())
-        print(summary["failures"], summary["resumed_from"], flush=True)
-        return torch.load(Path(folder, "run", "weights.pt"))
-
-
-def _list_children(launcher: subprocess.Popen[bytes]) -> list[int]:
+def list_children(launcher: subprocess.Popen[bytes]) -> list[int]:
     """Returns the launcher's processes: with snapshots the one that removes their folder, and then the workers."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
 
-def _read(file: Path) -> list[list[float]]:
+def read_finished(file: Path) -> list[list[float]]:
+    """Returns (attempt, number, time) of each minibatch."""
     return [[float(word) for word in line.split()] for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def list_workers(launcher: subprocess.Popen[bytes], workers: int) -> list[int]:
     """Returns the process ids of the workers, by rank."""
-    return _list_children(launcher)[-workers:]
+    return list_children(launcher)[-workers:]
 
 
-def wait_until(is_reached: Any, launcher: subprocess.Popen[bytes]) -> None:
+def wait_until(is_reached: Any, launcher: subprocess.Popen[bytes], within_s: float = 120.0) -> None:
+    end_s = time.monotonic() + within_s
     while not is_reached():
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"the run has not come so far within {within_s:g} s")
         if launcher.poll() is not None:
             raise RuntimeError(f"the run has ended with exit status {launcher.returncode}")
         time.sleep(0.01)
@@ -154,27 +144,16 @@ def wait_until(is_reached: Any, launcher: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    here = Path(__file__).parents[2] / "src"
     parser.add_argument(
-        "--sources", type=Path, nargs="+", default=[here], help="src folders of the versions to compare"
+        "--sources", type=Path, nargs="+", default=[SOURCE], help="src folders of the versions to compare"
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--plan", help="a plan's file; by default each run measures and plans first")
     parser.add_argument("--snapshots", action="store_true", help="each version also with snapshots")
-    parser.add_argument("--kills", action="store_true", help="kills at random moments; compare the weights")
     options = parser.parse_args()
     environment, more = Environment(), ["--plan", options.plan] if options.plan else []
     sources, workers, trials = list(map(str, options.sources)), options.workers, options.trials
-    if options.kills:
-        every = ("--snapshot-every", str(SNAPSHOT_EVERY))
-        more += ["--minibatches", "150"]
-        weights = train_undisturbed(here, workers, *every, *more)
-        for trial in range(trials):
-            killed = kill_at_random(here, workers, random.Random(trial), *more)
-            assert all(torch.equal(killed[name], weights[name]) for name in weights), trial
-        print(f"{trials} runs that were killed at random ended with the weights of one that was not")
-        return 0
     if options.snapshots:
         sources += [source + SNAPSHOTS for source in sources]
     results = collect_rounds(lambda name: measure(name, workers, *more), sources, trials)
