@@ -127,7 +127,7 @@ class Recipe(ModelOptions):
         return None
 
 
-def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe:
+def load_recipe(path: str, *, seed: int = 0) -> Recipe:
     """Imports a recipe's file and calls its function, with `seed` if it takes one.
 
     Raises:
@@ -135,9 +135,7 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     """
     file = Path(path)
     if not file.is_file():
-        raise RecipeError(
-            f"the recipe {path} does not exist; give the path of a Python file with a function {function}()"
-        )
+        raise RecipeError(f"the recipe {path} does not exist; give the path of a Python file with a function recipe()")
     spec = spec_from_file_location(f"recipe_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise RecipeError(f"the recipe {path} is not a Python file; give one that ends in .py")
@@ -152,9 +150,9 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
         raise RecipeError(f"the recipe {path} does not import: {_shorten(error)}") from error
     finally:
         sys.path.pop(0)
-    make = getattr(module, function, None)
+    make = getattr(module, "recipe", None)
     if not callable(make):
-        raise RecipeError(f"the recipe {path} has no function {function}(); define one that returns a pipedream.Recipe")
+        raise RecipeError(f"the recipe {path} has no function recipe(); define one that returns a pipedream.Recipe")
     return replace(make_recipe(make, seed=seed, name=file.stem), source=file.read_bytes().decode())
 
 
