@@ -119,6 +119,19 @@ def test_what_was_measured_with_a_plan_is_not_measured_again(monkeypatch: pytest
         assert pd.Plan.load(out / "plan.json").runtime == expected
 
 
+def test_a_run_times_its_loader_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It made eleven batches before the first that it trained with, five of them again for the profile."""
+    data = Slow(torch.rand(16, 4), torch.rand(16, 4))
+    model, loader = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), DataLoader(data, batch_size=8)
+    recipe = pd.Recipe(model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), loader)
+    costs = RuntimeCosts(load_s=1e-5)
+    timed: list[pd.Recipe] = []
+    monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: timed.append(recipe) or costs)
+    pd.run(lambda: recipe, minibatches=1, checkpoint_every=0, check=False, quiet=True, out=tmp_path)
+    assert len(timed) == 1
+    assert pd.Profile.load(tmp_path / "profile.json").runtime == pd.Plan.load(tmp_path / "plan.json").runtime == costs
+
+
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 def test_a_recipes_targets_are_where_its_model_is_profiled(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """On a GPU the loss got the model's output from there and the targets from the CPU."""

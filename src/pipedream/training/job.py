@@ -255,6 +255,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
                     seed=job.seed,
                     microbatches=job.microbatches,
                     meshes=meshes,
+                    runtime=runtime,
                 )
         cluster = survivors.cluster or _choose_cluster(job, process)
         if options.snapshot_every is not None and process.is_one_machine:
@@ -341,8 +342,12 @@ def profile_recipe(
     finest: bool = False,
     microbatches: int | None = None,
     meshes: Sequence[str] | str = (),
+    runtime: RuntimeCosts | None = None,
 ) -> Profile:
-    """Profiles a recipe's model on its first training batch, with loss, optimizer, loader and layout."""
+    """Profiles a recipe's model on its first training batch, with loss, optimizer, loader and layout.
+
+    `runtime`: costs of the runtime and the loader that were measured before.
+    """
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
     adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
@@ -367,7 +372,7 @@ def profile_recipe(
         layout=recipe.layout,
         meshes=meshes,
     )
-    return profile if device == "meta" else replace(profile, runtime=_measure_runtime_costs(recipe, device))
+    return profile if device == "meta" else replace(profile, runtime=runtime or _measure_runtime_costs(recipe, device))
 
 
 def _measure_runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
