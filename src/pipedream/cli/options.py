@@ -19,7 +19,6 @@ from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME, PlanRequest
-from pipedream.report.svg import check_picture
 from pipedream.workflows.exclusions import as_flag, check_options
 
 JSON = option(False, "Print one JSON object on standard output, and nothing else.", "--json")
@@ -122,6 +121,8 @@ def check_outputs(**paths: Path | None) -> None:
             if not path.parent.is_dir():
                 raise PlanError(f"--{name} {path} was asked for, but there is no folder {path.parent}; make it first")
         if name == "svg":
+            from pipedream.report.svg import check_picture  # here, because few commands draw
+
             check_picture(path)
 
 

@@ -34,13 +34,13 @@ from pipedream.sharding.stage import StageSharding
 _ADVICE = "make it one (nn.Sequential of its blocks), or use a layout by hand"
 
 
-def partition_layer(layer: Callable[..., Any], sharding: StageSharding | None) -> Callable[..., Any]:
+def partition_layer(layer: Callable[..., Any], sharding: StageSharding) -> Callable[..., Any]:
     """Returns what is called in place of a layer: itself, unless the stage's layout was found by a partition.
 
     Raises:
         PlanError: see `PartitionedLayer`.
     """
-    if sharding is None or not sharding.runs_operators:
+    if not sharding.runs_operators:
         return layer
     assert isinstance(layer, nn.Module)
     assert sharding.group is not None

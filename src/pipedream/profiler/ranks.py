@@ -21,7 +21,6 @@ from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
-from pipedream.layouts import partition_layer
 from pipedream.profiler.passes import Sample, call_with, enter_autocast
 from pipedream.profiler.update import named_parameters
 from pipedream.sharding.count import CountCollectives
@@ -83,6 +82,8 @@ class OneRank:
             for slot, parameter in module._parameters.items()
             if id(parameter) in name_of
         ]
+        from pipedream.layouts import partition_layer  # here, because only a mesh needs it
+
         self._callers = {id(layer): partition_layer(layer, sharding) for layer in layers}
         self._names = {
             id(layer): [name_of[id(parameter)] for parameter in layer.parameters() if id(parameter) in name_of]

@@ -34,9 +34,6 @@ from pipedream.core.plan.host_memory import drop_snapshots
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.profiler.core_times import CoreTimes
-from pipedream.report.html import save_page
-from pipedream.report.lanes import start_window
-from pipedream.report.trace import save_trace
 from pipedream.runtime.checkpoint.files import save_weights
 from pipedream.runtime.checkpoint.folders import (
     complete_checkpoints,
@@ -247,6 +244,8 @@ def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> No
     Raises:
         WorkerError: a file cannot be written.
     """
+    from pipedream.report import save_trace  # here, because the first minibatch need not wait for it
+
     place = place or folder
     try:
         if files.weights is not None:
@@ -273,6 +272,8 @@ def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> No
 
 def _start(measured: Timeline) -> Timeline | None:
     """Returns the begin of a run, for its picture, if anything ran."""
+    from pipedream.report.lanes import start_window
+
     window = start_window(measured, _SHOWN_MICROBATCHES)
     if window is None:
         return None
@@ -286,6 +287,8 @@ def write_report(folder: Path) -> Path:
     Raises:
         ArtifactError: the folder is not a run folder.
     """
+    from pipedream.report import save_page
+
     try:
         summary = json.loads(read_text(folder / "summary.json"))
         losses = json.loads(read_text(folder / "losses.json"))

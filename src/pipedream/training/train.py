@@ -24,7 +24,6 @@ from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.recipe import Recipe, blaming, make_recipe
-from pipedream.report.text import collectives_text, failures_text, slowness_text
 from pipedream.runtime.checkpoint.folders import ranks_that_see
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
@@ -354,6 +353,8 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
 
 
 def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
+    from pipedream.report.text import collectives_text, failures_text, slowness_text
+
     results = ", ".join(f"{name} {format_number(value)}" for name, value in summary["metrics"].items())
     rate, bubble, target = summary["throughput"], summary["bubble"], ""
     if summary["seconds_to_target"] is not None:

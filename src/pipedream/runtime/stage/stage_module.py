@@ -29,7 +29,6 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.core.errors import CaptureError
 from pipedream.core.plan.layout import Boundary, read_crossings, with_crossings
 from pipedream.core.user_code import note_module
-from pipedream.layouts import partition_layer
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, map_tensors, unflatten
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
@@ -159,7 +158,7 @@ class StageModule:
             (
                 name,
                 layer,
-                _compile(layer, compile) if compile is not None else partition_layer(layer, sharding),
+                _choose_caller(layer, compile, sharding),
                 hasattr(layer, "reseed"),
                 never_draws(layer),
             )
@@ -454,6 +453,19 @@ def _list_named_modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tup
 
 def _list_storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
+
+
+def _choose_caller(
+    layer: nn.Module, compile: Mapping[str, Any] | None, sharding: StageSharding | None
+) -> Callable[..., Any]:
+    """Returns what is called in place of a layer."""
+    if compile is not None:
+        return _compile(layer, compile)
+    if sharding is None:
+        return layer
+    from pipedream.layouts import partition_layer  # here, because only a mesh needs it
+
+    return partition_layer(layer, sharding)
 
 
 def _compile(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:
