@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -47,11 +48,16 @@ class PlacedStage:
     suffix: int = 0
 
 
-def latest_start_pipeline(period_needs: PeriodNeeds, all_workers: bool) -> list[PlacedStage] | None:
+def latest_start_pipeline(
+    period_needs: PeriodNeeds, all_workers: bool, next_count: IntArray
+) -> list[PlacedStage] | None:
     """Returns the stages of a pipeline within a period (up to rounding), or None if none is found.
 
     Several suffixes are kept for each place: the one that begins last, and, for each level, the one that begins last at
     the start of a component.
+
+    Args:
+        next_count: for each number up to one more than there are workers, the next count that a stage may have.
     """
     needs, period = period_needs.needs, period_needs.period * (1 + 1e-12)
     levels = len(needs.line.cluster.levels)
@@ -62,7 +68,7 @@ def latest_start_pipeline(period_needs: PeriodNeeds, all_workers: bool) -> list[
     stages: list[list[PlacedStage | None]] = [[None] * (end + 1) for _ in range(levels)]
     for i in range(end - 1, -1, -1):
         candidates = _StageCandidates.before_suffixes(
-            period_needs, starts, i, int(needed_before[i]), all_workers and i == 0
+            period_needs, starts, i, int(needed_before[i]), all_workers and i == 0, next_count
         )
         for level, candidate in enumerate(candidates.best(needs, period)):
             if candidate is not None:
@@ -92,7 +98,13 @@ class _StageCandidates:
 
     @classmethod
     def before_suffixes(
-        cls, period_needs: PeriodNeeds, starts: IntArray, i: int, needed_before: int, exact: bool
+        cls,
+        period_needs: PeriodNeeds,
+        starts: IntArray,
+        i: int,
+        needed_before: int,
+        exact: bool,
+        next_count: IntArray,
     ) -> _StageCandidates:
         """Those of place i that leave `needed_before` workers; if `exact`, they begin at the first one."""
         needs = period_needs.needs
@@ -107,7 +119,8 @@ class _StageCandidates:
             for recompute in needs.costs:
                 for chosen, counts in _count_workers(period_needs, recompute, stages, fronts):
                     some = np.flatnonzero(distinct & chosen)
-                    for replicas in _list_counts(needs, fronts[some], counts[some], exact):
+                    for least in _list_counts(needs, fronts[some], counts[some], exact):
+                        replicas = next_count[least]
                         suffixes, redoes = np.full(len(some), suffix), np.full(len(some), int(recompute))
                         rows.append([ends[some], suffixes, fronts[some] - replicas, replicas, redoes])
         columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
@@ -182,6 +195,14 @@ def _list_counts(needs: StageNeeds, fronts: IntArray, counts: IntArray, exact: b
     return options
 
 
+def _list_next_counts(workers: int, cycle: int) -> IntArray:
+    """For each number up to `workers` + 1, the least count from there on that divides a cycle; 0: any does."""
+    numbers = np.arange(workers + 2)
+    counts = numbers[1:][cycle % numbers[1:] == 0]
+    after: IntArray = np.append(counts, 2 * workers + 2)[np.searchsorted(counts, numbers)]  # more than there are
+    return after
+
+
 TOLERANCE = 1e-6
 """Relative tolerance of the lower bound."""
 
@@ -206,8 +227,22 @@ class Bisection:
     recompute: str = "never"
     all_workers: bool = False
 
-    def best(self) -> Plan | None:
-        """Returns the fastest plan found, with its bound; None if none fits the memory."""
+    def best(self, cycle: int = 0) -> Plan | None:
+        """Returns the fastest plan found, with the bound of all plans; None if none fits the memory.
+
+        Args:
+            cycle: all replica counts divide it; 0: any.
+        """
+        if self._nearest is None:
+            return None
+        low, high, best = self._nearest
+        if cycle and best is not None:
+            best = self._search_above(high.needs.for_period(best.slowest_stage_s, high), cycle)
+        return None if best is None else replace(best, bound_s=min(low.period, best.slowest_stage_s))
+
+    @cached_property
+    def _nearest(self) -> tuple[PeriodNeeds, PeriodNeeds, Plan | None] | None:
+        """The longest period that is too short, the next one, and the fastest plan found, whatever its cycle."""
         needs = StageNeeds.of(self.space, self.line, self.recompute)
         if needs.for_period(np.inf).fewest_workers()[0] > needs.workers:
             return None
@@ -216,12 +251,11 @@ class Bisection:
         best: Plan | None = None
         for tolerance in (_COARSE, TOLERANCE):  # if no plan comes near the bound, a coarse one is enough
             low, high = self._narrow(low, high, tolerance)
-            nearer = self._find_within(high)
+            nearer = self._find_within(high, _list_next_counts(needs.workers, 0))
             best = nearer or best
             if nearer is None:
                 break
-        best = best or self._search_above(high)
-        return None if best is None else replace(best, bound_s=min(low.period, best.slowest_stage_s))
+        return low, high, best or self._search_above(high, 0)
 
     def _bracket(self, low: PeriodNeeds) -> tuple[PeriodNeeds, PeriodNeeds]:
         """A shorter and a longer period; the needs of the longer one can be met."""
@@ -242,26 +276,27 @@ class Bisection:
                 low = middle
         return low, high
 
-    def _search_above(self, bound: PeriodNeeds) -> Plan | None:
+    def _search_above(self, bound: PeriodNeeds, cycle: int) -> Plan | None:
         needs = bound.needs
+        next_count = _list_next_counts(needs.workers, cycle)
         low, excess, best = bound, _FIRST_EXCESS, None
         while best is None:
             if excess > _LAST_EXCESS:
-                return self._find_within(needs.for_period(np.inf))
+                return self._find_within(needs.for_period(np.inf), next_count)
             high = needs.for_period(bound.period * (1 + excess), low)
-            best, excess = self._find_within(high), 2 * excess
+            best, excess = self._find_within(high, next_count), 2 * excess
             low = low if best is not None else high
-        for _ in range(_STEPS):
+        for _ in range(1 if cycle else _STEPS):
             middle = needs.for_period((low.period + best.slowest_stage_s) / 2, low, high)
-            candidate = self._find_within(middle)
+            candidate = self._find_within(middle, next_count)
             if candidate is None:
                 low = middle
             else:
                 high, best = middle, min(best, candidate, key=lambda plan: plan.slowest_stage_s)
         return best
 
-    def _find_within(self, period: PeriodNeeds) -> Plan | None:
-        stages = latest_start_pipeline(period, self.all_workers)
+    def _find_within(self, period: PeriodNeeds, next_count: IntArray) -> Plan | None:
+        stages = latest_start_pipeline(period, self.all_workers, next_count)
         if stages is None:
             return None
         places, counts = period.needs.places, tuple(stage.replicas for stage in stages)

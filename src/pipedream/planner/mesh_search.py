@@ -8,6 +8,7 @@ says how far from optimal it may be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
@@ -20,6 +21,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.planner.cycles import shorten_cycle
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.dynamic_program.recurrence import Shortage, check_recompute, refuse
 from pipedream.planner.search import fitting_plan, parse_counts
@@ -37,12 +39,17 @@ _EQUAL = 1 + 1e-12  # sums of seconds in another order
 
 @dataclass(frozen=True, eq=False)
 class MeshSearch:
-    """The searches of one space for plans whose stages have replicas and meshes of their own."""
+    """The searches of one space for plans whose stages have replicas and meshes of their own.
+
+    Attributes:
+        cycle: all replica counts divide it; 0: any, if the plan can be proved (`planner.cycles`).
+    """
 
     space: MeshSpace
     recompute: str = "never"
     all_ranks: bool = False
     cuts: tuple[int, ...] | None = None
+    cycle: int = 0
 
     @classmethod
     def of(
@@ -80,7 +87,7 @@ class MeshSearch:
         Raises:
             PlanError: nothing fits, or there are too few ranks or layers.
         """
-        search = partial(self._search, shape=shape)
+        search = partial(self._search_provable if shape in ("any", "pipeline") else self._search, shape=shape)
         if slower != 1:
             slowed = self.space.with_slower_links(slower)
             choices = slowed.choices_of(search(slowed))
@@ -88,6 +95,14 @@ class MeshSearch:
                 self.space, self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight
             )
         return apply_depth(self.space, fitting_plan(self.space, search, ()), in_flight)
+
+    def _search_provable(self, space: MeshSpace, shape: str | tuple[int, ...]) -> Plan:
+        def search(cycle: int) -> Plan | None:
+            with suppress(PlanError):
+                return replace(self, cycle=cycle)._search(space, shape)
+            return None
+
+        return shorten_cycle(self._search(space, shape), space.cluster.workers, search, tried=1)
 
     def _make_program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> MeshProgram:
         counts = None if shape in ("any", "pipeline") else parse_counts(shape)
@@ -99,6 +114,7 @@ class MeshSearch:
             shape != "pipeline",
             self.recompute,
             self.cuts is not None,
+            self.cycle,
         )
 
     def _search(self, space: MeshSpace, shape: str | tuple[int, ...]) -> Plan:
@@ -107,8 +123,9 @@ class MeshSearch:
         kinds = f"plans whose stages have replicas and meshes ({names}) of their own, on consecutive ranks"
         # The bound where memory for messages is not counted yet, if the exact program is too large.
         bounds = space.kept.setdefault(f"bounds, with {space.cluster.memories}", {})
-        if space.spare_bytes and shape in bounds:
-            return self._search_large(space, shape, kinds, bounds[shape], [])
+        key = shape, self.cycle
+        if space.spare_bytes and key in bounds:
+            return self._search_large(space, shape, kinds, bounds[key], [])
         below = program(how="below")
         relaxed = below.best()
         if relaxed is None:
@@ -124,7 +141,7 @@ class MeshSearch:
                 refuse(_find_shortage(exact, kinds), kinds)
             return _add_note(space.plan_of(answer[1]), kinds, answer[0], is_exact=not space.spare_bytes)
         if space.cluster.is_limited and not space.spare_bytes:
-            bounds[shape] = bound_s
+            bounds[key] = bound_s
         return self._search_large(space, shape, kinds, bound_s, [plan] if fits_rank_memory(space, choices) else [])
 
     def _search_large(
@@ -132,7 +149,8 @@ class MeshSearch:
     ) -> Plan:
         program = partial(self._make_program, space, shape=shape)
         # One that fits with more memory kept free.
-        fitting = space.kept.setdefault(f"plans, with {space.cluster.memories}", {}).setdefault(shape, {})
+        kept = space.kept.setdefault(f"plans, with {space.cluster.memories}", {})
+        fitting = kept.setdefault((shape, self.cycle), {})
         plans = [*plans, *(plan for spare_bytes, plan in fitting.items() if spare_bytes >= space.spare_bytes)]
         if shape in ("any", "pipeline") and space.cluster.is_limited:
             bound_s, more = self._bisect(space, shape, bound_s, plans)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.bisection import Bisection
+from pipedream.planner.cycles import shorten_cycle
 from pipedream.planner.dynamic_program.pruning import prune_places
 from pipedream.planner.dynamic_program.recurrence import (
     RECOMPUTE,
@@ -29,6 +30,9 @@ _MOST_WORK = 5e8
 
 _MOST_ORDERS = 5_000
 
+_MOST_CYCLES_WORK = 3e8
+"""Comparisons in searches for a plan that repeats itself sooner, if each had the states of the first one."""
+
 _MOST_STATES = 3e8
 """Comparisons in one dynamic program; above this, bisection is used instead."""
 
@@ -47,6 +51,7 @@ class PipelineSearch:
     lines: tuple[WorkerLine, ...]
     order_kind: str
     _pipelines: dict[bool, Plan | None] = field(default_factory=dict, init=False)
+    _bisections: dict[bool, tuple[Bisection, ...]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
@@ -98,18 +103,29 @@ class PipelineSearch:
         )
 
     def best_pipeline(self, all_workers: bool) -> Plan | None:
-        """Returns the best pipeline of at least two stages; in large searches the best that bisection finds."""
+        """Returns the best pipeline of at least two stages; in large searches the best that bisection finds.
+
+        Its cycle is one that can be proved, if possible (`planner.cycles`).
+        """
         if all_workers not in self._pipelines:
-            self._pipelines[all_workers] = self._find_pipeline(all_workers)
+            search = partial(self._find_pipeline, all_workers)
+            plan = search()
+            if plan is not None:
+                tried = 1 if self.is_large else max(int(_MOST_CYCLES_WORK // _estimate_work(self.space)), 1)
+                plan = shorten_cycle(plan, self.workers, search, tried)
+            self._pipelines[all_workers] = plan
         return self._pipelines[all_workers]
 
-    def _find_pipeline(self, all_workers: bool) -> Plan | None:
-        if self.is_large:
-            tried = (Bisection(self.space, line, self.recompute, all_workers).best() for line in self.lines)
-            plans = [plan for plan in tried if plan is not None]
-            best = min(plans, key=tie_break_key, default=None)
-            return None if best is None else replace(best, bound_s=min(plan.bound_s for plan in plans))
-        return self._find_best(*self._list_states(all_workers), allow_single_stage=False)
+    def _find_pipeline(self, all_workers: bool, cycle: int = 0) -> Plan | None:
+        if not self.is_large:
+            return self._find_best(*self._list_states(all_workers, cycle), allow_single_stage=False)
+        if all_workers not in self._bisections:
+            lines = (Bisection(self.space, line, self.recompute, all_workers) for line in self.lines)
+            self._bisections[all_workers] = tuple(lines)
+        tried = (bisection.best(cycle) for bisection in self._bisections[all_workers])
+        plans = [plan for plan in tried if plan is not None]
+        best = min(plans, key=tie_break_key, default=None)
+        return None if best is None else replace(best, bound_s=min(plan.bound_s for plan in plans))
 
     @cached_property
     def best_straight(self) -> Plan | None:
@@ -135,8 +151,8 @@ class PipelineSearch:
     def shortage_of_counts(self, counts: tuple[int, ...]) -> Shortage:
         return self._find_shortage(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
 
-    def _list_states(self, all_workers: bool) -> tuple[tuple[State, ...], tuple[State, ...] | None]:
-        states = replicated_states(self.workers)
+    def _list_states(self, all_workers: bool, cycle: int = 0) -> tuple[tuple[State, ...], tuple[State, ...] | None]:
+        states = tuple(state for state in replicated_states(self.workers) if not cycle % state[1])
         return states, tuple(state for state in states if state[0] == self.workers) if all_workers else None
 
     def _build_programs(

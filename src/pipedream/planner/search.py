@@ -354,7 +354,8 @@ def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool
     kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
     if as_pipeline:
         plan = pipeline or refuse(searches.shortage_of_pipelines(all_workers), kinds)
-        best = f"{searches.optimality} among {kinds}{searches.order_note}"
+        best = "best found" if plan.bound_s < plan.slowest_stage_s else searches.optimality
+        best = f"{best} among {kinds}{searches.order_note}"
         return replace(plan, note=f"{best}{_describe_rivals(plan, searches, (workers,), [straight])}")
     # A single stage sends nothing to another, so it comes first and wins ties.
     plans = [plan for plan in (single, pipeline) if plan is not None]

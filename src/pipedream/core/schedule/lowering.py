@@ -38,7 +38,8 @@ from pipedream.core.schedule.program import (
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
 
-_MOST_PROVED = 4096  # a proof unrolls two periods
+MOST_PROVED = 4096
+"""Workers, and microbatches until all replicas have had a turn: a proof unrolls two periods."""
 
 
 def lower(schedule: Schedule) -> Program:
@@ -49,17 +50,24 @@ def lower(schedule: Schedule) -> Program:
             weights and do not all make the same updates.
     """
     schedule = with_tied_weights(schedule)
-    if schedule.placement.workers > _MOST_PROVED or schedule.placement.cycle > _MOST_PROVED:
-        raise ScheduleError(
-            f"a program for {schedule.placement.workers} workers with replica counts {schedule.placement.replicas} was "
-            f"asked for: it repeats after {schedule.placement.cycle} microbatches (their common multiple); "
-            f"up to {_MOST_PROVED} can be proved; choose fewer workers, or counts that divide each other"
-        )
+    if why := explain_unproved(schedule.placement):
+        raise ScheduleError(why)
     channels = _make_channels(schedule.placement, schedule.plan.in_flight)
     numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
     ranks = tuple(_fold(schedule, rank, numbers) for rank in range(schedule.placement.workers))
     shared = {field.name: getattr(schedule, field.name) for field in fields(Rules)}
     return Program(**shared, cycle=schedule.cycle, channels=channels, ranks=ranks)
+
+
+def explain_unproved(placement: Placement) -> str:
+    """Returns why no program of a placement can be proved; '' if one can."""
+    if max(placement.workers, placement.cycle) <= MOST_PROVED:
+        return ""
+    return (
+        f"a program for {placement.workers} workers with replica counts {placement.replicas} was asked for: it repeats "
+        f"after {placement.cycle} microbatches (their common multiple); up to {MOST_PROVED} can be proved; choose "
+        "fewer workers, or counts that divide each other"
+    )
 
 
 def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:

@@ -37,6 +37,7 @@ class MeshCosts:
         all_ranks: no rank is idle.
         allow_single_stage: a single stage is a plan too.
         every_cut: each of the space's places is a cut.
+        cycle: all replica counts divide it; 0: any.
     """
 
     space: MeshSpace
@@ -46,6 +47,7 @@ class MeshCosts:
     allow_single_stage: bool = True
     recompute: str = "never"
     every_cut: bool = False
+    cycle: int = 0
     _needs: dict[tuple[int, int, int, bool, bool], IntArray] = field(default_factory=dict, init=False)
 
     @property

@@ -23,6 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pipedream.core.plan.mesh import Mesh
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, states_of_counts
@@ -72,7 +73,7 @@ class MeshProgram(MeshCosts):
         after = {0: {0}}  # ranks -> how many workers they may be, for those that can be reached
         for ranks in range(1, self._total + 1):
             for number, mesh in enumerate(self.space.meshes):
-                for replicas in range(1, ranks // mesh.size + 1):
+                for replicas in self._list_replicas(ranks, mesh):
                     later = after.get(ranks - replicas * mesh.size)
                     lies = self.space.site_at(self._total - ranks, replicas, mesh) if later else None
                     if lies is None or later is None:
@@ -81,6 +82,9 @@ class MeshProgram(MeshCosts):
                         if self._requested is None or (workers, replicas) in self._requested:
                             after.setdefault(ranks, set()).add(workers)
                             yield MeshState(ranks, workers, number), replicas, lies
+
+    def _list_replicas(self, ranks: int, mesh: Mesh) -> list[int]:
+        return [count for count in range(1, ranks // mesh.size + 1) if not self.cycle % count]
 
     def _starts(self, tables: dict[MeshState, FloatArray]) -> list[MeshState]:
         whole = None if self.counts is None else sum(self.counts)
@@ -163,7 +167,7 @@ class MeshProgram(MeshCosts):
     ) -> tuple[StageChoice, int | None, int]:
         """Returns the stage of a state from a place on, the mesh after it, and the index of its end."""
         mesh = self.space.meshes[state.mesh]
-        for replicas in range(1, state.ranks // mesh.size + 1):
+        for replicas in self._list_replicas(state.ranks, mesh):
             ranks, workers = state.ranks - replicas * mesh.size, state.workers - replicas if self._counts_workers else 0
             has_rest = ranks == 0 == workers or any(
                 MeshState(ranks, workers, o) in tables for o in range(len(self.space.meshes))
@@ -246,7 +250,7 @@ class MeshPeriods(MeshProgram):
         self, fewest: dict[int, IntArray], ranks: int, place: int, period_s: float
     ) -> tuple[StageChoice, int]:
         for number, mesh in enumerate(self.space.meshes):
-            for replicas in range(1, ranks // mesh.size + 1):
+            for replicas in self._list_replicas(ranks, mesh):
                 lies = self.space.site_at(self._total - ranks, replicas, mesh)
                 rest = fewest.get(ranks - replicas * mesh.size)
                 if lies is None or rest is None:

@@ -29,6 +29,7 @@ from pipedream.core.plan.memory import (
 )
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
+from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, Place, Seconds
@@ -389,8 +390,11 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     """Returns the plan at a depth ('auto': as deep as memory allows), with its peak bytes.
 
     Raises:
-        PlanError: an unknown or ill-formed depth (`Plan.with_depth`), or a stage that does not fit.
+        PlanError: an unknown or ill-formed depth (`Plan.with_depth`), a stage that does not fit, or a plan that repeats
+            itself too seldom to run.
     """
+    if why := explain_unproved(plan.placement):
+        raise PlanError(why)
     if in_flight == "auto":
         low, high = apply_depth(space, plan, "noam"), plan.with_depth("full")
         beside = [stage.peak_bytes - stage.memory.total_bytes for stage in low.stages]

@@ -1,0 +1,127 @@
+"""Replica counts with a small common multiple: every plan can run, and is the fastest of those that can."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import lcm
+
+import pytest
+from every_plan import exhaustive
+from hypothesis import given
+from hypothesis import strategies as st
+from marks import seeds
+
+from pipedream import schedules
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule import lowering
+from pipedream.planner import MeshSearch, SearchSpace, cycles, pipeline_search, search_plan
+from pipedream.planner.dynamic_program.recurrence import tie_break_key
+from pipedream.planner.pipeline_search import PipelineSearch
+from pipedream.workflows.plan import plan
+
+
+def chain(draw: random.Random, layers: int) -> Profile:
+    return Profile.of_chain(
+        tuple(
+            LayerProfile(
+                draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**6), draw.randrange(10**7), 10**6
+            )
+            for _ in range(layers)
+        )
+    )
+
+
+def cycle_of(plan: Plan) -> int:
+    return lcm(*plan.replicas)
+
+
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(2, 5),
+    st.integers(2, 6),
+    st.sampled_from([None, 4 * 10**7]),
+    st.booleans(),
+)
+def test_is_the_fastest_with_so_short_a_cycle(
+    draw: random.Random, layers: int, workers: int, memory: int | None, whole: bool
+) -> None:
+    space = SearchSpace.of(chain(draw, layers), Cluster.flat(workers, draw.choice([1e8, 1e9]), 0.0, memory))
+
+    def among(plan: Plan) -> bool:
+        return len(plan.stages) > 1 and cycle_of(plan) <= most and (not whole or plan.workers == workers)
+
+    for most in (1, 2, 3, 5, 6):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cycles, "MOST", (most,))
+            got = PipelineSearch.of(space).best_pipeline(whole)
+        try:
+            best = exhaustive(space, among)
+        except PlanError:
+            assert got is None or cycle_of(got) > most  # refused when its memory is counted
+            continue
+        assert got is not None
+        assert tie_break_key(got) == tie_break_key(best)
+        fastest = PipelineSearch.of(space).best_pipeline(whole)
+        assert fastest is not None
+        assert got.bound_s == fastest.slowest_stage_s
+        if cycle_of(fastest) <= most:
+            assert got == fastest
+
+
+@pytest.mark.parametrize("seed", seeds(3, 10, 40))
+def test_bisection_finds_one_as_fast(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    workers, most = draw.randint(4, 9), draw.choice([2, 4, 6])
+    whole = draw.random() < 0.3
+    space = SearchSpace.of(chain(draw, draw.randint(4, 12)), Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10])))
+    monkeypatch.setattr(cycles, "MOST", (most,))
+    exact = PipelineSearch.of(space).best_pipeline(whole)
+    monkeypatch.setattr(pipeline_search, "_MOST_STATES", 0)
+    got = PipelineSearch.of(space).best_pipeline(whole)
+    assert exact is not None
+    assert got is not None
+    assert cycle_of(got) <= most
+    assert not whole or got.workers == workers
+    assert got.bound_s <= exact.slowest_stage_s * (1 + 1e-9)
+    assert exact.slowest_stage_s * (1 - 1e-9) <= got.slowest_stage_s <= exact.slowest_stage_s * 1.1
+
+
+def test_meshes_have_replicas_with_so_short_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = chain(random.Random(0), 6)
+    cluster = Cluster.flat(5, 1e9)
+    free = MeshSearch.of(profile, cluster, [Mesh()]).best("pipeline")
+    assert cycle_of(free) > 2
+    monkeypatch.setattr(cycles, "MOST", (2,))
+    got = MeshSearch.of(profile, cluster, [Mesh()]).best("pipeline")
+    assert cycle_of(got) <= 2
+    assert got.slowest_stage_s == search_plan(profile, cluster, shape="pipeline").slowest_stage_s
+    assert got.bound_s == free.slowest_stage_s
+
+
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(4, 10),
+    st.sampled_from(["any", "pipeline"]),
+    st.sampled_from(["pipedream", "pipedream_2bw", "1f1b"]),
+    st.sampled_from(["search", "simulate"]),
+)
+def test_every_plan_builds_its_program(
+    draw: random.Random, workers: int, shape: str, schedule: str, strategy: str
+) -> None:
+    profile = replace(chain(draw, draw.randint(3, 8)), batch=64)
+    options = {"shape": shape, "schedule": schedule, "strategy": strategy}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cycles, "MOST", (4, 10))
+        patch.setattr(lowering, "MOST_PROVED", 10)
+        planned = plan(profile, cluster=Cluster.flat(workers, draw.choice([1e8, 1e9])), **options)
+        lowering.lower(schedules.build(planned.schedule, planned, planned.microbatches))
+
+
+def test_counts_that_cannot_be_proved_are_refused() -> None:
+    with pytest.raises(PlanError, match="repeats after 4221 microbatches"):
+        search_plan(chain(random.Random(0), 2), Cluster.flat(130, 1e9), shape=(67, 63))
