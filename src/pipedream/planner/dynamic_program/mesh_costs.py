@@ -166,16 +166,26 @@ class MeshCosts:
     def _compute_need_in_flight(
         self, mesh: int, lies: MeshSite, in_flight: int, replicas: int, recompute: bool
     ) -> IntArray:
-        space, first, last = self._select_ends(mesh, lies.reach)
-        delay = self.space.update_delay if replicas > 1 else 0
-        if mesh not in self._sizes:
-            self._sizes[mesh] = space.sizes(first, last)
-        need: IntArray = np.asarray(
-            space.need_bytes(first, last, in_flight, delay, recompute, replicas, sizes=self._sizes[mesh])
-        )
-        need = need + self.space.spare_bytes
-        need[0, -1] = space.need_bytes(0, int(self._places[-1]), in_flight, 0, recompute, replicas)
+        key = mesh, in_flight, -(-self.space.microbatches // replicas), replicas > 1, recompute
+        least = self._least_needs.get(key)
+        if least is None:
+            space, first, last = self._select_ends(mesh, lies.reach)
+            delay = self.space.update_delay if replicas > 1 else 0
+            if mesh not in self._sizes:
+                self._sizes[mesh] = space.sizes(first, last)
+            sizes = self._sizes[mesh]
+            least = np.array(space.need_bytes(first, last, in_flight, delay, recompute, replicas, sizes=sizes))
+            least[0, -1] = space.need_bytes(0, int(self._places[-1]), in_flight, 0, recompute, replicas)
+            if len(self._least_needs) * least.nbytes < _CACHE_BYTES:
+                self._least_needs[key] = least
+        need: IntArray = least + self.space.spare_bytes
+        need[0, -1] = least[0, -1]
         return need
+
+    @cached_property
+    def _least_needs(self) -> dict[tuple[int, int, int, bool, bool], IntArray]:
+        """Without the bytes that are kept free."""
+        return self._share_cache("least needs")
 
     @cached_property
     def _sizes(self) -> dict[int, StageSizes]:

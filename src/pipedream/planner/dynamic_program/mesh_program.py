@@ -24,8 +24,9 @@ from functools import cached_property
 import numpy as np
 
 from pipedream.core.plan.mesh import Mesh
-from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
+from pipedream.planner.arrays import FloatArray, IntArray
 from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState
+from pipedream.planner.dynamic_program.pruning import chain_workers
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, states_of_counts
 from pipedream.planner.tables.mesh_space import MeshSite, StageChoice
 
@@ -217,47 +218,61 @@ class MeshPeriods(MeshProgram):
 
     def within(self, period_s: float) -> tuple[StageChoice, ...] | None:
         """Returns the stages of a plan whose stages all keep the period, with the fewest workers; None if none does."""
-        fewest = {0: self._end}
+        total, sizes = self._total, [mesh.size for mesh in self.space.meshes]
+        fewest = np.full((total + 1, len(self._places)), _FAR, dtype=np.int32)  # small numbers, for speed
+        fewest[0, -1] = 0
         self._most.clear()
-        for state, replicas, lies in self._all_stages:
-            rest = fewest[state.ranks - replicas * self.space.meshes[state.mesh].size]
-            possible = self._find_possible(state, replicas, lies, rest, period_s)
-            workers = np.where(possible, rest + replicas, np.int32(_FAR)).min(axis=1)
-            fewest[state.ranks] = np.minimum(fewest.get(state.ranks, _FAR), workers)
-        total = self._total
+        rows = [
+            (state.ranks, sizes[state.mesh] * replicas, replicas, self._find_most(state, replicas, lies, period_s))
+            for state, replicas, lies in self._all_stages
+        ]
+        spans = self._find_spans()
+        for ranks, taken, replicas, most in rows:
+            first, last = spans[ranks], spans[ranks - taken]
+            if first.start < first.stop and last.start < last.stop:
+                rest = fewest[ranks - taken, last]
+                possible = self._count_in_flight(rest, replicas) <= most[first, last]
+                workers = np.where(possible, rest + replicas, np.int32(_FAR)).min(axis=1)
+                np.minimum(fewest[ranks, first], workers, out=fewest[ranks, first])
         starts = [total] if self.all_ranks else range(1, total + 1)
-        ranks = min((n for n in starts if n in fewest), key=lambda n: fewest[n][0], default=0)
-        return None if not ranks or fewest[ranks][0] >= _FAR else tuple(self._iterate_choices(fewest, ranks, period_s))
+        start = min(starts, key=lambda n: int(fewest[n, 0]))
+        return None if fewest[start, 0] >= _FAR else tuple(self._iterate_choices(fewest, start, period_s))
+
+    def _find_spans(self) -> list[slice]:
+        """For each number of ranks up to the output, where a stage on the first of them can begin.
+
+        Before and after it there must be enough ranks to keep the period, whatever fits.
+        """
+        total = self._total
+        least = np.full(self._allowed.shape, total + 1)
+        for (_, mesh, _, _, replicas), most in self._most.items():
+            ranks = replicas * self.space.meshes[mesh].size
+            least[(most > 0) & (least > ranks)] = ranks
+        before, after = chain_workers(least, total)
+        rows = (np.flatnonzero((after <= ranks) & (before + ranks <= total)) for ranks in range(total + 1))
+        return [slice(int(row[0]), int(row[-1]) + 1) if len(row) else slice(0, 0) for row in rows]
 
     @cached_property
     def _all_stages(self) -> list[tuple[MeshState, int, MeshSite]]:
         return list(self._iterate_stages())
 
-    @cached_property
-    def _end(self) -> IntArray:
-        end = np.full(len(self._places), _FAR, dtype=np.int32)  # small numbers, for speed
-        end[-1] = 0
-        return end
-
-    def _iterate_choices(self, fewest: dict[int, IntArray], ranks: int, period_s: float) -> Iterator[StageChoice]:
+    def _iterate_choices(self, fewest: IntArray, ranks: int, period_s: float) -> Iterator[StageChoice]:
         place = 0
         while ranks:
             choice, place = self._find_next(fewest, ranks, place, period_s)
             ranks -= choice.ranks
             yield choice
 
-    def _find_next(
-        self, fewest: dict[int, IntArray], ranks: int, place: int, period_s: float
-    ) -> tuple[StageChoice, int]:
+    def _find_next(self, fewest: IntArray, ranks: int, place: int, period_s: float) -> tuple[StageChoice, int]:
         for number, mesh in enumerate(self.space.meshes):
             for replicas in self._list_replicas(ranks, mesh):
                 lies = self.space.site_at(self._total - ranks, replicas, mesh)
-                rest = fewest.get(ranks - replicas * mesh.size)
-                if lies is None or rest is None:
+                if lies is None:
                     continue
+                rest = fewest[ranks - replicas * mesh.size]
                 state = MeshState(ranks, 0, number)
-                may = self._find_possible(state, replicas, lies, rest, period_s)[place]
-                ends = np.flatnonzero(may & (rest + replicas == fewest[ranks][place]))
+                may = self._count_in_flight(rest, replicas) <= self._find_most(state, replicas, lies, period_s)[place]
+                ends = np.flatnonzero(may & (rest + replicas == fewest[ranks, place]))
                 if len(ends):
                     end = int(ends[0])
                     in_flight = self._count_in_flight(rest, replicas)[end]
@@ -268,10 +283,8 @@ class MeshPeriods(MeshProgram):
                     return StageChoice(*span, replicas, mesh, again), end
         raise AssertionError("the tables have no such stage")
 
-    def _find_possible(
-        self, state: MeshState, replicas: int, lies: MeshSite, rest: IntArray, period_s: float
-    ) -> BoolArray:
-        """Which stages [from, to] keep the period and fit, with so many workers after each end."""
+    def _find_most(self, state: MeshState, replicas: int, lies: MeshSite, period_s: float) -> IntArray:
+        """The most in flight with which stages [from, to] fit; 0 for those that do not keep the period."""
         key = period_s, state.mesh, lies.number, lies.site.memory_bytes, replicas
         if key not in self._most:
             ways = [
@@ -283,8 +296,7 @@ class MeshPeriods(MeshProgram):
                 for recompute in RECOMPUTE[self.recompute]
             ]
             self._most[key] = np.maximum.reduce(ways).astype(np.int32)
-        possible: BoolArray = self._count_in_flight(rest, replicas) <= self._most[key]
-        return possible
+        return self._most[key]
 
     @staticmethod
     def _count_in_flight(rest: IntArray, replicas: int) -> IntArray:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipedream.core.plan.cost import Site, all_reduce_s
 from pipedream.planner.arrays import BoolArray, ExactSums, IntArray
@@ -95,7 +94,15 @@ def fewest_workers(
     least = _find_least_replicas(space, period_s * (1 + _SLACK), sites, workers)
     if not allow_single_stage:
         least[0, -1] = workers + 1
-    count = len(space.positions)
+    return chain_workers(least, workers)
+
+
+def chain_workers(least: IntArray, workers: int) -> tuple[IntArray, IntArray]:
+    """Returns the fewest workers up to each place and from it, given those of stages [from, to].
+
+    `workers` + 1 means more.
+    """
+    count = len(least)
     before, after = np.full(count, workers + 1), np.full(count, workers + 1)
     before[0] = after[-1] = 0
     for i in range(1, count):
@@ -107,7 +114,7 @@ def fewest_workers(
 
 def _find_least_replicas(
     space: SearchSpace, period_s: float, sites: Mapping[int, Sequence[Site]], workers: int
-) -> NDArray[np.int16]:
+) -> IntArray:
     """As [from, to]; `workers` + 1 if no count is enough."""
     places, speed = np.array(space.positions), max(site.speed for row in sites.values() for site in row)
     forward, backward = (np.asarray(part, dtype=float) for part in space.passes_s(0, places))
