@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from typing import Any
 
@@ -18,7 +18,13 @@ from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
 from pipedream.planner.tables.search_space import apply_depth
-from pipedream.workflows.methods import MOST_SIMULATED, adapt_plan_to_method, occupancy_of
+from pipedream.workflows.methods import (
+    MOST_SIMULATED,
+    adapt_plan_to_method,
+    may_hide_sums,
+    occupancy_of,
+    reaches_search,
+)
 
 _ALL_COUNTS_UP_TO = 8  # workers; at most 128 replica counts
 
@@ -41,7 +47,8 @@ class StageSearch:
             with progress("planning"):
                 only = self.plan_best(request.shape)
             return planner.Comparison(only, (make_candidate(only, request.shape_text),))
-        rows, refused = self._plan_finalists(rival_s)
+        score_plan = cache(score_plan)
+        rows, refused = self._plan_finalists(score_plan, rival_s)
         # A minibatch of one sample may be one of unknown size.
         batch = self.profile.batch
         possible = [row for row in rows if batch == 1 or row[1].microbatches <= batch] or rows
@@ -75,10 +82,13 @@ class StageSearch:
             plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, m)
         return plan
 
-    def _plan_finalists(self, rival_s: float) -> tuple[list[tuple[planner.Candidate, Plan]], list[planner.Candidate]]:
+    def _plan_finalists(
+        self, score_plan: Callable[[Plan], planner.Score], rival_s: float
+    ) -> tuple[list[tuple[planner.Candidate, Plan]], list[planner.Candidate]]:
         """Returns different plans of several searches, and the searches that failed.
 
-        Further pipelines are left out if the first search proves them slower than `rival_s`.
+        Further pipelines are left out if the first search proves them slower than `rival_s`, and those that send less
+        if the first plan's messages cost nothing.
         """
         request = self.request
         assert isinstance(request.shape, str), "an automatic shape is a word"
@@ -94,6 +104,8 @@ class StageSearch:
                 is_pipeline = finalist.shape not in ("any", "data-parallel") and not finalist.shape.isdecimal()
                 if is_pipeline and bound_s > rival_s * (1 + NO_GAP):
                     continue
+                if finalist.slower != 1 and plans and reaches_search(next(iter(plans.values()))[1], score_plan):
+                    continue
                 if finalist == planner.Finalist("pipeline") and any(len(plan.stages) > 1 for _, plan in plans.values()):
                     continue  # the fastest of all plans is a pipeline
                 try:
@@ -103,9 +115,7 @@ class StageSearch:
                     m = request.microbatches or 1
                     refused.append(planner.Candidate(request.schedule, m, "", 0, str(finalist), why=str(error)))
                     continue
-                # What the runtime adds, or an update delay, may hide sums that the search counts.
-                may_hide_sums = request.update_delay or plan.runtime or plan.costs.on_gpus
-                if finalist == finalists[0] and not may_hide_sums:
+                if finalist == finalists[0] and not may_hide_sums(plan):
                     bound_s = plan.bound_s
                 key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order
                 plans.setdefault(key, (str(finalist), plan))
