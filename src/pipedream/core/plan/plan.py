@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from pipedream.core.artifact import Artifact
@@ -139,7 +140,7 @@ class Plan(Tabular, Artifact):
         )
         return cls(rows, depth.noam(counts), cluster, unit="microbatch", worker_order=order)
 
-    @property
+    @cached_property
     def replicas(self) -> tuple[int, ...]:
         return tuple(stage.replicas for stage in self.stages)
 
@@ -213,7 +214,7 @@ class Plan(Tabular, Artifact):
         """Cluster's worker -> peak bytes: an upper bound, the sum over its stages."""
         return {w: sum_peaks([self.stages[s] for s in stages]) for w, stages in self.costs.stages_by_worker.items()}
 
-    @property
+    @cached_property
     def costs(self) -> PlanCosts:
         """Predicted seconds of messages, sums and stages."""
         taken = tuple(self.workers_of(stage) for stage in range(len(self.stages)))

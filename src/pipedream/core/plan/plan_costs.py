@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.runtime_costs import RuntimeCosts
@@ -32,7 +33,7 @@ class PlanCosts:
     def replicas(self) -> tuple[int, ...]:
         return tuple(map(len, self.taken))
 
-    @property
+    @cached_property
     def sites(self) -> tuple[Site, ...]:
         before = [None, *(workers[-1] for workers in self.taken[:-1])]
         after = [*(workers[0] for workers in self.taken[1:]), None]
@@ -145,7 +146,7 @@ class PlanCosts:
             for tied, holders in zip(self.tied, workers, strict=True)
         )
 
-    @property
+    @cached_property
     def periods_s(self) -> tuple[float, ...]:
         """Predicted seconds per unit of each stage in a full pipeline (`core.plan.cost`)."""
         edges = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0)
