@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter, mul
 from typing import Any, NoReturn
 
@@ -192,16 +192,19 @@ class _Clock:
         ]
 
     def _add_seconds(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
-        done = []
-        for code, what, first, stride, limit, letter, _ in instructions:
-            place, seconds = what, 0.0
+        @cache
+        def place(code: int, what: Any, letter: str) -> tuple[Any, float]:
             if code == OP:
-                seconds = self.costs.op_s(Kind(letter), what) * slowness
-            elif code in (SEND, RECEIVE):
-                place = self.messages.wires[what]
-                seconds = self.costs.end_s(place.channel) * slowness
-            done.append((code, place, first, stride, limit, letter, seconds))
-        return done
+                return what, self.costs.op_s(Kind(letter), what) * slowness
+            if code in (SEND, RECEIVE):
+                wire = self.messages.wires[what]
+                return wire, self.costs.end_s(wire.channel) * slowness
+            return what, 0.0
+
+        return [
+            (code, (placed := place(code, what, letter))[0], first, stride, limit, letter, placed[1])
+            for code, what, first, stride, limit, letter, _ in instructions
+        ]
 
     def run(self) -> None:
         self.ready += self.ranks[::-1]

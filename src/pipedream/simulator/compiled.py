@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction, count_indices
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
 
 OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TIED, READ, TURN, STOP = range(10)
 
@@ -36,6 +36,7 @@ class CompiledInstruction(NamedTuple):
     source: Instruction | None
 
 
+_CODES = {Move.SEND: SEND, Move.RECEIVE: RECEIVE, Move.SYNC: SYNC}
 _TURN = CompiledInstruction(TURN, 0, 0, 0, 0, "", None)
 _STOP = CompiledInstruction(STOP, 0, 0, 0, 0, "", None)
 
@@ -84,41 +85,39 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
     stages, tied = program.placement.stages, [weights.ranks(program.placement) for weights in program.plan.tied_weights]
     joined = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
     summed: set[int] = set()  # updates before which this rank has joined the sums of its tied weights
+    couples = program.couples_updates and not program.norm_delay  # a delayed norm is known in time
+    remote = {stage for stage in range(stages) if program.placement.is_remote(stage)}
     flat: list[CompiledInstruction] = []
     start = 0
     for position, instruction in enumerate(text):
         if position == len(mine.warmup):
             start = len(flat)
         compiled = _compile_instruction(program, instruction, total)
-        if compiled.letter == Kind.UPDATE.value and compiled.first not in summed:
-            flat += [compiled._replace(code=TIED, what=(number, compiled.what)) for number in joined]
-            summed.add(compiled.first)
-        # A delayed norm is known in time.
-        if program.couples_updates and not program.norm_delay and compiled.letter == Kind.UPDATE.value:
-            flat.append(compiled._replace(code=COUPLE))
-        if compiled.letter == Kind.FORWARD.value and program.placement.is_remote(compiled.what):
+        if compiled.letter == "U":
+            if joined and compiled.first not in summed:
+                flat += [compiled._replace(code=TIED, what=(number, compiled.what)) for number in joined]
+                summed.add(compiled.first)
+            if couples:
+                flat.append(compiled._replace(code=COUPLE))
+        if remote and compiled.letter == "F" and compiled.what in remote:
             flat.append(compiled._replace(code=READ))
         flat.append(compiled)
-        update: Op | None = None
         if completed and isinstance(instruction, Op) and instruction.stage in gives:
             update = completed(instruction)
-        if update is not None and Transfer(Move.SYNC, update.stage, update.index) in sums:
-            stride = program.cycle // program.updates.per_update[update.stage]
-            flat.append(compiled._replace(code=GIVE, what=(update.stage, update.index, stride)))
+            if update is not None and Transfer(Move.SYNC, update.stage, update.index) in sums:
+                stride = program.cycle // program.updates.per_update[update.stage]
+                flat.append(compiled._replace(code=GIVE, what=(update.stage, update.index, stride)))
     if mine.period:
         return CompiledRank((*flat, _TURN), start, program.op_count(rank, total))
     return CompiledRank((*flat, _STOP), 0, program.op_count(rank, total))
 
 
 def _compile_instruction(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:
-    stride = count_indices(instruction, program.cycle, program.updates)
     if isinstance(instruction, Op):
-        what, letter = instruction.stage, instruction.kind.value
-        code = OP
-        counts_updates = instruction.kind is Kind.UPDATE
+        code, what, letter = OP, instruction.stage, instruction.kind.value
     else:
-        code = {Move.SEND: SEND, Move.RECEIVE: RECEIVE, Move.SYNC: SYNC}[instruction.kind]
-        what, letter = instruction.channel, ""
-        counts_updates = instruction.kind is Move.SYNC
-    limit = program.updates.updates(what, total) + 1 if counts_updates else total
+        code, what, letter = _CODES[instruction.kind], instruction.channel, ""
+    stride, limit = program.cycle, total
+    if code == SYNC or letter == "U":
+        stride, limit = stride // program.updates.per_update[what], program.updates.updates(what, total) + 1
     return CompiledInstruction(code, what, instruction.index, stride, limit, letter, instruction)
