@@ -95,7 +95,7 @@ def test_a_stage_alone_never_holds_more_versions_than_in_a_plan(replicas: tuple[
 
 
 def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted() -> None:
-    assert occupancy_of("pipedream_2bw", 2).of_plan(Plan.uniform(4))[0] == StageOccupancy(4, 2)
+    assert occupancy_of("pipedream_2bw", 2).of_plan(Plan.uniform(4))[0] == StageOccupancy(4, 2, double_buffered=True)
     assert occupancy_of("gpipe", 1).of_plan(Plan.uniform(2, replicas=(2, 1))) == (
         StageOccupancy(1, 1),
         StageOccupancy(2, 1),

@@ -18,6 +18,8 @@ RUNS = [
     Living(schedule="one_step_ef", replicas=(1, 1), microbatches=3),
     Living(schedule="basis_rotation", replicas=(1, 1), optimizer="adamw"),
     Living(replicas=(1, 1, 1), optimizer="adamw", frozen=True),
+    Living(schedule="1f1b", replicas=(1, 1), optimizer="adamw", microbatches=3, frozen=True, optimizer_state="host"),
+    Living(schedule="pipedream_2bw", replicas=(1, 1), optimizer="adamw", microbatches=3, optimizer_state="host"),
 ]
 
 
@@ -34,10 +36,12 @@ def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> N
         row = plan.stages[stage]
         # On a busy machine more buckets of gradients wait for the network than the one that is counted.
         waiting_bytes = row.parameter_bytes if row.replicas > 1 else 0
-        assert 0.97 * peak_bytes - waiting_bytes <= row.peak_bytes <= 1.03 * peak_bytes, (stage, row.memory)
-        # Before the first minibatch there are the weights, and what error feedback keeps for each of them.
-        copies = 2 if run.schedule == "one_step_ef" else 1
-        assert copies * row.memory.weight_bytes == pytest.approx(start_bytes, rel=0.03)
+        # Passes beside an update of a thread need their temporaries and its own at once.
+        most = 1.03 if run.optimizer_state != "host" else 1.05
+        assert 0.97 * peak_bytes - waiting_bytes <= row.peak_bytes <= most * peak_bytes, (stage, row.memory)
+        # Before the first minibatch there are the weights, and what error feedback or a host has for each of them.
+        copies = (run.schedule == "one_step_ef") + (run.optimizer_state == "host")
+        assert row.memory.weight_bytes + copies * row.trained_bytes == pytest.approx(start_bytes, rel=0.03)
 
 
 def test_sections_see_temporaries_inside_kernels() -> None:

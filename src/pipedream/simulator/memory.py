@@ -163,6 +163,8 @@ class _StageTrace:
                 self.update_bytes = self.weights_bytes
             else:
                 state_bytes += self.weights_bytes
+        if program.overlaps_updates and row.replicas == 1:  # a thread's may last until the next
+            state_bytes, self.update_bytes = state_bytes + self.update_bytes, 0
         if _is_apart(program):  # copies, for a slot alone, and those of the slot before
             self.forward_bytes += 2 * row.parameter_bytes
             self.first_bytes += 2 * row.parameter_bytes

@@ -207,7 +207,7 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
         if free_bytes is not None and cluster.snapshots:
             free_bytes -= check_snapshots(sum(plan.meshes[s].size * snapshots[s][r] for s, r in replicas), free_bytes)
         if dispatched or plan.optimizer_state == HOST:
-            versions = [built.weights.versions(s) if built is not None and dispatched else 1 for s, _ in replicas]
+            versions = [built.weights.versions(s) for s, _ in replicas] if built is not None and dispatched else None
             check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes)
 
 

@@ -578,7 +578,7 @@ def _check_worker_memory(plan: Plan) -> None:
         return
     worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
     stages = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
-    smaller = "more stages on each worker (--chunks), " if plan.stages[s].memory.host_bytes else ""
+    smaller = "more stages on each worker (--chunks), " if plan.stages[s].slot_bytes else ""
     raise ShortageError(
         f"stages {', '.join(stages)} of worker {worker} need up to {format_bytes(plan.worker_bytes[worker])} together, "
         f"it has {format_bytes(plan.cluster.memories[worker] or 0)}; use {smaller}recomputation, smaller microbatches, "

@@ -149,25 +149,32 @@ def test_what_cannot_be_moved_is_refused() -> None:
 
 
 def test_a_plan_counts_device_and_host() -> None:
-    """Weights of 8 kB on 2 workers, an optimizer's state of twice that."""
+    """Weights of 8 kB on 2 workers, an optimizer's state of twice that. With 2BW gradients are there twice where a
+    thread makes updates."""
     layers = (LayerProfile(1.0, 2.0, output_bytes=0, activation_bytes=0, parameter_bytes=1000),) * 8
     cpu = Profile.of_chain(layers, batch=16, optimizer_bytes=16_000)
     gpu = replace(cpu, runtime=RuntimeCosts(overlap_device=True))
     cluster = Cluster((Level(2, 1e9),), host_bytes=32_000)
     ask = partial(pd.plan, schedule="1f1b", microbatches=4, shape="straight")
-    for profile, state, expected in (
-        (cpu, None, 16_000),
-        (cpu, "host", 20_000),
-        (gpu, None, 16_000),
-        (gpu, "host", 8000),
+    for schedule, profile, state, expected in (
+        ("1f1b", cpu, None, 16_000),
+        ("1f1b", cpu, "host", 20_000),
+        ("1f1b", gpu, None, 16_000),
+        ("1f1b", gpu, "host", 8000),
+        ("pipedream_2bw", cpu, None, 20_000),
+        ("pipedream_2bw", cpu, "host", 28_000),
+        ("pipedream_2bw", gpu, "host", 16_000),
     ):
-        plan = ask(profile, cluster, optimizer_state=state)
+        plan = ask(profile, cluster, schedule=schedule, optimizer_state=state)
         assert plan.optimizer_state == (state or "device")
         assert set(plan.worker_bytes.values()) == {expected}, "weights, gradients, state"
-        assert check_plan(plan, profile=profile).plan.worker_bytes == plan.worker_bytes
+        checked = check_plan(plan, profile=profile).plan
+        assert checked.stages == plan.stages
         assert check_plan(plan).plan.worker_bytes == plan.worker_bytes
-        peaks = simulate(lower(build("1f1b", plan, 4)), costs(plan, split=4), 8).peak_bytes
+        peaks = simulate(lower(build(schedule, plan, 4)), costs(plan, split=4), 8).peak_bytes
         assert max(peaks) == expected
+        is_apart = profile is gpu and state == "host"
+        assert {stage.memory.host_bytes for stage in plan.stages} == {16_000 * is_apart}
     assert "optimizers: in the memory of the machine, 32.0 kB" in str(plan)
     short = replace(cluster, host_bytes=31_999)
     with pytest.raises(PlanError, match=r"of 2 stages were to be kept .* 32.0 kB, 1.00 B more than the 32.0 kB"):

@@ -12,14 +12,15 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
 
-def check_host_memory(stages: Sequence[Stage], versions: Sequence[int], free_bytes: int | None) -> None:
+def check_host_memory(stages: Sequence[Stage], versions: Sequence[int] | None, free_bytes: int | None) -> None:
     """Raises a PlanError if the stages of a machine need more of its memory than is free (None: unknown).
 
     Args:
-        versions: sets of weights of each stage.
+        versions: sets of weights of each stage; None: copies of the trained ones, for an optimizer.
     """
     trained = [stage.trained_bytes for stage in stages]
-    weights, frozen = sum(trained), sum(stage.frozen_bytes for stage in stages)
+    weights, frozen = sum(trained), 0 if versions is None else sum(stage.frozen_bytes for stage in stages)
+    versions = versions or [1] * len(stages)
     sets = frozen + sum(size * count for size, count in zip(trained, versions, strict=True))
     state = sum(stage.optimizer_bytes for stage in stages)
     need = weights + sets + state  # one set of gradients

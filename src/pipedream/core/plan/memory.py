@@ -114,7 +114,7 @@ class StageMemory:
         optimizer_bytes: includes what compensations keep.
         activation_bytes: with recomputation inputs, and one microbatch's activations.
         message_bytes: bytes of posted receives, and of messages that may still have to leave.
-        host_bytes: weights, gradients and optimizer state in the memory of the machine, where a GPU has only copies.
+        host_bytes: weights, gradients and optimizer state in the memory of the machine, beside that of a GPU.
         moved_bytes: activations that wait elsewhere, on disk or in the memory of the machine (`Plan.activations`).
         snapshot_bytes: snapshots in the memory of the machine (`Cluster.snapshots`), on the fullest replica.
     """
@@ -136,11 +136,6 @@ class StageMemory:
         total: int = sum(getattr(self, field.name) for field in fields(self) if field.name not in ELSEWHERE)
         return total
 
-    @property
-    def slot_bytes(self) -> int:
-        """What is on a GPU only while this stage's passes run; 0 if the weights stay there."""
-        return self.weight_bytes + self.gradient_bytes + self.working_bytes if self.host_bytes else 0
-
 
 def moments(
     sizes: StageSizes,
@@ -159,6 +154,7 @@ def moments(
     offload: float = 0.0,
     hosted: bool = False,
     on_gpus: bool = False,
+    overlaps: bool = False,
 ) -> tuple[StageMemory, ...]:
     """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
 
@@ -172,6 +168,7 @@ def moments(
         offload: share of the activations that wait elsewhere, but for two windows of them.
         hosted: the optimizer steps copies of the weights in the memory of the machine, which is also that of a worker
             without a GPU.
+        overlaps: a thread makes each update from its gradients beside the passes of the next minibatch.
     """
     whole, moved = sizes.trained_bytes, share_of(sizes.activation_bytes, offload)
     waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved
@@ -181,11 +178,10 @@ def moments(
     def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
         stash = whole * (versions - 1)
         state = sizes.optimizer_bytes + kept_tensors * whole + matrix_bytes[0] + hosted * whole
-        if hosted and on_gpus:
-            state = 0 * whole
-        weights = whole + sizes.frozen_bytes
-        host = weights + whole + stash + state if apart else 0  # with a place for the gradients
-        stash, state = (0 * whole, 0 * whole) if apart else (stash, state)
+        weights, host = whole + sizes.frozen_bytes, 0 * whole
+        if apart or (hosted and on_gpus):  # with a place for the gradients
+            host, state = whole + state + apart * (weights + stash), 0 * whole
+            stash = (not apart) * stash
         kinds = weights * (1 + apart), stash, state, gradients, activations, messages, working, host, in_flight * moved
         return StageMemory(*cast(tuple[int, ...], kinds))
 
@@ -196,22 +192,24 @@ def moments(
             return (count - later) * waiting + later * deferred_bytes + (running - waiting) * (offload > 0)
         return (count - 1) * waiting + running if count else 0 * running
 
-    working = sizes.working_bytes + bucket_bytes(sizes, peers)
+    step_bytes = sizes.update_working_bytes + whole * (kept_tensors + matrix_bytes[0] > 0)
+    step_bytes = 0 * whole if hosted and on_gpus else np.maximum(step_bytes, matrix_bytes[1])
+    is_overlapped = overlaps and not (peers is not None and peers.sums)  # replicas agree on an update first
+    older = is_overlapped * whole  # gradients of the update that a thread makes
+    working = sizes.working_bytes + bucket_bytes(sizes, peers) + is_overlapped * step_bytes
     relief = 0 if deferred else sizes.relief_bytes - share_of(sizes.relief_bytes, offload)
     late = np.minimum(relief, whole)  # gradients still to come at the peak
-    worst = [at(whole - late, most(in_flight), working - (relief - late))]
+    worst = [at(older + whole - late, most(in_flight), working - (relief - late))]
     # Passes while other microbatches have sums; a flush ends before there are new ones.
     further = min(in_flight, per_update - 1) if flushes else in_flight
     if per_update > 1:
-        worst.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
+        worst.append(at(older + whole, most(further), working + sizes.largest_parameter_bytes))
     if per_update > 1 or update_delay:
-        worst.append(at(whole, most(further), working))
+        worst.append(at(older + whole, most(further), working))
     if apart:
         return tuple(worst)
     left = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
-    step_bytes = sizes.update_working_bytes + whole * (kept_tensors + matrix_bytes[0] > 0)
-    working = 0 * whole if hosted and on_gpus else np.maximum(step_bytes, matrix_bytes[1])
-    return (*worst, at(whole, left, working))
+    return (*worst, at(whole, left, step_bytes))
 
 
 def read_optimizer_state(value: str | None) -> str:
@@ -221,10 +219,16 @@ def read_optimizer_state(value: str | None) -> str:
     return value or DEVICE
 
 
-def place_state(dispatched: bool, cluster: Cluster, on_gpus: Any) -> dict[str, bool]:
-    """Returns the arguments of `moments` that say where weights and optimizers are; `dispatched`: as in RoundPipe."""
-    hosted = cluster.hosts_optimizers and not dispatched
-    return {"apart": dispatched and bool(on_gpus), "hosted": hosted, "on_gpus": bool(on_gpus)}
+def place_state(dispatched: bool, double_buffered: bool, cluster: Cluster, on_gpus: Any) -> dict[str, bool]:
+    """Returns the arguments of `moments` that say where weights and optimizers are.
+
+    Args:
+        dispatched: as in RoundPipe.
+        double_buffered: as in 2BW.
+    """
+    hosted, apart = cluster.hosts_optimizers and not dispatched, dispatched and bool(on_gpus)
+    overlaps = double_buffered and (hosted or (dispatched and not apart))
+    return {"apart": apart, "hosted": hosted, "on_gpus": bool(on_gpus), "overlaps": overlaps}
 
 
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:

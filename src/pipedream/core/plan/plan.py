@@ -433,8 +433,9 @@ def _describe_exchange(plan: Plan) -> list[str]:
             f"activations: {', '.join(sizes)} of the stages' wait in {plan.activations}, {', '.join(moved_bytes)}"
         )
     if plan.optimizer_state == HOST:
-        size = sum(2 * stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)
-        lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with weights and gradients")
+        size = sum(stage.memory.host_bytes or stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)
+        what = "weights and gradients" if plan.costs.on_gpus else "copies of the weights"
+        lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with {what}")
     if plan.cluster.snapshots:
         sizes = [format_bytes(stage.memory.snapshot_bytes) for stage in plan.stages]
         where = "beside the GPUs" if plan.costs.on_gpus else "within the peaks"

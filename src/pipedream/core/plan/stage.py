@@ -109,6 +109,13 @@ class Stage:
         )
 
     @property
+    def slot_bytes(self) -> int:
+        """What is on a GPU only while its passes run; 0 unless the GPU has copies of its weights."""
+        memory = self.memory
+        is_copied = memory.weight_bytes > self.parameter_bytes
+        return is_copied * (memory.weight_bytes + memory.gradient_bytes + memory.working_bytes)
+
+    @property
     def trained_bytes(self) -> int:
         """Bytes of the weights that are trained."""
         return self.parameter_bytes - self.frozen_bytes
@@ -170,7 +177,7 @@ class TiedWeights:
 
 def sum_peaks(stages: Sequence[Stage]) -> int:
     """Returns the peak bytes of a worker with these stages; of weights that a GPU copies it has those of one stage."""
-    slots = sorted(stage.memory.slot_bytes for stage in stages)
+    slots = sorted(stage.slot_bytes for stage in stages)
     return sum(stage.peak_bytes for stage in stages) - sum(slots[:-1])
 
 

@@ -16,6 +16,7 @@ from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.rules import Rules, UpdateRule
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.weights import DoubleBuffer
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class StageOccupancy:
         versions: sets of weights alive at once, and buffers of the same size.
         deferred: microbatches that wait for their weight gradient alone.
         apart: weights are in the memory of the machine; a GPU has copies.
+        double_buffered: an update may be made beside the passes of the next minibatch.
         updates: None: nothing is kept that depends on the shapes of weights.
     """
 
@@ -63,6 +65,7 @@ class StageOccupancy:
     kept_tensors: int = 0
     deferred: int = 0
     apart: bool = False
+    double_buffered: bool = False
     updates: UpdateRule | None = None
 
     def matrix_bytes(self, matrices: Sequence[Matrices]) -> tuple[int, int]:
@@ -71,14 +74,14 @@ class StageOccupancy:
 
 def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
     """Returns what the fullest replica of each stage holds."""
-    rows = []
+    rows, double_buffered = [], isinstance(schedule.weights, DoubleBuffer)
     for stage in range(len(schedule.plan.stages)):
         in_flight, deferred = _count_in_flight(schedule, stage)
         kept = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
         sets = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
         updates = schedule.updates if schedule.updates.compensation else None
         apart = isinstance(schedule.placement, Dispatched)
-        rows.append(StageOccupancy(in_flight, sets, kept, deferred, apart, updates))
+        rows.append(StageOccupancy(in_flight, sets, kept, deferred, apart, double_buffered, updates))
     return tuple(rows)
 
 

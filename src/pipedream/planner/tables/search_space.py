@@ -247,11 +247,12 @@ class SearchSpace(PlaceSums):
         recompute: bool,
         replicas: int,
     ) -> dict[str, Any]:
+        on_gpus = self.profile.runtime.overlap_device or self._launches
         return {
             "versions": occupancy.versions,
             "in_flight": occupancy.in_flight,
             "deferred": occupancy.deferred,
-            **place_state(occupancy.apart, self.cluster, self.profile.runtime.overlap_device or self._launches),
+            **place_state(occupancy.apart, occupancy.double_buffered, self.cluster, on_gpus),
             "per_update": -(-self.microbatches // replicas),
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,

@@ -210,7 +210,7 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
     elif plan.optimizer_state == HOST:
         local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
         stages = _list_stages_here(local, local_stages)
-        check_host_memory([plan.stages[stage] for stage in stages], [1] * len(stages), free_bytes())
+        check_host_memory([plan.stages[stage] for stage in stages], None, free_bytes())
 
 
 def _list_stages_here(local: LocalWorkers, stages: Sequence[int]) -> list[int]:
