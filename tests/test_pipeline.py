@@ -33,7 +33,7 @@ from pipedream.core.errors import (
     ScheduleError,
     WorkerError,
 )
-from pipedream.runtime.comm import transport
+from pipedream.runtime.comm import shared_memory
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -458,34 +458,38 @@ def test_predictions_of_several_processes_come_in_order_at_rank_0() -> None:
 
 
 def _count_threads(over_gloo: bool) -> list[int]:
-    """Returns this process's threads, also those that Python does not see, in and after two pipelines that live on."""
+    """Returns this process's threads, also those that Python does not see, in and after two pipelines that live on;
+    then the process groups of the second.
+    """
 
     def count() -> int:
         return len(os.listdir("/proc/self/task"))
 
     with pytest.MonkeyPatch.context() as patch:
         if over_gloo:  # as between machines
-            patch.setattr(transport, "MOST_UNREAD", -1)
-        animal, pipelines, within, after = zoo.make("mlp"), [], 0, []
+            patch.setattr(shared_memory, "is_supported", lambda: False)
+        animal, pipelines, within, after, groups = zoo.make("mlp"), [], 0, [], dist.distributed_c10d._world.pg_map
         gc.disable()
         for _ in range(2):
             plan = zoo.plan_of(animal, 2, (2, 1))
             options = {"schedule": "1f1b", "microbatches": 2, "loss": animal.loss, "optimizer": SGD}
             with pd.Pipeline(copy.deepcopy(animal.model), plan, **options) as pipeline:
                 list(pipeline.train(animal.batches))
-                within = count()
+                within, made = count(), len(groups)
             pipelines.append(pipeline)
             # The kernel may list a thread that has ended for a moment.
             after.append(min(count() for _ in range(20) if not time.sleep(0.005)))
         gc.enable()
-    return [within, *after]
+    return [within, *after, made - len(groups)]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("over_gloo", [False, True])
 def test_a_closed_pipeline_leaves_no_thread(over_gloo: bool) -> None:
-    for within, first, second in processes.kept(3).results(_count_threads, over_gloo):
+    results = processes.kept(3).results(_count_threads, over_gloo)
+    for rank, (within, first, second, groups) in enumerate(results):
         assert second == first < within
+        assert groups == 1 + over_gloo + (rank < 2), "of all, upward, of replicas; none for checkpoints"
 
 
 def _count_left(fails: str) -> list[list[int]]:

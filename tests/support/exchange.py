@@ -49,6 +49,7 @@ def exchange(
     with mock.patch.object(shared_memory, "is_supported", return_value=shares_memory):
         connections = connect_groups(ways, [[0], [1]], [], *[torch.device("cpu")] * 2)
     assert set(connections.memory) == (set(ways) if shares_memory else set())
+    assert (connections.upward is connections.everyone) == shares_memory
     arrived = {}
     for i, (name, sizes) in enumerate(SIZES.items()):
         for j, depth in enumerate(depths):

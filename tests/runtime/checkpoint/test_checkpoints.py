@@ -52,7 +52,7 @@ def test_the_writers_thread_uses_the_gpu_of_the_tensors(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(torch, "save", recorded_save)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((str(device), threading.get_ident())))
-    background = writer.Writer(0, None, torch.device("cuda", 1))
+    background = writer.Writer(0, False, torch.device("cuda", 1))
     background.begin(tmp_path / "second", folders.read_manifest(path), {"model/a": torch.ones(2)}, None)
     background.finish()
     assert [what for what, _ in done] == ["cuda:1", "save"]

@@ -90,13 +90,14 @@ class Writer:
     """Writes a run's checkpoints, one at a time.
 
     Args:
-        group: gloo group for this alone: training continues during a save; None in a single process.
+        distributed: there are other ranks.
         device: where the tensors are.
     """
 
-    def __init__(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, rank: int, distributed: bool, device: torch.device) -> None:
         self._rank = rank
-        self._group = group
+        self._distributed = distributed
+        self._group: dist.ProcessGroup | None = None
         self._device = device
         self._thread: threading.Thread | None = None
         self._failure: WorkerError | None = None
@@ -131,6 +132,8 @@ class Writer:
         path = folder / folder_name(manifest.minibatches)
         if self._last.get(folder.resolve()) == manifest.minibatches:
             return path
+        if self._distributed and self._group is None:  # of its own: training continues during a save
+            self._group = dist.new_group(backend="gloo")
         if is_snapshot and not self._machines:
             self._machines = list_machines(cast(Path, folder), self._rank, self._group)
         failure = ""

@@ -55,8 +55,8 @@ class Connections:
 
     Attributes:
         everyone: gloo group of all ranks, which ends with the run: messages to lower ranks, sums of small numbers.
-        upward: another one, for messages to higher ranks. A group has one connection between two ranks; while one of
-            them sends on it, gloo's thread spins until it can read what arrives.
+        upward: another one, for messages to higher ranks, unless all share memory. A group has one connection between
+            two ranks; while one of them sends on it, gloo's thread spins until it can read what arrives.
         stages: group of each stage's replicas, if there are several and this rank has one.
         holders: group of each tied weight's stages, if this rank has one.
         memory: (sender, receiver) -> memory that both share, where this rank is one and both are on one machine.
@@ -188,9 +188,7 @@ def connect_groups(
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
     workers = _list_worker_ranks(meshes)
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
-    upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu"))
-    assert upward is not None
-    connecting, memory = _connect_memory(everyone, pairs, device)
+    connecting, memory, upward = _connect_memory(everyone, pairs, device)
     links = {}
     for pair in pairs if uses_nccl else ():
         group = _connect_link(connecting, pair, device)
@@ -214,11 +212,16 @@ def connect_groups(
 
 def _connect_memory(
     everyone: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device
-) -> tuple[_Connecting, dict[tuple[int, int], MemoryPair]]:
-    """Waits for all workers; returns what connects their ranks, and the memory that this rank shares with others."""
+) -> tuple[_Connecting, dict[tuple[int, int], MemoryPair], dist.ProcessGroup]:
+    """Waits for all workers; returns what connects their ranks, the memory that this rank shares with others, and the
+    group for messages upward.
+    """
     listener = Listener()
     mine = json.dumps([machine_address(), listener.name])
     addresses, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)
+    upward = everyone
+    if len(set(addresses)) > 1 or not all(names):
+        upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu")) or everyone
     connecting = _Connecting(dist.get_rank(everyone), addresses, device)
     memory: dict[tuple[int, int], MemoryPair] = {}
     try:
@@ -226,7 +229,7 @@ def _connect_memory(
             connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
     finally:
         listener.close()
-    return connecting, memory
+    return connecting, memory, upward
 
 
 def _connect_link(connecting: _Connecting, pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | None:

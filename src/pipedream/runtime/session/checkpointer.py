@@ -55,8 +55,7 @@ class Checkpointer:
         self._generators = find_generators({name: vars(module) for name, module in self._model.named_modules()})
         self._owners: dict[str, int] = {}
         self._checked = False  # by `check_savable`
-        writer_group = dist.new_group(backend="gloo") if local.distributed else None
-        self.writer = writer.Writer(local.rank, writer_group, self._device)
+        self.writer = writer.Writer(local.rank, local.distributed, self._device)
 
     def check_savable(self) -> None:
         """Raises a `PipelineError` if the optimizer or scheduler of a stage here cannot be saved, also after a step."""
