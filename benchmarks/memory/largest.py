@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,17 +89,20 @@ _SIZES = {
 }
 
 
-def measure(size: str, folder: Path, log: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(
+    size: str, folder: Path, log: Callable[[str], None], workers_of: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
     """Returns a row for each way and number of workers.
 
     Args:
         size: 'test' or 'full'.
         folder: for activations, and files between processes.
+        workers_of: numbers of workers; None: all of the size.
     """
     profile = _profile(folder)
     rate = measure_disk(str(folder))
     few, rows = _SIZES[size], []
-    for workers in few.workers:
+    for workers in workers_of or few.workers:
         setting = _Setting(profile, workers, folder, rate)
         ways = [way for way in WAYS if way.name in few.ways and (way.runs == "one") == (workers == 1)]
         base_bytes: dict[str, int] = {}
@@ -197,9 +200,7 @@ class _Setting:
         if way.runs not in ("ddp", "fsdp"):
             return plan
         (stage,) = plan.stages
-        # After its first backward DDP makes its buckets again, which have all gradients.
-        ddp_bytes = stage.peak_bytes + profile.parameter_bytes
-        stage = replace(stage, peak_bytes=ddp_bytes if way.runs == "ddp" else _predict_fsdp(profile, self.workers))
+        stage = replace(stage, peak_bytes=_predict_torch(way.runs, profile, self.workers))
         if room_bytes is not None and stage.peak_bytes > room_bytes:
             raise PlanError(f"{stage.peak_bytes} bytes do not fit")
         return replace(plan, stages=(stage,))
@@ -276,14 +277,18 @@ def _search(
     return row
 
 
-def _predict_fsdp(profile: Profile, workers: int) -> int:
-    """Returns a worker's part of weights, gradients and optimizer, all activations of a microbatch, two whole layers.
-
-    While the weights of a layer are gathered, those of the one before are still there, or its gradients.
-    """
-    shared = (2 * profile.parameter_bytes + profile.optimizer_bytes) // workers
+def _predict_torch(runs: str, profile: Profile, workers: int) -> int:
+    """Returns the peak of a worker of DDP or FSDP."""
+    weights, accumulates = profile.parameter_bytes, workers < MICROBATCHES
     activations = sum(layer.activation_bytes for layer in profile.layers) // MICROBATCHES
-    return shared + activations + 2 * 2 * max(layer.parameter_bytes for layer in profile.layers)
+    if runs == "ddp":
+        # After its first backward DDP makes its buckets again, which have all gradients; sums are in the first ones.
+        return (2 + accumulates) * weights + profile.optimizer_bytes + activations
+    share, state = weights // workers, (weights + profile.optimizer_bytes) // workers
+    # The gradients of a first microbatch come as its activations go.
+    passes = share + activations if accumulates else max(share, activations)
+    # While the weights of a layer are gathered, those of the one before are still there, or its gradients.
+    return state + passes + 2 * 2 * max(layer.parameter_bytes for layer in profile.layers)
 
 
 def _profile(folder: Path) -> Profile:

@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--minibatches", type=int, default=6)
     parser.add_argument("--plot", type=Path, help="file for a picture")
+    parser.add_argument("--workers", type=int, nargs="+", help="of the largest models; by default 1, 2 and 4")
     parser.add_argument("--disk", type=Path, help="folder for activations; by default a temporary one")
     print_sections({"bytes": _compare_bytes, "largest": _find_largest}, parser.parse_args())
     return 0
@@ -118,7 +119,8 @@ def main() -> int:
 def _find_largest(options: argparse.Namespace) -> Iterator[str]:
     environment = Environment()
     with tempfile.TemporaryDirectory(dir=options.disk) as folder:
-        rows = largest.measure(options.size, Path(folder), partial(print, file=sys.stderr, flush=True))
+        log = partial(print, file=sys.stderr, flush=True)
+        rows = largest.measure(options.size, Path(folder), log, options.workers)
     shape = ", ".join(f"{name} {count}" for name, count in largest.SHAPE.items())
     yield environment.describe(f"{shape} a microbatch, {largest.MICROBATCHES} of them a minibatch") + "\n"
     yield from largest.tables(rows)
