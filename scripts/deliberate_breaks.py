@@ -280,8 +280,8 @@ BREAKS = (
     Break(
         "costs: a ring sends each byte once",
         "core/plan/cost.py",
-        "return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))",
-        "return (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))",
+        "return 2 * (workers - 1) * (latency_s + size_bytes / (workers * self.bytes_per_s))",
+        "return (workers - 1) * (latency_s + size_bytes / (workers * self.bytes_per_s))",
         ("core/test_core_rules.py", "core/test_ports.py"),
     ),
     # Planner

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import all_reduce_s, ports_s
+from pipedream.core.plan.cost import SumLink, ports_s
 
 SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 
@@ -68,6 +68,6 @@ def test_equals_counting_minibatch_by_minibatch(
 
 def test_seconds_of_an_all_reduce() -> None:
     """A ring of 4 makes 6 steps of a quarter of the bytes; a tree goes two levels up and down with all of them."""
-    assert all_reduce_s(100.0, 4, 10.0, 0.5) == pytest.approx(6 * (0.5 + 2.5))
-    assert all_reduce_s(100.0, 4, 10.0, 0.5, how="tree") == pytest.approx(2 * (2 * 0.5 + 10.0))
-    assert all_reduce_s(100.0, 1, 10.0, 0.5) == 0.0
+    assert SumLink(10.0, 0.5).all_reduce_s(100.0, 4) == pytest.approx(6 * (0.5 + 2.5))
+    assert SumLink(10.0, 0.5, "tree").all_reduce_s(100.0, 4) == pytest.approx(2 * (2 * 0.5 + 10.0))
+    assert SumLink(10.0, 0.5).all_reduce_s(100.0, 1) == 0.0

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pipedream.core.plan.cost import all_reduce_s
+from pipedream.core.plan.cost import SumLink
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program
 from pipedream.core.schedule.timeline import Span
@@ -281,7 +281,7 @@ def fair(going: Iterable[Row], ways: dict[Row, dict[Place, float]]) -> dict[Row,
 def sum_end(program: Program, costs: Costs, stage: int, times: list[tuple[float, float]]) -> float:
     """Returns when the last bucket of a sum is there that nothing is in the way of."""
     row, cluster = program.plan.stages[stage], costs.cluster
-    link = cluster.sum_link(cluster.reach(*(costs.worker(rank) for rank in program.placement.ranks[stage])))
+    link = SumLink.across(cluster, cluster.reach(*map(costs.worker, program.placement.ranks[stage])))
     sizes, left = [], row.parameter_bytes
     while left or not sizes:
         sizes.append(min(left, NEXT_BYTES if sizes else FIRST_BYTES))
@@ -291,5 +291,5 @@ def sum_end(program: Program, costs: Costs, stage: int, times: list[tuple[float,
         reached += size
         share = reached / row.parameter_bytes if row.parameter_bytes else 1.0
         ready = max(end - (1 - share) * (end - start) for start, end in times)
-        done = max(done, ready) + all_reduce_s(size, row.replicas, *link, how=cluster.sums)
+        done = max(done, ready) + link.all_reduce_s(size, row.replicas)
     return done

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import all_reduce_s
+from pipedream.core.plan.cost import SumLink
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights
 from pipedream.core.schedule.lowering import lower
@@ -147,6 +147,7 @@ def test_one_works_at_a_time(run: tuple[Schedule, Costs, int]) -> None:
 
 
 LATENCY_S, BYTES_PER_S = 0.5, 10.0
+LINK = SumLink(BYTES_PER_S, LATENCY_S)
 
 
 def tied_plan(
@@ -171,7 +172,7 @@ def test_holders_update_when_their_sum_is_there(
     program = lower(build(name, plan, 4))
     verify(program)
     work = simulate(program, costs(plan), 5 * program.cycle).work()
-    sum_s = all_reduce_s(100, ranks, BYTES_PER_S, LATENCY_S)
+    sum_s = LINK.all_reduce_s(100, ranks)
     assert plan.costs.tied_sums_s == (sum_s,)
     for update in range(1, 5 * program.cycle // 4 + 1):
         last = {k for k in program.updates.members(0, update)}
@@ -180,7 +181,7 @@ def test_holders_update_when_their_sum_is_there(
         starts = {s: {span.start_s for span in work if span.kind == "U" and span.stage == s and span.index == update}
                   for s in range(3)}  # fmt: skip
         # Replicas have summed up before.
-        begin_s = max(ends[s] + all_reduce_s(0, replicas[s], BYTES_PER_S, LATENCY_S) for s in holders) + sum_s
+        begin_s = max(ends[s] + LINK.all_reduce_s(0, replicas[s]) for s in holders) + sum_s
         for s in range(3):
             if s in holders:
                 assert list(starts[s]) == [pytest.approx(begin_s)]
@@ -197,7 +198,7 @@ def test_a_worker_joins_the_sum_once_for_all_its_stages(name: str) -> None:
     program = lower(build(name, plan, 4))
     verify(program)
     ranks = {rank for stage in (0, stages - 1) for rank in program.placement.ranks[stage]}
-    assert plan.costs.tied_sums_s == (all_reduce_s(100, len(ranks), BYTES_PER_S, LATENCY_S),)
+    assert plan.costs.tied_sums_s == (LINK.all_reduce_s(100, len(ranks)),)
     free = replace(plan, tied_weights=())
     alone = simulate(lower(build(name, free, 4)), costs(free), 8)
     seconds = simulate(program, costs(plan), 8).makespan_s

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, Site
+from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, Site, SumLink
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Span, Timeline
@@ -90,8 +90,8 @@ def test_sums_and_messages_share_the_ports(schedule: Schedule, total: int) -> No
 
 def test_buckets_by_hand() -> None:
     assert (FIRST_BUCKET_BYTES, BUCKET_BYTES) == (FIRST_BYTES, NEXT_BYTES)
-    two = Site(2, sum_bytes_per_s=1 << 20)
-    assert bucket_costs(8 << 20, Site(1, sum_bytes_per_s=1.0)) == ()
+    two = Site(2, sum_link=SumLink(1 << 20))
+    assert bucket_costs(8 << 20, Site(1, sum_link=SumLink(1.0))) == ()
     assert bucket_costs(1 << 20, two) == ((1.0, 1.0),)
     # 1, 4, 4, 4 and 3 MiB at 1 MiB/s between two: of the 4 MiB buckets the first and the last may decide.
     assert bucket_costs(16 << 20, two) == ((1 / 16, 16.0), (5 / 16, 15.0), (13 / 16, 7.0), (1.0, 3.0))

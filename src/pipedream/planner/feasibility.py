@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import visible_sum_s
+from pipedream.core.plan.cost import SumLink
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import SiteArrays, WorkerLine
@@ -68,15 +68,9 @@ class StageCosts:
 
 def period_s(costs: StageCosts, sites: SiteArrays, cluster: Cluster) -> FloatArray:
     """Returns the seconds per minibatch of stages, each on its own site: `Site.period_s` for arrays."""
-    summed_s = visible_sum_s(
-        costs.parameter_bytes,
-        costs.backward_s / sites.speed,
-        sites.replicas,
-        sites.sum_bytes_per_s,
-        sites.sum_latency_s,
-        how=cluster.sums,
-        sent=cluster.sum_costs,
-    )
+    link = SumLink(sites.sum_bytes_per_s, sites.sum_latency_s, cluster.sums)
+    backward_s = costs.backward_s / sites.speed
+    summed_s = link.visible_s(costs.parameter_bytes, backward_s, sites.replicas, cluster.sum_costs)
     busiest: FloatArray = (costs.compute_s / sites.speed + summed_s * (sites.replicas > 1)) / sites.replicas
     for before, after, weights in zip(sites.before, sites.after, sites.weights, strict=True):
         port_s = before * costs.before_bytes + after * costs.after_bytes + weights * costs.parameter_bytes

@@ -17,7 +17,7 @@ from math import factorial, prod
 import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import PortLoad, Site, all_reduce_bytes, busiest_ports
+from pipedream.core.plan.cost import PortLoad, Site, SumLink, all_reduce_bytes, busiest_ports
 from pipedream.planner.arrays import FloatArray, IntArray, RunExtremes
 
 
@@ -202,9 +202,7 @@ class WorkerLine:
                     int(count),
                     speed,
                     None if memory == np.inf else int(memory),
-                    rate,
-                    latency_s,
-                    self.cluster.sums,
+                    SumLink(rate, latency_s, self.cluster.sums),
                     self.cluster.sum_costs,
                     busiest_ports(PortLoad(*port) for port in each),
                 )

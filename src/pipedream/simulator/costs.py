@@ -1,6 +1,6 @@
 """Seconds of each instruction: those of a plan, its bytes on the links of its cluster, and stragglers among its ranks.
 
-Sums over replicas begin inside the backward, bucket by bucket (`core.plan.cost.visible_sum_s`, docs/cost_models.md).
+Sums over replicas begin inside the backward, bucket by bucket (`core.plan.cost.SumLink`, docs/cost_models.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import device_named
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.cost import Site, all_reduce_bytes, all_reduce_s, sum_buckets
+from pipedream.core.plan.cost import Site, all_reduce_bytes
 from pipedream.core.plan.placement import Carries
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind
@@ -233,16 +233,8 @@ def _product_s(device: str) -> float:
 
 def bucket_costs(size_bytes: float, site: Site) -> tuple[tuple[float, float], ...]:
     """Returns `Costs.buckets` of a sum over the replicas of a site, given the bytes of its weights."""
-    sent, latency_s = site.sum_costs, site.sum_latency_s
-    if not sent.overlaps:
-        seconds = all_reduce_s(
-            size_bytes * sent.share, site.replicas, site.sum_bytes_per_s, latency_s * sent.messages, how=site.sums
-        )
-        return ((1.0, float(seconds)),)
     buckets: dict[float, float] = {}
-    for ready, tail_s in sum_buckets(
-        size_bytes, site.replicas, site.sum_bytes_per_s / sent.share, latency_s, how=site.sums
-    ):
+    for ready, tail_s in site.sum_link.buckets(size_bytes, site.replicas, site.sum_costs):
         buckets[float(ready)] = max(float(tail_s), buckets.get(float(ready), 0.0))
     return tuple(buckets.items())
 

@@ -118,7 +118,7 @@ class Cluster(Artifact):
         memory_bytes: memory of one worker; None: unlimited.
         device: in words.
         kinds: the workers in order, if they differ, with their own memory and device; () if all are alike.
-        sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.all_reduce_s`).
+        sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.SumLink`).
         host_bytes: memory of each machine beside its GPUs; None: unknown.
         sum_costs: what sums over replicas take.
         disk_bytes_per_s: at which a worker writes to its disk, and reads from it, while all of its machine do; None if

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,51 +40,6 @@ def transfer_s(size_bytes: Numbers, bandwidth_bytes_per_s: float, latency_s: flo
     return latency_s + size_bytes / bandwidth_bytes_per_s
 
 
-def all_reduce_s(
-    size_bytes: Numbers,
-    workers: Numbers,
-    bandwidth_bytes_per_s: Numbers,
-    latency_s: Numbers = 0.0,
-    *,
-    how: str = "ring",
-) -> Numbers:
-    """Returns the seconds of an all-reduce.
-
-    'ring': 2 (n - 1) (l + b / (n B)) (Patarasuk and Yuan 2009; the bytes as in PipeDream, section 3.1).
-
-    'tree': 2 (ceil(log2 n) l + b / B): two trees, each for half of the bytes, so that every worker sends and receives
-    all of them on the way up and again on the way down (Sanders, Speck and Traeff 2009; NCCL).
-    """
-    if np.ndim(workers) == 0 and workers == 1:
-        return 0.0
-    if how == "tree":
-        ups = np.ceil(np.log2(workers))
-        return (workers > 1) * 2 * (ups * latency_s + size_bytes / bandwidth_bytes_per_s)
-    return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))
-
-
-def collective_s(
-    kind: str,
-    count: int,
-    size_bytes: Numbers,
-    ranks: int,
-    bandwidth_bytes_per_s: float,
-    latency_s: float = 0.0,
-    *,
-    how: str = "ring",
-) -> Numbers:
-    """Returns the seconds of several collectives (`core.model.collective.Collective`).
-
-    An all-gather, a reduce-scatter and an all-to-all take (n - 1) (l + b / (n B)) each: n - 1 steps, each with a part.
-    An exchange, whose bytes are all for others, takes (n - 1) l + b / B.
-    """
-    if kind == EXCHANGE:
-        return count * (ranks - 1) * latency_s + size_bytes / bandwidth_bytes_per_s
-    if kind == "all-reduce":
-        return count * all_reduce_s(size_bytes / max(count, 1), ranks, bandwidth_bytes_per_s, latency_s, how=how)
-    return (ranks - 1) * (count * latency_s + size_bytes / (ranks * bandwidth_bytes_per_s))
-
-
 def all_reduce_bytes(size_bytes: Numbers, workers: Numbers, *, how: str = "ring") -> Numbers:
     """Returns the bytes that each worker sends, and receives."""
     if np.ndim(workers) == 0 and workers == 1:
@@ -92,70 +47,95 @@ def all_reduce_bytes(size_bytes: Numbers, workers: Numbers, *, how: str = "ring"
     return 2.0 * size_bytes if how == "tree" else 2.0 * size_bytes * (workers - 1) / workers
 
 
-def sum_buckets(
-    size_bytes: Numbers,
-    workers: Numbers,
-    bandwidth_bytes_per_s: Numbers,
-    latency_s: Numbers = 0.0,
-    *,
-    how: str = "ring",
-) -> tuple[tuple[Numbers, Numbers], ...]:
-    """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and the rest.
+class SumLink(NamedTuple):
+    """The links over which some workers, or the ranks of a mesh, communicate with all others.
 
-    For each: the share of the gradients up to it, and the seconds of it and all later ones. Both are linear between the
-    first and the last 4 MiB bucket, so those in between never decide and are left out.
+    Attributes:
+        how: the algorithm of an all-reduce, 'ring' or 'tree'.
     """
-    if np.ndim(workers) == 0 and workers == 1:
-        return ()
 
-    def seconds(part_bytes: Numbers) -> Numbers:
-        return all_reduce_s(part_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
+    bytes_per_s: Numbers = 1e30
+    latency_s: Numbers = 0.0
+    how: str = "ring"
 
-    size = np.asarray(size_bytes, dtype=float)
-    first = np.minimum(size, FIRST_BUCKET_BYTES)
-    left = size - first
-    whole = np.floor(left / BUCKET_BYTES)
-    rest = left - whole * BUCKET_BYTES
-    later_s = np.where(rest > 0, seconds(rest), 0.0)
-    bucket_s = seconds(BUCKET_BYTES)
-    below = np.maximum(size, 1.0)
-    start = np.where(size > 0, first / below, 1.0), seconds(first) + whole * bucket_s + later_s
-    buckets = [start]
-    for count in (whole, np.minimum(whole, 1.0)):
-        ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / below
-        tail_s = count * bucket_s + later_s
-        buckets.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
-    return (*buckets, (1.0, later_s))
+    @classmethod
+    def across(cls, cluster: Cluster, level: int) -> SumLink:
+        """Returns the links of sums that cross a level of a cluster."""
+        return cls(*cluster.sum_link(level), cluster.sums)
+
+    def all_reduce_s(self, size_bytes: Numbers, workers: Numbers, sent: SumCosts = PLAIN_SUMS) -> Numbers:
+        """Returns the seconds of an all-reduce, without what overlaps.
+
+        'ring': 2 (n - 1) (l + b / (n B)) (Patarasuk and Yuan 2009; the bytes as in PipeDream, section 3.1).
+
+        'tree': 2 (ceil(log2 n) l + b / B): two trees, each for half of the bytes, so that every worker sends and
+        receives all of them on the way up and again on the way down (Sanders, Speck and Traeff 2009; NCCL).
+        """
+        if np.ndim(workers) == 0 and workers == 1:
+            return 0.0
+        size_bytes, latency_s = size_bytes * sent.share, self.latency_s * sent.messages
+        if self.how == "tree":
+            ups = np.ceil(np.log2(workers))
+            return (workers > 1) * 2 * (ups * latency_s + size_bytes / self.bytes_per_s)
+        return 2 * (workers - 1) * (latency_s + size_bytes / (workers * self.bytes_per_s))
+
+    def collective_s(self, kind: str, count: int, size_bytes: Numbers, ranks: int) -> Numbers:
+        """Returns the seconds of several collectives (`core.model.collective.Collective`).
+
+        An all-gather, a reduce-scatter and an all-to-all take (n - 1) (l + b / (n B)) each: n - 1 steps, each with a
+        part. An exchange, whose bytes are all for others, takes (n - 1) l + b / B.
+        """
+        if kind == EXCHANGE:
+            return count * (ranks - 1) * self.latency_s + size_bytes / self.bytes_per_s
+        if kind == "all-reduce":
+            return count * self.all_reduce_s(size_bytes / max(count, 1), ranks)
+        return (ranks - 1) * (count * self.latency_s + size_bytes / (ranks * self.bytes_per_s))
+
+    def buckets(
+        self, size_bytes: Numbers, workers: Numbers, sent: SumCosts = PLAIN_SUMS
+    ) -> tuple[tuple[Numbers, Numbers], ...]:
+        """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and the rest.
+
+        For each: the share of the gradients up to it, and the seconds of it and all later ones. Both are linear between
+        the first and the last 4 MiB bucket, so those in between never decide and are left out. A sum that does not
+        overlap is one bucket. Buckets are divided by the bytes of the weights, whatever is sent of them.
+        """
+        if not sent.overlaps:
+            return ((1.0, self.all_reduce_s(size_bytes, workers, sent)),)
+        if np.ndim(workers) == 0 and workers == 1:
+            return ()
+        link = self._replace(bytes_per_s=self.bytes_per_s / sent.share)
+        size = np.asarray(size_bytes, dtype=float)
+        first = np.minimum(size, FIRST_BUCKET_BYTES)
+        left = size - first
+        whole = np.floor(left / BUCKET_BYTES)
+        rest = left - whole * BUCKET_BYTES
+        later_s = np.where(rest > 0, link.all_reduce_s(rest, workers), 0.0)
+        bucket_s = link.all_reduce_s(BUCKET_BYTES, workers)
+        below = np.maximum(size, 1.0)
+        start = np.where(size > 0, first / below, 1.0), link.all_reduce_s(first, workers) + whole * bucket_s + later_s
+        buckets = [start]
+        for count in (whole, np.minimum(whole, 1.0)):
+            ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / below
+            tail_s = count * bucket_s + later_s
+            buckets.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
+        return (*buckets, (1.0, later_s))
+
+    def visible_s(
+        self, size_bytes: Numbers, backward_s: Numbers, workers: Numbers, sent: SumCosts = PLAIN_SUMS
+    ) -> Numbers:
+        """Returns the seconds of a sum that its last backward does not hide: max_k (T_k - (1 - q_k) D).
+
+        Gradients become ready evenly over the backward, counted in bytes. q_k is the share of the bytes in buckets up
+        to k, T_k the seconds of bucket k and all later ones, D those of the backward.
+        """
+        visible: Numbers = 0.0
+        for ready, tail_s in self.buckets(size_bytes, workers, sent):
+            visible = np.maximum(visible, tail_s - (1 - ready) * backward_s)
+        return visible + sent.work_s_per_byte * size_bytes
 
 
-def visible_sum_s(
-    size_bytes: Numbers,
-    backward_s: Numbers,
-    workers: Numbers,
-    bandwidth_bytes_per_s: Numbers,
-    latency_s: Numbers = 0.0,
-    *,
-    how: str = "ring",
-    sent: SumCosts = PLAIN_SUMS,
-) -> Numbers:
-    """Returns the seconds of a sum that its last backward does not hide: max_k (T_k - (1 - q_k) D).
-
-    Gradients become ready evenly over the backward, counted in bytes. q_k is the share of the bytes in buckets up to k,
-    T_k the seconds of bucket k and all later ones, D those of the backward.
-    """
-    if not sent.overlaps:
-        rate, latency_s = bandwidth_bytes_per_s, latency_s * sent.messages
-        return all_reduce_s(size_bytes * sent.share, workers, rate, latency_s, how=how) + _work_s(size_bytes, sent)
-    # Buckets are divided by the bytes of the weights, whatever is sent of them.
-    tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s / sent.share, latency_s, how=how)
-    visible: Numbers = 0.0
-    for ready, tail_s in tails:
-        visible = np.maximum(visible, tail_s - (1 - ready) * backward_s)
-    return visible + _work_s(size_bytes, sent)
-
-
-def _work_s(size_bytes: Numbers, sent: SumCosts) -> Numbers:
-    return sent.work_s_per_byte * size_bytes
+FREE_LINK = SumLink()
 
 
 @dataclass(frozen=True)
@@ -191,9 +171,7 @@ class Site:
     replicas: int
     speed: float = 1.0
     memory_bytes: int | None = None
-    sum_bytes_per_s: float = 1e30
-    sum_latency_s: float = 0.0
-    sums: str = "ring"
+    sum_link: SumLink = FREE_LINK
     sum_costs: SumCosts = PLAIN_SUMS
     ports: tuple[PortLoad, ...] = ()
 
@@ -219,14 +197,11 @@ class Site:
                 )
                 ports[PortLoad(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
-        rate, latency_s = cluster.sum_link(cluster.reach(*workers))
         return cls(
             count,
             min(cluster.speeds[worker] for worker in workers),
             min(memories, default=None),
-            rate,
-            latency_s,
-            cluster.sums,
+            SumLink.across(cluster, cluster.reach(*workers)),
             cluster.sum_costs,
             busiest_ports(ports),
         )
@@ -235,15 +210,7 @@ class Site:
         """Returns the seconds of a sum that a backward does not hide, and of the processor's work for it."""
         if self.replicas == 1:
             return 0.0
-        return visible_sum_s(
-            parameter_bytes,
-            backward_s / self.speed,
-            self.replicas,
-            self.sum_bytes_per_s,
-            self.sum_latency_s,
-            how=self.sums,
-            sent=self.sum_costs,
-        )
+        return self.sum_link.visible_s(parameter_bytes, backward_s / self.speed, self.replicas, self.sum_costs)
 
     def compute_s(
         self, forward_s: Numbers, backward_s: Numbers, update_s: Numbers, parameter_bytes: Numbers

@@ -17,7 +17,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.cost import collective_s
+from pipedream.core.plan.cost import SumLink
 
 _NONE = "-"
 
@@ -225,11 +225,9 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
         for row in rows:
             size_bytes = row.size_bytes if row.of_weights or not fixed else 0
             over = row.over.split("+")
-            ranks, link = (
-                prod(mesh.dimensions[dimension] for dimension in over),
-                cluster.sum_link(max(map(level.__getitem__, over))),
-            )
-            total_s += float(collective_s(row.kind, row.count, size_bytes, ranks, *link, how=cluster.sums))
+            ranks = prod(mesh.dimensions[dimension] for dimension in over)
+            link = SumLink.across(cluster, max(map(level.__getitem__, over)))
+            total_s += float(link.collective_s(row.kind, row.count, size_bytes, ranks))
         return total_s
 
     def with_collectives(

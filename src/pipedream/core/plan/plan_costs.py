@@ -8,7 +8,7 @@ from functools import cached_property
 
 from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.cost import Site, all_reduce_s, ports_s, transfer_s
+from pipedream.core.plan.cost import Site, SumLink, ports_s, transfer_s
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 
 NO_GAP = 2e-6
@@ -97,15 +97,7 @@ class PlanCosts:
     def sync_s(self) -> tuple[float, ...]:
         """Seconds of each stage's all-reduce, including the hidden part."""
         return tuple(
-            float(
-                all_reduce_s(
-                    stage.trained_bytes * site.sum_costs.share,
-                    stage.replicas,
-                    site.sum_bytes_per_s,
-                    site.sum_latency_s * site.sum_costs.messages,
-                    how=site.sums,
-                )
-            )
+            float(site.sum_link.all_reduce_s(stage.trained_bytes, stage.replicas, site.sum_costs))
             for stage, site in zip(self.stages, self.sites, strict=True)
         )
 
@@ -133,16 +125,9 @@ class PlanCosts:
     @property
     def tied_sums_s(self) -> tuple[float, ...]:
         """Seconds of each of the sums over all holders of `tied`, on idle links."""
-        workers = [{w for s in tied.stages for w in self.taken[s]} for tied in self.tied]
+        cluster, workers = self.cluster, [{w for s in tied.stages for w in self.taken[s]} for tied in self.tied]
         return tuple(
-            float(
-                all_reduce_s(
-                    tied.parameter_bytes,
-                    len(holders),
-                    *self.cluster.sum_link(self.cluster.reach(*holders)),
-                    how=self.cluster.sums,
-                )
-            )
+            float(SumLink.across(cluster, cluster.reach(*holders)).all_reduce_s(tied.parameter_bytes, len(holders)))
             for tied, holders in zip(self.tied, workers, strict=True)
         )
 

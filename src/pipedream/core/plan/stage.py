@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster
 from pipedream.core.model.matrices import Matrices
-from pipedream.core.plan.cost import all_reduce_s
+from pipedream.core.plan.cost import SumLink
 from pipedream.core.plan.memory import StageMemory, StageSizes, part_bytes
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
@@ -188,5 +188,5 @@ def least_sum_s(cluster: Cluster, parameter_bytes: int) -> float:
     known only of a whole plan.
     """
     rates, latencies = zip(*(cluster.sum_link(level) for level in range(len(cluster.levels))), strict=True)
-    seconds = all_reduce_s(parameter_bytes, 2, max(rates), min(latencies), how=cluster.sums)
-    return float(seconds) * min(cluster.speeds)
+    link = SumLink(max(rates), min(latencies), cluster.sums)
+    return float(link.all_reduce_s(parameter_bytes, 2)) * min(cluster.speeds)

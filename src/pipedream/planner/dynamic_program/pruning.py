@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipedream.core.plan.cost import Site, all_reduce_s
+from pipedream.core.plan.cost import Site
 from pipedream.planner.arrays import BoolArray, ExactSums, IntArray
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram
 from pipedream.planner.tables.search_space import SearchSpace
@@ -136,7 +136,7 @@ def _find_least_replicas(
         for site in row:
             # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
             weight_bytes, forward_s = trained[j[tried]] - trained[i[tried]], forward[j[tried]] - forward[i[tried]]
-            sum_s = all_reduce_s(weight_bytes * site.sum_costs.share, count, site.sum_bytes_per_s, how=site.sums)
+            sum_s = site.sum_link._replace(latency_s=0.0).all_reduce_s(weight_bytes, count, site.sum_costs)
             pairs = tried[sum_s + forward_s / site.speed <= count * period_s]
             a, b = i[pairs], j[pairs]
             passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)

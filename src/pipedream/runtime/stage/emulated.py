@@ -80,7 +80,7 @@ class EmulatedStage(nn.Module):
     """Waits, and returns tensors of the planned sizes.
 
     The weights of a replicated stage are in pieces whose gradients come one by one during the backward, as the planner
-    assumes (`core.plan.cost.visible_sum_s`). A stage that sends nothing returns the loss.
+    assumes (`core.plan.cost.SumLink`). A stage that sends nothing returns the loss.
     """
 
     def __init__(
