@@ -215,7 +215,7 @@ def test_no_file(tmp_path: Path) -> None:
     [
         (lambda d: d | {"weights": {"rule": "newest"}}, "weights.rule should be one of"),
         (lambda d: d | {"weights": {"rule": "flush"}}, "lacks the field 'per_update'"),
-        (lambda d: d | {"weights": 3}, "weights.rule should be one of"),
+        (lambda d: d | {"weights": 3}, "weights should be an object"),
         (lambda d: d | {"kinds": ["F", "X"]}, r"Program.kinds\[1\] should be one of"),
         (lambda d: d | {"ranks": [{"warmup": "0F0 0G1", "period": ""}]}, r"ranks\[0\].warmup: '0G1' is not"),
         (lambda d: d | {"ranks": [{"warmup": "1F0", "period": ""}]}, "'1F0' is not an instruction of this rank"),

@@ -125,7 +125,7 @@ def test_what_is_kept(p: int, m: int) -> None:
 
 def test_a_share_is_in_the_file() -> None:
     rule = timeprest_interpolated(Plan.uniform(2), share=0.25, backward_rule="recompute").weights
-    again = WeightRule.from_dict(rule.to_dict())
+    again = WeightRule.decoded(rule.encoded(), "weights")
     assert again == rule
     assert isinstance(again, Interpolated)
     assert again.between == Between(0.25)

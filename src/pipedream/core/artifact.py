@@ -95,6 +95,39 @@ class Artifact:
         return cls.from_json(text, str(path))
 
 
+class NamedKind:
+    """A dataclass of one of several kinds, which its JSON names.
+
+    Their base sets ``KEY``, the field of the kind's name; each kind sets ``name``, and abstract ones do not.
+    """
+
+    KEY: ClassVar[str]
+    OLD_NAMES: ClassVar[dict[str, str]] = {}
+    """A kind's name in older files -> its name now."""
+    name: ClassVar[str]
+    kinds: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "KEY" in vars(cls):
+            cls.kinds = {}
+        if "name" in vars(cls):
+            cls.kinds[cls.name] = cls
+
+    def encoded(self) -> dict[str, Any]:
+        names = (field.name for field in dataclasses.fields(typing.cast(Any, self)))
+        return {self.KEY: self.name} | encode_attributes(self, *names)
+
+    @classmethod
+    def decoded(cls, value: dict[str, Any], place: str) -> Self:
+        """Reads JSON values. Raises an ArtifactError for an unknown kind or a wrong field."""
+        named = str(value.get(cls.KEY))
+        kind = cls.kinds.get(cls.OLD_NAMES.get(named, named))
+        if kind is None:
+            raise ArtifactError(f"{place}.{cls.KEY} should be one of {sorted(cls.kinds)}")
+        return typing.cast(Self, decode_fields(kind, {k: v for k, v in value.items() if k != cls.KEY}, place))
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """Reads a file that ends: no pipe or device, and of at most `MOST_TEXT_BYTES`.
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-from pipedream.core.artifact import decode
+from pipedream.core.artifact import NamedKind
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.model.matrices import Matrices
 from pipedream.core.schedule.weights import WeightRule
@@ -34,21 +34,16 @@ _TEMPORARY = 4
 
 
 @dataclass(frozen=True)
-class Compensation(ABC):
+class Compensation(NamedKind, ABC):
     """One way to compensate for late gradients.
 
     Attributes:
         moves_weights: an update has at most one such compensation.
     """
 
-    name: ClassVar[str]
+    KEY = "compensation"
+    kinds: ClassVar[dict[str, type[Compensation]]]
     moves_weights: ClassVar[bool] = False
-    kinds: ClassVar[dict[str, type[Compensation]]] = {}
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "name" in vars(cls):
-            Compensation.kinds[cls.name] = cls
 
     def kept_tensors(self, staleness: int) -> int:
         return 0
@@ -99,27 +94,14 @@ class Compensation(ABC):
             problem = error if isinstance(error, ValueError) else f"found {rest or 'none'}"
             raise ScheduleError(f"compensation {text!r} takes {names}, as in NAME:NUMBER: {problem}") from None
 
-    def encoded(self) -> dict[str, Any]:
-        return {"compensation": self.name} | {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @staticmethod
-    def decoded(value: dict[str, Any], place: str) -> Compensation:
-        """Reads JSON values.
-
-        Raises:
-            ArtifactError: an unknown kind or wrong fields.
-        """
-        kind = Compensation.kinds.get(str(value.get("compensation")))
-        if kind is None:
-            raise ArtifactError(f"{place}.compensation should be one of {sorted(Compensation.kinds)}")
-        hints, names = get_type_hints(kind), {f.name for f in fields(kind)}
-        values = {key: item for key, item in value.items() if key != "compensation"}
-        if set(values) != names:
-            raise ArtifactError(f"{place} should have the fields {sorted(names)}, found {sorted(values)}")
-        try:
-            return kind(**{key: decode(hints[key], item, f"{place}.{key}") for key, item in values.items()})
-        except ValueError as error:
-            raise ArtifactError(f"{place}: {error}") from None
+    @classmethod
+    def decoded(cls, value: dict[str, Any], place: str) -> Self:
+        """Reads JSON values, of which none may be missing."""
+        compensation = super().decoded(value, place)
+        names = compensation.encoded().keys()
+        if value.keys() != names:
+            raise ArtifactError(f"{place} should have the fields {sorted(names)}, found {sorted(value)}")
+        return compensation
 
 
 class OfVelocity(Compensation):

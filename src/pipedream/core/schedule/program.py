@@ -22,7 +22,6 @@ from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.placement import Carries, Dispatched, Placement
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules, UpdateRule
-from pipedream.core.schedule.weights import WeightRule
 
 
 class Move(StrEnum):
@@ -240,7 +239,6 @@ class Program(Tabular, Rules, Artifact):
 
     def to_json(self) -> str:
         data = {"artifact": "Program", "format": self.FORMAT} | encode(self)
-        data["weights"] = self.weights.to_dict()
         data["ranks"] = [
             {"warmup": format_instructions(rank.warmup), "period": format_instructions(rank.period)}
             for rank in self.ranks
@@ -249,7 +247,7 @@ class Program(Tabular, Rules, Artifact):
 
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
-        """Reads JSON values, with abstract and textual fields, which `decode` cannot."""
+        """Reads JSON values, with fields of text, which `decode` cannot."""
         value = {"norm_delay": 0} | {cls.RENAMED.get(name, name): item for name, item in value.items()}
         hints = get_type_hints(cls)
         names = {field.name for field in fields(cls)}
@@ -264,7 +262,6 @@ class Program(Tabular, Rules, Artifact):
         where = value.pop("placement")
         dispatches = isinstance(where, dict) and "forwards" in where
         placement: Placement = decode(Dispatched if dispatches else Placement, where, f"{place}.placement")
-        weights = WeightRule.from_dict(value.pop("weights"), f"{place}.weights")
         rows = decode(tuple[dict[str, str], ...], value.pop("ranks"), f"{place}.ranks")
         ranks = tuple(
             RankProgram(
@@ -275,7 +272,7 @@ class Program(Tabular, Rules, Artifact):
         )
         plain = {name: decode(hints[name], item, f"{place}.{name}") for name, item in value.items()}
         try:
-            return cls(placement=placement, weights=weights, ranks=ranks, **plain)
+            return cls(placement=placement, ranks=ranks, **plain)
         except ValueError as error:
             raise ArtifactError(f"{place}: {error}") from None
 

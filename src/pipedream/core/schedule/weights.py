@@ -24,8 +24,7 @@ from itertools import count, takewhile
 from math import exp, isfinite, lcm
 from typing import Any, ClassVar
 
-from pipedream.core.artifact import decode, encode
-from pipedream.core.errors import ArtifactError
+from pipedream.core.artifact import NamedKind
 from pipedream.core.schedule.op import Kind
 
 VELOCITY, DIFFERENCE, AVERAGE = "velocity", "difference", "average"
@@ -69,11 +68,10 @@ class WeightPrediction:
 
 
 BACKWARD_RULES = ("stash", "recompute", "graph")
-_RENAMED = {"tagged": "stamped"}  # rules in older files
 
 
 @dataclass(frozen=True)
-class WeightRule(ABC):
+class WeightRule(NamedKind, ABC):
     """The version that each forward and each backward of a stage reads.
 
     Attributes:
@@ -81,16 +79,11 @@ class WeightRule(ABC):
             backward reads others.
     """
 
-    name: ClassVar[str]
+    KEY = "rule"
+    OLD_NAMES: ClassVar[dict[str, str]] = {"tagged": "stamped"}
     backward_rule: ClassVar[str] = "stash"
     forward_prediction: ClassVar[WeightPrediction | None] = None
     backward_prediction: ClassVar[WeightPrediction | None] = None
-    rules: ClassVar[dict[str, type[WeightRule]]] = {}
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "name" in cls.__dict__:  # else abstract
-            WeightRule.rules[cls.name] = cls
 
     @abstractmethod
     def forward_version(self, stage: int, microbatch: int) -> int:
@@ -151,25 +144,6 @@ class WeightRule(ABC):
     def buffers(self, stage: int) -> int:
         """Returns how many further sets of tensors, as large as the weights, predictions need."""
         return 0
-
-    def to_dict(self) -> dict[str, Any]:
-        fields: dict[str, Any] = encode(self)
-        return {"rule": self.name} | fields
-
-    @staticmethod
-    def from_dict(data: Any, place: str = "weights") -> WeightRule:
-        """Reads JSON values.
-
-        Raises:
-            ArtifactError: an unknown rule or wrong fields.
-        """
-        named = data.get("rule") if isinstance(data, dict) else None
-        kind = WeightRule.rules.get(_RENAMED.get(named, named)) if isinstance(named, str) else None
-        if kind is None:
-            raise ArtifactError(f"{place}.rule should be one of {sorted(WeightRule.rules)}")
-        rule = decode(kind, {k: v for k, v in data.items() if k != "rule"}, place)
-        assert isinstance(rule, WeightRule)
-        return rule
 
 
 @dataclass(frozen=True)
