@@ -132,8 +132,8 @@ def test_prints_as_a_table_and_can_be_saved() -> None:
     metrics = run_metrics(MEASURED)
     assert str(metrics).splitlines() == [
         "pipedream, measured: 10.0 s, bubble 35.0%, 0.3 microbatches/s, 9.6 samples/s",
-        "rank       busy   share      waits      sends  in flight  versions  staleness       peak",
-        "   0     7.30 s   73.0%     2.00 s     1.50 s          2         -          1    2.00 kB",
-        "   1     5.70 s   57.0%        0 s        0 s          1         -          0    1.00 kB",
+        "rank    busy  share   waits   sends  in flight  versions  staleness     peak",
+        "   0  7.30 s  73.0%  2.00 s  1.50 s          2         -          1  2.00 kB",
+        "   1  5.70 s  57.0%     0 s     0 s          1         -          0  1.00 kB",
     ]
     assert Metrics.from_json(metrics.to_json()) == metrics

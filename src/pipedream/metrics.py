@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular
+from pipedream.core.display import Tabular, align
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
@@ -74,18 +74,13 @@ class Metrics(Tabular, Artifact):
             f"{self.name}, {self.source}: {format_seconds(self.makespan_s)}, bubble {self.bubble:.1%}, "
             f"{format_number(self.throughput_per_s)} microbatches/s, {format_number(self.samples_per_s)} samples/s"
         )
-        rows = [
-            f"{'rank':>4}  {'busy':>9}  {'share':>6}  {'waits':>9}  {'sends':>9}  {'in flight':>9}  {'versions':>8}  "
-            f"{'staleness':>9}  {'peak':>9}"
-        ]
+        rows = [("rank", "busy", "share", "waits", "sends", "in flight", "versions", "staleness", "peak")]
         for rank, (row, share) in enumerate(zip(self.per_rank, self.busy_shares, strict=True)):
             peak = "-" if row.peak_bytes is None else format_bytes(row.peak_bytes)
-            rows.append(
-                f"{rank:>4}  {format_seconds(row.busy_s):>9}  {share:>6.1%}  {format_seconds(row.wait_s):>9}  "
-                f"{format_seconds(row.send_s):>9}  {row.peak_in_flight:>9}  {_format_count(row.peak_versions):>8}  "
-                f"{_format_count(row.staleness):>9}  {peak:>9}"
-            )
-        return "\n".join([head, *rows])
+            busy, waits, sends = map(format_seconds, (row.busy_s, row.wait_s, row.send_s))
+            counts = str(row.peak_in_flight), _format_count(row.peak_versions), _format_count(row.staleness)
+            rows.append((str(rank), busy, f"{share:.1%}", waits, sends, *counts, peak))
+        return f"{head}\n{align(rows, 'r')}"
 
 
 def run_metrics(timeline: Timeline) -> Metrics:

@@ -221,7 +221,7 @@ def test_fixed_seconds_of_microbatches_are_counted_and_shown() -> None:
     assert (alone.fixed_s, alone.least_s) == (4 * 4 * 1.0, 4 * (3.0 + 3 * 1.0))
     assert alone.period_s in (None, pytest.approx(alone.least_s))
     assert "  minibatch      fixed  samples/s" in str(comparison)
-    assert " backward      fixed     update" in str(comparison.plan)
+    assert "backward   fixed  update" in str(comparison.plan)
     assert "fixed" not in str(planning.plan_and_compare(DIGITS, PlanRequest(FOUR, schedule="pipedream")))
 
 

@@ -29,8 +29,11 @@ def fold(rows: Iterable[Sequence[str]]) -> list[list[str]]:
     return folded
 
 
-def align(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Returns rows of equal length as lines of columns, of which the first `words` are aligned left.
+def align(rows: Sequence[Sequence[str]], sides: str = "lr") -> str:
+    """Returns rows of equal length as lines of columns.
+
+    Args:
+        sides: 'l' or 'r' for each column; the last one counts for the rest.
 
     >>> print(align([["method", "s"], ["1f1b", "12"]]))
     method   s
@@ -39,8 +42,8 @@ def align(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column < words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if side == "l" else cell.rjust(width)
+            for cell, width, side in zip(row, widths, sides.ljust(len(widths), sides[-1]), strict=True)
         ).rstrip()
         for row in rows
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipedream.core.display import Tabular
+from pipedream.core.display import Tabular, align
 from pipedream.core.units import format_bytes, format_number, format_rate, format_seconds
 
 DATA_PARALLEL = "data parallel"
@@ -49,27 +49,20 @@ class MethodComparison(Tabular):
         return f"<MethodComparison of {len(self.methods)} methods on {self.workers} workers>"
 
     def __str__(self) -> str:
-        width = max(len("method"), *(len(method.schedule) for method in self.methods))
         heads = ("microbatches", "makespan", "bubble", "activations", "weights", "messages", "staleness")
-        lines = ["  ".join([f"{'method':<{width}}", *heads])]
+        rows: list[tuple[str, ...]] = [("method", *heads, "")]
         for method in self.methods:
+            values = method.activations, method.weights, method.messages, method.staleness
             cells = (
-                str(method.microbatches),
+                "-" if method.why else str(method.microbatches),
                 "-" if method.makespan_s is None else format_seconds(method.makespan_s),
                 "-" if method.bubble is None else f"{method.bubble:.1%}",
-                *(
-                    "-" if value is None else f"{value:.4g}"
-                    for value in (method.activations, method.weights, method.messages, method.staleness)
-                ),
+                *("-" if value is None else f"{value:.4g}" for value in values),
             )
-            figures = "  ".join(f"{cell:>{len(head)}}" for head, cell in zip(heads, cells, strict=True))
-            lines.append(f"{method.schedule:<{width}}  {f'-  ({method.why})' if method.why else figures}")
-        return "\n".join(
-            [
-                *lines,
-                "activations and weights: the fullest worker's, in units of the first stage's under 1F1B; messages: "
-                "for each microbatch",
-            ]
+            rows.append((method.schedule, *cells, f"({method.why})" * bool(method.why)))
+        return (
+            f"{align(rows, 'lrrrrrrrl')}\nactivations and weights: the fullest worker's, in units of the first stage's "
+            "under 1F1B; messages: for each microbatch"
         )
 
 
@@ -133,16 +126,11 @@ class Sweep(Tabular):
         return f"<Sweep of {self.model}: {methods} methods, {len(self.points)} points>"
 
     def __str__(self) -> str:
-        head = f"{'workers':>7}  {'bandwidth':>10}  {'method':<24}  {'plan':<12}  {'m':>3}  {'samples/s':>9}  "
-        lines = [f"{head}{'bubble':>6}  {'peak':>9}"]
+        rows = [("workers", "bandwidth", "method", "plan", "m", "samples/s", "bubble", "peak", "")]
         for point in self.points:
-            start = f"{point.workers:>7}  {format_rate(point.bandwidth_bytes_per_s):>10}  {point.schedule:<24}  "
-            if point.samples_per_s is None or point.bubble is None:
-                lines.append(f"{start}-  ({point.why.split(';')[0]})")
-            else:
-                lines.append(
-                    f"{start}{point.config:<12}  {point.microbatches:>3}  {format_number(point.samples_per_s):>9}  "
-                    f"{point.bubble:>6.1%}  "
-                    f"{format_bytes(point.peak_bytes):>9}"
-                )
-        return "\n".join([*lines, "", *map(str, self.crossovers)])
+            figures = ("-", "-", "-", "-", "-", f"({point.why.split(';')[0]})")
+            if point.samples_per_s is not None and point.bubble is not None:
+                rate, peak = format_number(point.samples_per_s), format_bytes(point.peak_bytes)
+                figures = (point.config, str(point.microbatches), rate, f"{point.bubble:.1%}", peak, "")
+            rows.append((str(point.workers), format_rate(point.bandwidth_bytes_per_s), point.schedule, *figures))
+        return "\n".join([align(rows, "rrllrrrrl"), "", *map(str, self.crossovers)])

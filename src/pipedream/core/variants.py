@@ -172,7 +172,7 @@ class RecipeComparison:
         parts = []
         for link in self.links:
             rows = [self.heads, *(self.row(link, variant) for variant in link.variants)]
-            parts.append(f"{self.recipe}, {self.workers_text}, over {link.link}\n{align(rows, words=2)}")
+            parts.append(f"{self.recipe}, {self.workers_text}, over {link.link}\n{align(rows, 'llr')}")
         notes = [f"note: {reason}" for reason in self.reasons()]
         return "\n\n".join([*parts, "\n".join([*notes, self.verdict])])
 

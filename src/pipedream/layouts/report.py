@@ -160,7 +160,7 @@ def format_partitions(comparison: Mapping[str, Any]) -> str:
     ]
     if cuts:
         numbered = [(f"{at + 1}", f"{cut['pairs']}", f"{cut['elements']:,}") for at, cut in enumerate(cuts)]
-        lines += ["", align([("cut", "pairs", "elements of a pair"), *numbered], words=0)]
+        lines += ["", align([("cut", "pairs", "elements of a pair"), *numbered], "r")]
         lines += ["", _format_schemes(comparison["tensors"])]
     rows = [
         (name, f"{row['elements']:,}", f"{row['sent_elements']:,}", format_bytes(row["sent_bytes"]))
@@ -187,7 +187,7 @@ def _format_schemes(tensors: Mapping[str, Mapping[str, Any]]) -> str:
         for (shape, cuts), names in largest[:_MOST_TENSORS]
     ]
     head = "tensor" if len(largest) <= _MOST_TENSORS else "largest tensors"
-    return align([(head, "shape", "dimension of each cut"), *rows], words=3)
+    return align([(head, "shape", "dimension of each cut"), *rows], "l")
 
 
 def format_layouts(report: Mapping[str, Any]) -> str:

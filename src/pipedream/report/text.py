@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from pipedream.core.display import align
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.memory import ELSEWHERE
 from pipedream.core.plan.plan import Plan
@@ -151,13 +152,7 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
 
     The last two columns are those of the fullest worker.
     """
-    width = max(len(name) for name in claimed)
-    lines = [
-        f"claims at p = {stages} stages; without a flush, of a long run; memory of the fullest worker, in units of "
-        "1F1B's first stage",
-        f"{'method':<{width}}  {'flush':<5}  {'m':>2}  {'bubble':>6}  {'in flight':<14}  {'staleness':<12}  "
-        f"{'versions':<8}  activations  weights",
-    ]
+    rows = [("method", "flush", "m", "bubble", "in flight", "staleness", "versions", "activations", "weights")]
     for name, claims in claimed.items():
         in_flight, late, versions = (
             "-" if claims[key] is None else " ".join(map(str, claims[key]))
@@ -167,11 +162,12 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
         activations, weights = (
             "-" if claims[key] is None else f"{max(claims[key]):.4g}" for key in ("activations", "weights")
         )
-        lines.append(
-            f"{name:<{width}}  {'yes' if claims['flushes'] else 'no':<5}  {claims['microbatches']:>2}  {bubble:>6}  "
-            f"{in_flight:<14}  {late:<12}  {versions:<8}  {activations:>11}  {weights:>7}"
-        )
-    return "\n".join(lines)
+        flush, m = "yes" if claims["flushes"] else "no", str(claims["microbatches"])
+        rows.append((name, flush, m, bubble, in_flight, late, versions, activations, weights))
+    return (
+        f"claims at p = {stages} stages; without a flush, of a long run; memory of the fullest worker, in units of "
+        f"1F1B's first stage\n{align(rows, 'llrrlllr')}"
+    )
 
 
 def stage_memory_table(plan: Plan) -> str:
@@ -181,12 +177,12 @@ def stage_memory_table(plan: Plan) -> str:
     if "snapshot_bytes" in elsewhere and not plan.costs.on_gpus:
         names.append(elsewhere.pop())
     heads = [name.removesuffix("_bytes") for name in (*names, "peak", *elsewhere)]
-    lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads)])]
+    rows = [["stage", *heads]]
     for s, stage in enumerate(plan.stages):
         sizes = [*(getattr(stage.memory, name) for name in names), stage.peak_bytes]
         sizes += [getattr(stage.memory, name) for name in elsewhere]
-        lines.append("  ".join([f"{s:>5}", *(f"{format_bytes(size) if size else '-':>10}" for size in sizes)]))
-    return "\n".join(lines)
+        rows.append([str(s), *(format_bytes(size) if size else "-" for size in sizes)])
+    return align(rows, "r")
 
 
 def slowness_text(summary: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from itertools import groupby
 from statistics import median
 
 from pipedream.core.artifact import Artifact
+from pipedream.core.display import align
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.units import format_bytes, format_rate, format_seconds
@@ -182,24 +183,19 @@ class Survey(Artifact):
         )
 
     def __str__(self) -> str:
-        rows = [f"{'':<24}  {'level':>5}  {'latency':>9}  {'alone':>11}  {'both ways':>11}"]
+        table = [("", "level", "latency", "alone", "both ways")]
         for link in self.links:
-            rows.append(
-                f"{f'rank {link.sender} to rank {link.receiver}':<24}  {link.level:>5}  "
-                f"{format_seconds(link.latency_s):>9}  {format_rate(link.alone_bytes_per_s):>11}  "
-                f"{format_rate(link.both_bytes_per_s):>11}"
-            )
+            rates = format_rate(link.alone_bytes_per_s), format_rate(link.both_bytes_per_s)
+            what = f"rank {link.sender} to rank {link.receiver}"
+            table.append((what, str(link.level), format_seconds(link.latency_s), *rates))
         for fan in self.fans:
             others = ", ".join(map(str, fan.ranks[1:]))
             what = f"rank {fan.ranks[0]} {'to' if fan.sends else 'from'} {others}"
-            rows.append(f"{what:<24}  {fan.level:>5}  {'':>9}  {format_rate(fan.bytes_per_s):>11}")
+            table.append((what, str(fan.level), "", format_rate(fan.bytes_per_s), ""))
         for measured in self.sums:
-            what = f"sum over {len(measured.ranks)} ranks"
-            rows.append(
-                f"{what:<24}  {measured.level:>5}  {format_seconds(measured.latency_s):>9}  "
-                f"{format_rate(measured.bytes_per_s):>11}"
-            )
-        rows.append("")
+            what, latency = f"sum over {len(measured.ranks)} ranks", format_seconds(measured.latency_s)
+            table.append((what, str(measured.level), latency, format_rate(measured.bytes_per_s), ""))
+        rows = [align(table), ""]
         for machine, ranks in enumerate(self.machines):
             for rank in ranks:
                 seen = self.workers[rank]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pipedream.core.artifact import Artifact, encode_attributes
+from pipedream.core.display import align
 from pipedream.core.units import format_bytes
 
 
@@ -217,12 +218,7 @@ def layer_table(graph: LayerGraph, refused: Mapping[str, str]) -> str:
         shown = ", ".join([*names, *([f"{more} more"] if more else [])])
         sent, back = (format_bytes(size) if size else "-" for size in (crossing.bytes, crossing.gradient_bytes))
         rows.append((str(i), layer.name, layer.kind, sent, back, shown))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [
-        f"{number:>{widths[0]}}  {name:<{widths[1]}}  {kind:<{widths[2]}}  {sent:>{widths[3]}}  {back:>{widths[4]}}  "
-        f"{shown}".rstrip()
-        for number, name, kind, sent, back, shown in rows
-    ]
+    lines = [align(rows, "rllrrl")]
     shared = "share a weight; only methods whose stages all make the same updates put them in different stages"
     whole = "share state that changes without an update, and stay in one stage"
     for group in graph.ties:

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular, fold
+from pipedream.core.display import Tabular, align, fold
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.matrices import Matrices, join_matrices
@@ -401,12 +401,7 @@ class Profile(Tabular, Artifact):
         kept_bytes = sum(cost.activation_bytes for cost in self.layers)
         total = ["total", "", *map(format_seconds, (self.forward_s, self.backward_s)), "", ""]
         total += map(format_bytes, (kept_bytes, self.parameter_bytes))
-        shown = [heads, *fold(cells), total]
-        widths = [max(len(row[i]) for row in shown) for i in (0, 1)]
-        rows = [
-            "  ".join([*(f"{row[i]:<{widths[i]}}" for i in (0, 1)), *(f"{cell:>9}" for cell in row[2:])])
-            for row in shown
-        ]
+        rows = [align([heads, *fold(cells), total], "llr")]
         rows.append("kept: by the forward, for the backward; spread: between the quartiles of the runs")
         if self.trained_bytes < self.parameter_bytes:
             rows.append(f"frozen: {format_bytes(self.parameter_bytes - self.trained_bytes)} of the weights")

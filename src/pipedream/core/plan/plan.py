@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular
+from pipedream.core.display import Tabular, align
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
@@ -365,55 +365,42 @@ def _format_plan(plan: Plan) -> str:
         f"Plan {plan.config}{f' of {plan.model}' if plan.model else ''}: {plan.workers} workers, depth "
         f"{plan.depth_mode}, {format_seconds(plan.period_s)} per {plan.unit} when full"
     )
-    columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
-        ("workers", 7, lambda s, stage: str(stage.replicas)),
-        ("forward", 9, lambda s, stage: format_seconds(stage.forward_s)),
-        ("backward", 9, lambda s, stage: format_seconds(stage.backward_s)),
-        ("update", 9, lambda s, stage: format_seconds(stage.update_s)),
-        ("sends", 9, lambda s, stage: format_bytes(stage.output_bytes) if s < len(plan.stages) - 1 else "-"),
-        ("weights", 9, lambda s, stage: format_bytes(stage.parameter_bytes)),
-        ("in flight", 9, lambda s, stage: str(plan.in_flight[s])),
-        ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
+    columns: list[tuple[str, Callable[[int, Stage], str]]] = [
+        ("workers", lambda s, stage: str(stage.replicas)),
+        ("forward", lambda s, stage: format_seconds(stage.forward_s)),
+        ("backward", lambda s, stage: format_seconds(stage.backward_s)),
+        ("update", lambda s, stage: format_seconds(stage.update_s)),
+        ("sends", lambda s, stage: format_bytes(stage.output_bytes) if s < len(plan.stages) - 1 else "-"),
+        ("weights", lambda s, stage: format_bytes(stage.parameter_bytes)),
+        ("in flight", lambda s, stage: str(plan.in_flight[s])),
+        ("peak", lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
     ]
     words = [f"in flight: microbatches at depth {plan.depth_mode}, {depth.DEPTH_MODES[plan.depth_mode]}"]
     if plan.microbatches == 1 and len(set(plan.rate_factors)) > 1:  # otherwise there is one rate
-        columns.insert(-1, ("lr factor", 9, lambda s, stage: format_number(plan.rate_factors[s])))
+        columns.insert(-1, ("lr factor", lambda s, stage: format_number(plan.rate_factors[s])))
         words.append("lr factor: on the learning rate, as an update covers a minibatch of each replica")
     if plan.cluster.kinds:
         taken = [dict.fromkeys(plan.cluster.devices[w] for w in plan.workers_of(s)) for s in range(len(plan.stages))]
-        width = max(2, *(len("+".join(devices)) for devices in taken))
-        columns.append(("on", width, lambda s, stage: "+".join(taken[s])))
+        columns.append(("on", lambda s, stage: "+".join(taken[s])))
     if any(plan.update_delay):
-        columns.insert(7, ("delay", 5, lambda s, stage: str(plan.update_delay[s])))
+        columns.insert(7, ("delay", lambda s, stage: str(plan.update_delay[s])))
         words.append("delay: 1 if the next forward runs before the update")
     if max(plan.replicas) > 1:
         sync_s = plan.costs.sync_s
-        columns.insert(4, ("all-reduce", 10, lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-"))
+        columns.insert(4, ("all-reduce", lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-"))
     if plan.microbatches > 1 and any(stage.fixed_s for stage in plan.stages):
-        columns.insert(3, ("fixed", 9, lambda s, stage: format_seconds(stage.fixed_s)))
+        columns.insert(3, ("fixed", lambda s, stage: format_seconds(stage.fixed_s)))
         words.append("fixed: of both passes, for each microbatch after the first, however small")
     if plan.ranks > plan.workers:
         meshes = [str(mesh) for mesh in plan.meshes]
-        columns.insert(1, ("mesh", max(4, *map(len, meshes)), lambda s, stage: meshes[s]))
+        columns.insert(1, ("mesh", lambda s, stage: meshes[s]))
         words.append("mesh: the ranks of each worker, - is one")
-    spans = [_describe_span(stage) for stage in plan.stages]
-    wide = max(24, *map(len, spans))
-    rows = ["  ".join([f"{'stage':>5}", f"{'layers':<{wide}}", *(f"{name:>{w}}" for name, w, _ in columns)])]
+    rows = [["stage", "layers", *(name for name, _ in columns)]]
     for s, stage in enumerate(plan.stages):
-        cells = (f"{cell(s, stage):>{w}}" for _, w, cell in columns)
-        rows.append("  ".join([f"{s:>5}", f"{spans[s]:<{wide}}", *cells]))
-    rows.append("; ".join(words))
-    rows += _describe_exchange(plan)
-    if plan.runtime:
-        rows.append(str(plan.runtime))
-    return "\n".join(
-        [
-            head,
-            *rows,
-            *([plan.note] if plan.note else []),
-            *([] if plan.gap is None else [_describe_proof(plan, plan.gap)]),
-        ]
-    )
+        rows.append([str(s), _describe_span(stage), *(cell(s, stage) for _, cell in columns)])
+    runtime, proof = str(plan.runtime or ""), "" if plan.gap is None else _describe_proof(plan, plan.gap)
+    notes = filter(None, [*_describe_exchange(plan), runtime, plan.note, proof])
+    return "\n".join([head, align(rows, "rlr"), "; ".join(words), *notes])
 
 
 def _describe_exchange(plan: Plan) -> list[str]:
