@@ -6,7 +6,7 @@ With stand-ins for all tensors (`pipedream.capture.stand_ins`) nothing is alloca
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,16 +20,9 @@ from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.device import versions
-from pipedream.profiler.measure import PreserveState, check_chain, choose_mode, dtype_name
-from pipedream.profiler.passes import LossFunction, Passes, Sample, list_shapes
-from pipedream.profiler.sizes import (
-    Sizes,
-    largest_parameter_bytes,
-    list_matrices,
-    measure_sizes,
-    parameter_bytes,
-    tied_parameters,
-)
+from pipedream.profiler.measure import PreserveState, build_layer_profiles, check_chain, choose_mode, dtype_name
+from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes
+from pipedream.profiler.sizes import Sizes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.update import (
     OptimizerFactory,
     UpdateCost,
@@ -114,35 +107,23 @@ def _build_layer_profiles(
     sizes: Sequence[Sizes],
     hidden: Sequence[int],
 ) -> tuple[LayerProfile, ...]:
-    return tuple(
-        LayerProfile(
-            forward_s=forward.seconds,
-            backward_s=backward.seconds,
-            output_bytes=size.output_bytes,
-            parameter_bytes=weights,
-            frozen_bytes=frozen,
-            activation_bytes=size.activation_bytes + more,
-            arriving_bytes=size.arriving_bytes,
-            leaving_bytes=size.leaving_bytes,
-            # Temporaries inside operations are not visible.
-            working_bytes=size.output_bytes + entering,
-            backward_bytes=size.output_bytes + entering + weights - frozen,
-            largest_parameter_bytes=largest,
-            matrices=matrices,
-            forward_flops=forward.flops,
-            backward_flops=backward.flops,
-            moved_bytes=forward.moved_bytes + backward.moved_bytes,
-        )
-        for (forward, backward), size, entering, (weights, frozen), largest, matrices, more in zip(
-            laps,
-            sizes,
-            (0, *(size.output_bytes for size in sizes[:-1])),
-            parameter_bytes(layers),
-            largest_parameter_bytes(layers),
-            list_matrices(layers),
-            hidden,
-            strict=True,
-        )
+    entering = (0, *(size.output_bytes for size in sizes[:-1]))
+    # Temporaries inside operations are not visible.
+    working = [size.output_bytes + more for size, more in zip(sizes, entering, strict=True)]
+    needs = [
+        Need(size, size + weights - frozen)
+        for size, (weights, frozen) in zip(working, parameter_bytes(layers), strict=True)
+    ]
+    return build_layer_profiles(
+        layers,
+        [((forward.seconds,), (backward.seconds,)) for forward, backward in laps],
+        [
+            replace(size, activation_bytes=size.activation_bytes + more)
+            for size, more in zip(sizes, hidden, strict=True)
+        ],
+        needs,
+        {"flops": [lap.flops for both in laps for lap in both]},
+        moved_bytes=[forward.moved_bytes + backward.moved_bytes for forward, backward in laps],
     )
 
 

@@ -120,10 +120,10 @@ def measure(
         columns = list(zip(*laps_s, strict=True))  # forwards and backwards of each layer, then of the loss
         whole = [(median(column), _spread(column)) for column in columns[: 2 * len(layers)]]
         fixed = fixed_s(time_part, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
-        launches = [0.0] * len(laps_s[0])
+        of_passes = {"fixed_s": fixed, "launch_s": [0.0] * len(laps_s[0])}
         if place.type == "cuda":
             host_passes = Passes(layers, graph, loss, HostStopwatch(place), place, autocast, call)
-            launches = measure_launch_seconds(host_passes, sample, runs)
+            of_passes["launch_s"] = measure_launch_seconds(host_passes, sample, runs)
         update, parameters = UpdateCost(), named_parameters(layers, graph)
         if optimizer is not None and parameters:
             update = measure_update(
@@ -131,11 +131,11 @@ def measure(
             )
     laps = list(zip(columns[0::2], columns[1::2], strict=True))
     loss_laps = laps.pop() if loss is not None else None
-    loss_launch_s = sum(launches[2 * len(layers) :])
+    loss_launch_s = sum(of_passes["launch_s"][2 * len(layers) :])
     return Profile(
         model=model_name,
         graph=graph,
-        layers=_build_layer_profiles(layers, laps, sizes, halves, needs, fixed, launches[: 2 * len(layers)]),
+        layers=build_layer_profiles(layers, laps, sizes, needs, of_passes, half_length_sizes=halves),
         batch=samples,
         input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),
@@ -163,17 +163,25 @@ def _time_run(passes: Passes, advance: Callable[[], None], sample: Sample) -> li
     return laps_s
 
 
-def _build_layer_profiles(
+def build_layer_profiles(
     layers: Sequence[nn.Module],
-    laps: Sequence[tuple[tuple[float, ...], tuple[float, ...]]],
+    laps: Sequence[tuple[Sequence[float], Sequence[float]]],
     sizes: Sequence[Sizes],
-    halves: Sequence[tuple[int, ...]],
     needs: Sequence[Need],
-    fixed: Sequence[float],
-    launches: Sequence[float],
+    of_passes: Mapping[str, Sequence[float]],
+    **columns: Sequence[Any],
 ) -> tuple[LayerProfile, ...]:
+    """Returns the profiles of layers.
+
+    Args:
+        laps: seconds of each layer's forwards and backwards.
+        of_passes: ends of the names of fields for the forward and the backward -> each layer's two values in turn.
+        columns: further fields of `LayerProfile`, each with a value for every layer.
+    """
+    for name, values in of_passes.items():
+        columns |= {f"forward_{name}": values[0::2], f"backward_{name}": values[1::2]}
     parameters = parameter_bytes(layers), largest_parameter_bytes(layers), list_matrices(layers)
-    rows = zip(laps, sizes, halves, needs[: len(layers)], *parameters, strict=True)
+    rows = zip(laps, sizes, needs[: len(layers)], *parameters, strict=True)
     return tuple(
         LayerProfile(
             forward_s=median(forward),
@@ -190,13 +198,9 @@ def _build_layer_profiles(
             backward_bytes=need.backward_bytes,
             largest_parameter_bytes=largest,
             matrices=matrices,
-            forward_fixed_s=fixed[2 * index],
-            backward_fixed_s=fixed[2 * index + 1],
-            forward_launch_s=launches[2 * index],
-            backward_launch_s=launches[2 * index + 1],
-            half_length_sizes=half,
+            **{name: column[index] for name, column in columns.items()},
         )
-        for index, ((forward, backward), size, half, need, (weights, frozen), largest, matrices) in enumerate(rows)
+        for index, ((forward, backward), size, need, (weights, frozen), largest, matrices) in enumerate(rows)
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from pipedream.core.artifact import decode
 from pipedream.core.display import align
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.memory import ELSEWHERE
@@ -211,7 +212,7 @@ def collectives_text(stages: Sequence[Mapping[str, Any]]) -> str:
         if stage["collectives"] is None or stage["stage"] in seen:
             continue
         seen.add(stage["stage"])
-        collectives = StageCollectives.from_json(stage["collectives"])
+        collectives = decode(StageCollectives, stage["collectives"], "collectives")
         passes = [f"{name} {', '.join(map(str, rows)) or 'none'}" for name, rows in collectives.measured.items()]
         verdict = "not predicted" if collectives.predicted is None else "as predicted"
         if collectives.predicted is not None and collectives.predicted != collectives.measured:

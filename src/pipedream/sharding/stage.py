@@ -356,7 +356,7 @@ class StageSharding:
         return self._first.counting(what)
 
     @property
-    def collectives(self) -> Mapping[str, tuple[Collective, ...]]:
+    def collectives(self) -> dict[str, tuple[Collective, ...]]:
         """Collectives of the first forward, backward and update; empty until all have run."""
         return self._first.collectives
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipedream import metrics
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -31,6 +30,7 @@ from pipedream.core.variants import (
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.training.compare_runs import RunFailed, Runs, Scales
+from pipedream.training.run_folder import measure_steady
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.simulate import simulate
 
@@ -278,11 +278,7 @@ def _describe_approximation(request: PlanRequest) -> str:
 
 def predict_samples_per_s(plan: Plan) -> float:
     """Returns the simulated throughput, of the steady part of a run if it has one."""
-    timeline = simulate(plan, minibatches=_count_steady_minibatches(plan))
-    try:
-        return metrics.steady_metrics(timeline).samples_per_s
-    except ValueError:  # too short for a steady part
-        return metrics.run_metrics(timeline).samples_per_s
+    return measure_steady(simulate(plan, minibatches=_count_steady_minibatches(plan))).samples_per_s
 
 
 def accumulate_minibatches(plan: Plan, accumulated: int) -> Plan:

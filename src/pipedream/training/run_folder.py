@@ -25,7 +25,7 @@ from typing import Any
 
 from pipedream import metrics
 from pipedream._version import __version__
-from pipedream.core.artifact import read_text, write_text
+from pipedream.core.artifact import encode, read_text, write_text
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.model.collective import StageCollectives
@@ -88,7 +88,7 @@ def summarise(
         predicted_slowed: on the cores that other work left.
     """
     exchanges = dict(enumerate(collectives))
-    before, after = _measure_steady(predicted), _measure_steady(measured)
+    before, after = measure_steady(predicted), measure_steady(measured)
     stages = []
     placement, predicted_bytes = plan.placement, drop_snapshots(plan).worker_bytes
     for index, stage in enumerate(plan.stages):
@@ -101,7 +101,7 @@ def summarise(
                     "layers": list(stage.names),
                     "mesh": stage.mesh,
                     "layout": stage.layout,
-                    "collectives": None if (exchange := exchanges.get(index)) is None else exchange.to_json(),
+                    "collectives": encode(exchanges.get(index)),
                     "learning_rate": learning_rates[index],
                     "busy_share": now.busy_s / after.makespan_s if after.makespan_s else None,
                     "wait_share": now.wait_s / after.makespan_s if after.makespan_s else None,
@@ -128,7 +128,7 @@ def summarise(
         "memory": _compare_memory(plan, measured),
         "throughput": {
             "predicted_per_s": before.samples_per_s,
-            "predicted_slowed_per_s": _measure_steady(predicted_slowed).samples_per_s if predicted_slowed else None,
+            "predicted_slowed_per_s": measure_steady(predicted_slowed).samples_per_s if predicted_slowed else None,
             "measured_per_s": median(samples_per_s) if samples_per_s else after.samples_per_s,
         },
         "bubble": {"predicted": before.bubble, "measured": after.bubble},
@@ -153,7 +153,7 @@ def phase_figures(
     """Returns each phase's method, microbatches, begin and end, throughput, bubble."""
     rows = []
     for number, timeline in timelines.items():
-        figures = _measure_steady(last_segment(timeline, drains)) if timeline.spans else None
+        figures = measure_steady(last_segment(timeline, drains)) if timeline.spans else None
         rows.append(
             {
                 "schedule": timeline.name,
@@ -167,7 +167,8 @@ def phase_figures(
     return rows
 
 
-def _measure_steady(timeline: Timeline) -> metrics.Metrics:
+def measure_steady(timeline: Timeline) -> metrics.Metrics:
+    """Returns the metrics of the steady part of a run, or of all of it."""
     try:
         return metrics.steady_metrics(timeline)
     except ValueError:  # too short for a steady part

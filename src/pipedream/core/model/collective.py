@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pipedream.core.units import format_bytes
 
@@ -47,7 +46,7 @@ class Collective:
         return f"{self.count} {self.kind} over {self.over}, {format_bytes(self.size_bytes)}"
 
 
-Passes = Mapping[str, tuple[Collective, ...]]
+Passes = dict[str, tuple[Collective, ...]]
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,3 @@ class StageCollectives:
     measured: Passes
     predicted: Passes | None = None
     problem: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns what `from_json` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StageCollectives:
-        """Returns what `to_json` has written."""
-
-        def passes(by_pass: Mapping[str, Any]) -> Passes:
-            return {name: tuple(Collective(**row) for row in rows) for name, rows in by_pass.items()}
-
-        predicted = data["predicted"]
-        return cls(passes(data["measured"]), None if predicted is None else passes(predicted), data["problem"])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipedream.core.artifact import decode, encode
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.schedule.schedule import Schedule
@@ -191,11 +192,11 @@ def collect_collectives(local: LocalWorkers) -> tuple[StageCollectives | None, .
             if sharding is not None and sharding.is_first and sharding.collectives:
                 program = local.blueprint.programs[min(worker.trained)]
                 needs_norms = worker.update_barrier.needs_norms
-                mine[stage] = stage_state.collectives(program, stage, needs_norms).to_json()
+                mine[stage] = encode(stage_state.collectives(program, stage, needs_norms))
     by_stage: dict[int, StageCollectives] = {}
     for text in gather_texts(json.dumps(mine), local.group):
         for stage, data in json.loads(text).items():
-            by_stage.setdefault(int(stage), StageCollectives.from_json(data))
+            by_stage.setdefault(int(stage), decode(StageCollectives, data, "collectives"))
     for stage, collectives in sorted(by_stage.items()) if local.rank == 0 else ():
         if collectives.predicted is None:
             _log.warning("stage %d cannot run without data to predict its collectives: %s", stage, collectives.problem)

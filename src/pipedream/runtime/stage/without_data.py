@@ -39,7 +39,7 @@ def predict_collectives(
     splits: bool = False,
     recomputes: bool = False,
     needs_norms: bool = False,
-) -> Mapping[str, tuple[Collective, ...]]:
+) -> dict[str, tuple[Collective, ...]]:
     """Returns those of a stage's forward and backward of a microbatch, and of an update.
 
     The backward starts from all outputs of the model, instead of the loss.
