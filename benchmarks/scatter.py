@@ -9,7 +9,7 @@ from math import log10
 
 from pipedream.core.units import format_number
 from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks
-from pipedream.report.svg import frame, text
+from pipedream.report.svg import frame, line, text
 
 _SIDE, _LEFT, _TOP, _FOOT, _RIGHT = 400, 74, 44, 46, 20
 
@@ -63,9 +63,9 @@ def scatter_svg(
 
     series = list(dict.fromkeys(pair.series for pair in pairs))
     parts = [f"<style>{line_style()}</style>", text(16, 24, title, size=14, weight=600)]
-    parts.append(
-        _draw_line((_LEFT, _TOP), (_LEFT, _TOP + _SIDE)) + _draw_line((_LEFT, _TOP + _SIDE), at(10**high, 10**low))
-    )
+    right, bottom, stroke, look = _LEFT + _SIDE, _TOP + _SIDE, COLOURS["faint"][0], ' stroke-width="0.8"'
+    parts.append(line("of-faint", _LEFT, _LEFT, _TOP, bottom, stroke, look))
+    parts.append(line("of-faint", _LEFT, right, bottom, bottom, stroke, look))
     for tick in log_ticks(10**low, 10**high):
         x, y = at(tick, tick)
         parts.append(text(x, _TOP + _SIDE + 16, write(tick), colour="faint", anchor="middle"))
@@ -74,8 +74,9 @@ def scatter_svg(
     parts.append(text(_LEFT + 8, _TOP + 14, f"measured {unit}", colour="faint"))
     for share in (1.0, 1 + tolerance, 1 - tolerance) if tolerance else (1.0,):
         ends = max(low, low - log10(share)), min(high, high - log10(share))
-        begin, end = (at(10**power, 10**power * share) for power in ends)
-        parts.append(_draw_line(begin, end, dashed=share != 1))
+        xs, ys = zip(*(at(10**power, 10**power * share) for power in ends), strict=True)
+        dashes = ' stroke-dasharray="5 4"' * (share != 1)
+        parts.append(line("of-faint", *xs, *ys, stroke, look + dashes))
     for pair in pairs:
         colour = list(LINES)[series.index(pair.series) % len(LINES)]
         x, y = at(pair.predicted, pair.measured)
@@ -92,12 +93,3 @@ def scatter_svg(
         )
         parts.append(text(_LEFT + _SIDE - 100, y, name))
     return frame("".join(parts), _LEFT + _SIDE + _RIGHT, _TOP + _SIDE + _FOOT, title, standalone)
-
-
-def _draw_line(begin: tuple[float, float], end: tuple[float, float], dashed: bool = False) -> str:
-    (x1, y1), (x2, y2) = begin, end
-    dashes = ' stroke-dasharray="5 4"' if dashed else ""
-    return (
-        f'<line class="of-faint" x1="{length(x1)}" y1="{length(y1)}" x2="{length(x2)}" y2="{length(y2)}" '
-        f'stroke="{COLOURS["faint"][0]}" stroke-width="0.8"{dashes}/>'
-    )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipedream.core.units import format_number
-from pipedream.report.style import COLOURS, LINES, length, line_style, ticks
-from pipedream.report.svg import frame, text
+from pipedream.report.style import LINES, length, line_style, ticks
+from pipedream.report.svg import frame, polyline, text, y_axis
 
 WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 250, 150, 56, 76, 44, 150
 
@@ -63,7 +63,8 @@ def panels_svg(
         for i, name in enumerate(names):
             colour = list(LINES)[i % len(LINES)]
             x = LEFT + columns * (WIDTH + GAP) - 20
-            parts.append(_draw_path([(x, y + 20 + 16 * i), (x + 18, y + 20 + 16 * i)], colour))
+            ends = (x, y + 20 + 16 * i), (x + 18, y + 20 + 16 * i)
+            parts.append(polyline(f"series of-{colour}", ends, LINES[colour][0], 1.6))
             parts.append(text(x + 24, y + 24 + 16 * i, name))
     return frame("".join(parts), width, total, title, standalone=True)
 
@@ -77,13 +78,7 @@ def _draw_panel(panel: Panel, names: Sequence[str], left: float, top: float, low
         return left + x / last * WIDTH, bottom - (inside - low) / (high - low) * HEIGHT
 
     parts = [text(left, top - 6, panel.title, colour="faint")]
-    for tick in ticks(low, high, 5):
-        y = at(0, tick)[1]
-        parts.append(
-            f'<line class="tick" x1="{length(left)}" y1="{length(y)}" x2="{length(right)}" y2="{length(y)}" '
-            f'stroke="{COLOURS["line"][0]}"/>'
-        )
-        parts.append(text(left - 6, y + 4, format_number(tick), colour="faint", anchor="end"))
+    parts += y_axis(ticks(low, high, 5), lambda tick: at(0, tick)[1], left, right, format_number)
     for tick in ticks(0, last, 4):
         parts.append(text(at(tick, low)[0], bottom + 14, format_number(tick), colour="faint", anchor="middle"))
     for line in panel.lines:
@@ -93,14 +88,6 @@ def _draw_panel(panel: Panel, names: Sequence[str], left: float, top: float, low
         if over != under[::-1]:
             ring = " ".join(f"{length(x)},{length(y)}" for x, y in over + under)
             parts.append(f'<polygon class="{colour}" points="{ring}" fill="{LINES[colour][0]}" fill-opacity="0.15"/>')
-        parts.append(_draw_path([at(x, median) for x, _, median, _ in line.points], colour, line.name))
+        medians = [at(x, median) for x, _, median, _ in line.points]
+        parts.append(polyline(f"series of-{colour}", medians, LINES[colour][0], 1.6, title=line.name))
     return parts
-
-
-def _draw_path(points: Sequence[tuple[float, float]], colour: str, name: str = "") -> str:
-    ring = " ".join(f"{length(x)},{length(y)}" for x, y in points)
-    told = f"<title>{name}</title>" if name else ""
-    return (
-        f'<polyline class="series of-{colour}" points="{ring}" fill="none" stroke="{LINES[colour][0]}" '
-        f'stroke-width="1.6" stroke-linejoin="round">{told}</polyline>'
-    )

@@ -170,13 +170,8 @@ def _draw_axes(
     label: str,
     is_first: bool,
 ) -> list[str]:
-    stroke = COLOURS["line"][0]
-    bottom = top + _HEIGHT
-    parts = []
-    for mark in marks:
-        parts.append(line("tick", left, left + _WIDTH, up(mark), up(mark), stroke))
-        if is_first:
-            parts.append(text(left - 8, up(mark) + 4, write(mark), colour="faint", anchor="end"))
+    stroke, bottom = COLOURS["line"][0], top + _HEIGHT
+    parts = y_axis(marks, up, left, left + _WIDTH, write if is_first else None)
     place, named = across
     for mark, name in named:
         parts.append(line("tick", place(mark), place(mark), bottom, bottom + 4, stroke))

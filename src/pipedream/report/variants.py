@@ -9,7 +9,7 @@ from pipedream.core.units import format_number
 from pipedream.core.variants import DDP, ONE_WORKER, OverLink, RecipeComparison, Variant, format_link, format_ratio
 from pipedream.report.html_tables import document, scroll, table
 from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks
-from pipedream.report.svg import frame, line, polyline, rect, text
+from pipedream.report.svg import frame, line, polyline, rect, text, y_axis
 
 _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224, 18
 _NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
@@ -65,10 +65,8 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
     alone = "one worker alone, without a network" if base == ONE_WORKER else "DDP over the same link"
     note = f"samples per second over those of {alone}; both axes logarithmic"
     parts.append(text(16, 50, note if base else "both axes logarithmic", colour="faint", size=12))
-    for mark in log_ticks(low, high):
-        parts.append(line("tick", _LEFT, right, up(mark), up(mark), grid))
-        label = format_number(mark) + ("x" if base else "")
-        parts.append(text(_LEFT - 8, up(mark) + 4, label, colour="faint", size=12, anchor="end"))
+    times = "x" if base else ""
+    parts += y_axis(log_ticks(low, high), up, _LEFT, right, lambda mark: format_number(mark) + times, size=12)
     for rate in rates:
         parts.append(line("tick", across(rate), across(rate), _TOP, bottom + 4, grid))
         parts.append(text(across(rate), bottom + 20, format_link(rate), size=12, anchor="middle"))
