@@ -208,7 +208,7 @@ class _Graph(Stash):
     name = "graph of a test"
 
 
-del WeightRule.rules["graph of a test"]
+del WeightRule.kinds["graph of a test"]
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class _Drifting(Stash):
         return max(0, (microbatch - 1) // 2)
 
 
-del WeightRule.rules["drifting of a test"]
+del WeightRule.kinds["drifting of a test"]
 
 
 def test_gap_aware_needs_one_version_that_was_read() -> None:

@@ -246,7 +246,7 @@ def shifted(rule: WeightRule, by: int, only: int = 1, keeps: int = 0) -> WeightR
     try:
         return Shifted(**{field.name: getattr(rule, field.name) for field in fields(rule)})
     finally:
-        del WeightRule.rules["shifted"]
+        del WeightRule.kinds["shifted"]
 
 
 @given(ruled, numbers)
@@ -287,7 +287,7 @@ def test_a_backward_at_other_weights_than_its_rule_says() -> None:
         ):
             verify(replace(program, weights=wrong))
     finally:
-        del WeightRule.rules["newer"]
+        del WeightRule.kinds["newer"]
 
 
 def with_update(schedule: Schedule, stage: int, late: int) -> Schedule:
