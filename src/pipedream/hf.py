@@ -10,7 +10,6 @@ updated with it. Epochs, logs, callbacks, evaluations and checkpoints therefore 
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from pipedream.core.errors import PipelineError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.pipeline import Pipeline
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.profile import profile
@@ -192,7 +191,7 @@ class Trainer(transformers.Trainer):
         for module, is_training in modes.items():
             module.training = is_training
         if self.pipeline.distributed:  # rank 0 has the outputs; callbacks decide by the metrics on every rank
-            output = output._replace(metrics=json.loads(gather_texts(json.dumps(output.metrics), self._group)[0]))
+            output = output._replace(metrics=gather_json(output.metrics, self._group)[0])
         return output
 
     def prediction_step(self, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.comm.encoding import decode, encode
-from pipedream.runtime.comm.process_group import gather_texts, is_distributed, world_group
+from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session.measured import collect_timeline
@@ -104,7 +103,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     finally:
         session.close(failed=failed)
     everyone = world_group() if session.local.distributed else None
-    rows = [json.loads(text) for text in gather_texts(json.dumps(alone_s), everyone)]
+    rows = gather_json(alone_s, everyone)
     small = range(_WARM_UP, _WARM_UP + _COUNTED[0])
     large = range(small.stop + _WARM_UP, small.stop + _WARM_UP + _COUNTED[1])
 
@@ -130,7 +129,7 @@ def measure_encodings() -> dict[str, float]:
 
     seconds = {encoding: _measure_s(partial(code, encoding), _COUNTED[1]) for encoding in ENCODINGS[1:]}
     everyone = world_group() if is_distributed() else None
-    rows = [json.loads(text) for text in gather_texts(json.dumps(seconds), everyone)]
+    rows = gather_json(seconds, everyone)
     return {encoding: median(row[encoding] for row in rows) / 2 / tensor.nbytes for encoding in seconds}
 
 

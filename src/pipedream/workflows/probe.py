@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections import Counter
@@ -75,9 +74,8 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
         )
     set_threads(processes)
     everyone = process_group.world_group()
-    mine = json.dumps([machine_name(), memory_name(place)])
     # A barrier: all then compute at the same time.
-    names = [json.loads(text) for text in process_group.gather_texts(mine, everyone)]
+    names = process_group.gather_json([machine_name(), memory_name(place)], everyone)
     seen = Seen(
         names[rank][0],
         name_device(place),
@@ -98,8 +96,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
     rows = {
         kind.__name__: [encode(result) for result in results if isinstance(result, kind)] for kind in (Link, Fan, Sum)
     }
-    texts = process_group.gather_texts(json.dumps({"seen": encode(seen)} | rows), everyone)
-    everything = [json.loads(text) for text in texts]
+    everything = process_group.gather_json({"seen": encode(seen)} | rows, everyone)
 
     def all_of(kind: type[Any]) -> tuple[Any, ...]:
         return tuple(decode(kind, row, kind.__name__) for reported in everything for row in reported[kind.__name__])
@@ -126,8 +123,8 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
     place = process_group.process_device(device)
     rank, processes = process_group.join_group(place)
     count = processes if processes > 1 else workers
-    texts = process_group.gather_texts(json.dumps([machine_name(), name_card(place)]), process_group.world_group())
-    names, cards = zip(*map(json.loads, texts), strict=True)
+    rows = process_group.gather_json([machine_name(), name_card(place)], process_group.world_group())
+    names, cards = zip(*rows, strict=True)
     machines = len(set(names))
     if machines > 1 and (place.type == "cpu" or has_nccl(place, cards)):
         survey = probe(device=device, most_s=_DETECTION_S)

@@ -114,10 +114,10 @@ def test_ranks_with_different_software() -> None:
         )
 
 
-def _texts_in_a_group_for_gpus() -> list[list[str]]:
+def _values_in_a_group_for_gpus() -> list[list[list[int]]]:
     """The default group accepts CUDA tensors only, as one of NCCL does."""
     rank, workers, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
-    texts = []
+    values = []
     for number in range(2):  # a group made for texts is not used after its default group has gone
         dist.barrier()
         dist.destroy_process_group()
@@ -128,16 +128,16 @@ def _texts_in_a_group_for_gpus() -> list[list[str]]:
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.broadcast(torch.ones(1), 0)
         assert process_group.join_group("cpu") == (rank, workers)
-        texts.append(process_group.gather_texts(f"{number} of {rank}", process_group.world_group()))
+        values.append(process_group.gather_json((number, rank), process_group.world_group()))
         dist.barrier(process_group.world_group())
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore(f"back/{number}", store), rank=rank, world_size=workers)
-    return texts
+    return values
 
 
 @pytest.mark.processes
-def test_texts_in_a_users_own_group_of_nccl() -> None:
-    assert processes.results(_texts_in_a_group_for_gpus, 2) == [[["0 of 0", "0 of 1"], ["1 of 0", "1 of 1"]]] * 2
+def test_values_in_a_users_own_group_of_nccl() -> None:
+    assert processes.results(_values_in_a_group_for_gpus, 2) == [[[[0, 0], [0, 1]], [[1, 0], [1, 1]]]] * 2
 
 
 def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:

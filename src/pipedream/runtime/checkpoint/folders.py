@@ -12,7 +12,6 @@ The manifest is JSON and tensors are read with ``weights_only``: a checkpoint fr
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
-from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
+from pipedream.runtime.comm.process_group import broadcast_text, gather_json, gather_texts
 
 MANIFEST = "checkpoint.json"
 """Name of the file that describes a checkpoint; a folder without it is not a checkpoint."""
@@ -74,8 +73,7 @@ def find_newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | N
     Without a shared folder one machine has the manifest: that of rank 0 when it was saved.
     """
     number = -1 if newest_here is None else (parse_minibatches(newest_here.resolve().name) or 0)
-    rows = [json.loads(row) for row in gather_texts(json.dumps([number, str(newest_here)]), group)]
-    newest, path = max(rows, key=lambda row: int(row[0]))
+    newest, path = max(gather_json([number, str(newest_here)], group), key=lambda row: int(row[0]))
     return any_path(path) if newest >= 0 else None
 
 
@@ -119,7 +117,7 @@ def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tupl
         manifest = Checkpoint.from_json(text, str(page))
     except ArtifactError as error:
         raise ArtifactError(f"{error}; {advise_other(path)}") from None
-    rows = [json.loads(row) for row in gather_texts(json.dumps(find_file_problems(path, manifest)), group)]
+    rows = gather_json(find_file_problems(path, manifest), group)
     ranks_by_file = {name: [rank for rank, row in enumerate(rows) if name not in row] for name in manifest.files}
     for name, ranks in ranks_by_file.items():
         if not ranks:
@@ -140,7 +138,7 @@ def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None, 
             mark.write_text(token, encoding="utf-8")
         except OSError as error:
             failure = f"cannot write into the folder {folder}: {error}; choose another one"
-    token, failure = json.loads(gather_texts(json.dumps([token, failure]), group)[owner])
+    token, failure = gather_json([token, failure], group)[owner]
     if failure:
         raise ArtifactError(failure)
     seen, why = False, "another file is there"

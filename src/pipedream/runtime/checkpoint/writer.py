@@ -23,7 +23,6 @@ run that began last has the folder; one that began earlier finds another name in
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import threading
@@ -64,7 +63,7 @@ from pipedream.runtime.checkpoint.folders import (
 )
 from pipedream.runtime.checkpoint.pieces import merge_rows, write_tensors
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
-from pipedream.runtime.comm.process_group import broadcast_text, gather_texts, leave_group
+from pipedream.runtime.comm.process_group import broadcast_text, gather_json, gather_texts, leave_group
 from pipedream.runtime.failure.processes import write_checkpoint
 
 
@@ -233,7 +232,7 @@ class Writer:
 
     def _wait_until_written(self, failure: str, written: list[Any]) -> list[Any]:
         """Waits for all ranks; returns what each has written, or raises the `_SaveError` of the first that failed."""
-        rows = [json.loads(text) for text in gather_texts(json.dumps([failure, written]), self._group)]
+        rows = gather_json([failure, written], self._group)
         for rank, (failed, _) in enumerate(rows):
             if failed:
                 raise _SaveError(rank, failed)

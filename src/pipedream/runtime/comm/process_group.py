@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -196,6 +198,11 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
     dist.all_gather(rows, mine, group=group)
     return [bytes(row[: int(size)].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns the values of the group's ranks in their order, as JSON gives them back."""
+    return [json.loads(text) for text in gather_texts(json.dumps(value), group)]
 
 
 def wait_for_all() -> None:

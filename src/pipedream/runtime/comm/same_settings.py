@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from torch import nn
 
 from pipedream.core.errors import PlanError
 from pipedream.core.user_code import elide_middle, is_users_file
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.comm.process_group import gather_json
 
 CALL = "their call"
 """Name of the setting that says which call a rank makes."""
@@ -46,7 +45,7 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup | 
         return
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in settings.items()}
     try:
-        rows = [dict(json.loads(text)) for text in gather_texts(json.dumps(digests), group)]
+        rows = [dict(row) for row in gather_json(digests, group)]
     except (TypeError, ValueError):  # a text of another call
         call = settings.get(CALL, "this call")
         raise PlanError(f"another rank did not make the call of this one, {call}; {SAME_CALLS}") from None
@@ -57,7 +56,7 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup | 
     if CALL in differing:
         differing = [CALL]
     mine = {name: settings[name] for name in differing if name in settings}
-    texts = [json.loads(text) for text in gather_texts(json.dumps(mine), group)]
+    texts = gather_json(mine, group)
     differences = "; ".join(
         _describe_difference(name, [(rank, row[name]) for rank, row in enumerate(texts) if name in row])
         for name in differing

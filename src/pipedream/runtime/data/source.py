@@ -13,7 +13,6 @@ read. (Sending waits only for the receipt of much earlier rounds.)
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.generators import find_order_generators
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Reader, tee
@@ -292,17 +291,17 @@ class DataSources:
         """Opens a loader as replica 0 decides for all."""
         loader, replicas = request.loader, len(self._input_ranks)
         replica = self._input_ranks.index(self._ranks_here[0]) if self._ranks_here else None
-        text = ""
+        decided = None
         if replica == 0:
             sharded, state = can_be_sharded(loader) and not target.splits, request.state
             if sharded and not state:
                 state = target.initial_state(loader, request.epochs, replicas)
-            text = json.dumps([sharded, state])
-        texts = gather_texts(text, self.channels.group)
+            decided = [sharded, state]
+        rows = gather_json(decided, self.channels.group)
         if replica is None:
             return {}
         rank, first = self._ranks_here[0], self._input_ranks[0]
-        sharded, state = json.loads(texts[first])
+        sharded, state = rows[first]
         request = replace(request, state=state)
         if sharded and not can_be_sharded(loader):
             raise WorkerError(

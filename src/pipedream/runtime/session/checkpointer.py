@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, p
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import set_extra_states
 from pipedream.runtime.checkpoint.remote import AnyPath
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
 from pipedream.runtime.session.local_workers import LocalWorkers
@@ -98,12 +97,12 @@ class Checkpointer:
             wait_for_copies = None
             if not wait:
                 tensors, wait_for_copies = pieces.copy_for_writing(tensors)
-            state = json.dumps([stages, save_rng(self._device)]) if self._is_first else ""
-            texts = [text for text in gather_texts(state, self._local.group) if text]
+            mine = [stages, save_rng(self._device)] if self._is_first else None
+            rows = [row for row in gather_json(mine, self._local.group) if row is not None]
             every = {
                 (stage, replica): decode(SavedStage, state, "a stage")
-                for text in texts
-                for stage, replica, state in json.loads(text)[0]
+                for saved_stages, _ in rows
+                for stage, replica, state in saved_stages
             }
             manifest = Checkpoint(
                 **vars(request),
@@ -112,7 +111,7 @@ class Checkpointer:
                 microbatches=self._program.microbatches,
                 compensation=self._program.updates.compensation,
                 stages=tuple(replica_state.join(every, stage) for stage in range(len(self._names.by_stage))),
-                random=tuple(json.loads(text)[1] for text in texts),
+                random=tuple(random for _, random in rows),
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
             )
@@ -247,8 +246,8 @@ class Checkpointer:
         ]
         requests = [
             (rank, pieces.Share(name, number, tuple(range(*side) for side in box)))
-            for rank, text in enumerate(gather_texts(json.dumps(lacking), self._local.group))
-            for name, number, box in json.loads(text)
+            for rank, rows in enumerate(gather_json(lacking, self._local.group))
+            for name, number, box in rows
         ]
         mine = {share for _, share in requests if self._find_owner(manifest, share) == self._local.rank}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import collect_extra_states
 from pipedream.runtime.comm.channel import run_together
 from pipedream.runtime.comm.connections import Connections
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.failure.activity import Activity
@@ -187,8 +186,8 @@ class LocalWorkers:
         return "yes" in gather_texts("yes" if wish else "", self.group)
 
     def gather_counts(self, counts: Mapping[int, int]) -> dict[int, int]:
-        rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self.group)]
-        return {int(number): count for row in reversed(rows) for number, count in row.items()}
+        rows = reversed(gather_json(counts, self.group))
+        return {int(number): count for row in rows for number, count in row.items()}
 
     def extra_states(self) -> dict[int, dict[str, Any]]:
         """Returns the extra states, in JSON, of the modules of each stage whose replica 0 is here."""

@@ -38,6 +38,7 @@ from pipedream.runtime.comm.process_group import (
     broadcast_text,
     check_same_on_all_ranks,
     check_same_software,
+    gather_json,
     gather_texts,
     join_group,
     peers_may_end,
@@ -215,7 +216,7 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
 
 def _list_stages_here(local: LocalWorkers, stages: Sequence[int]) -> list[int]:
     """Returns the given stages of all processes of this machine. Every rank calls it."""
-    rows = map(json.loads, gather_texts(json.dumps([read_machine(), list(stages)]), local.group))
+    rows = gather_json([read_machine(), list(stages)], local.group)
     return [stage for machine, others in rows for stage in others if machine == read_machine()]
 
 

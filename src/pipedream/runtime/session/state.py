@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from pipedream.core.errors import CaptureError
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import key_extra_states, modules_by_key
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
@@ -35,8 +34,8 @@ def collect_state_dict(local: LocalWorkers, ema: bool = False, predicted: bool =
             local_tensors = {name: same.get(id(tensor), tensor) for name, tensor in local_tensors.items()}
         whole: dict[str, Any] = local.collect_tensors(local_tensors)
         whole |= {name: state[name].detach().cpu().clone() for name in local.names.unused}
-        for text in gather_texts(json.dumps(local.extra_states()), local.group):
-            for states in json.loads(text).values() if local.rank == 0 else ():
+        for row in gather_json(local.extra_states(), local.group):
+            for states in row.values() if local.rank == 0 else ():
                 whole |= key_extra_states(states)
         if local.rank:
             return {}

@@ -16,7 +16,6 @@ from the buffers at the update that made the version.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -35,7 +34,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.core.errors import PlanError
 from pipedream.runtime.comm.channel import Pending
 from pipedream.runtime.comm.message import Message, MessageFormat, align, write
-from pipedream.runtime.comm.process_group import gather_texts, machine_address
+from pipedream.runtime.comm.process_group import gather_json, machine_address
 from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
@@ -324,8 +323,7 @@ class HostStore:
                 "an earlier one; run all workers in one process, or choose another method"
             )
         place = [read_machine(), os.getpid(), machine_address()]
-        texts = gather_texts(json.dumps([place, list(self._files.items())]), group)
-        rows = [json.loads(text) for text in texts]
+        rows = gather_json([place, list(self._files.items())], group)
         if len(machines := {machine: address for (machine, _, address), _ in rows}) > 1:
             raise PlanError(
                 "weights in the memory of one machine were asked for, but the ranks are on "
