@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -28,7 +28,14 @@ from pipedream.core.errors import PlanError
 from pipedream.layouts.search.partition import Partition, complete_partition
 from pipedream.layouts.step import GroupRanks, PartitionedStep
 from pipedream.layouts.tracing.trace import trace
-from pipedream.sharding.functions import redistribute_in_steps, sum_partials
+from pipedream.sharding.functions import (
+    list_placements,
+    list_shards,
+    redistribute_in_steps,
+    sum_partials,
+    wrap_part,
+    wrap_whole,
+)
 from pipedream.sharding.stage import StageSharding
 
 _ADVICE = "make it one (nn.Sequential of its blocks), or use a layout by hand"
@@ -71,8 +78,8 @@ class PartitionedLayer:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         leaves, structure = tree_flatten((args, named))
-        tensors = [self._make_dtensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        parameters = {name: self._make_dtensor(parameter) for name, parameter in self._layer.named_parameters()}
+        tensors = [self._enter(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        parameters = {name: self._enter(parameter) for name, parameter in self._layer.named_parameters()}
         others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
         flags = tuple(module.training for module in self._layer.modules())
         autocast = torch.is_autocast_enabled(self._mesh.device_type)
@@ -88,11 +95,9 @@ class PartitionedLayer:
                 )
         return self._passes[key](tensors, parameters, dict(self._layer.named_buffers()))
 
-    def _make_dtensor(self, tensor: torch.Tensor) -> DTensor:
+    def _enter(self, tensor: torch.Tensor) -> DTensor:
         """Returns a DTensor without partial sums; a plain tensor is whole on every rank."""
-        if isinstance(tensor, DTensor):
-            return sum_partials(tensor)
-        return DTensor.from_local(tensor, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+        return sum_partials(wrap_whole(tensor, self._mesh))
 
 
 @contextmanager
@@ -167,8 +172,8 @@ class _Passes:
 
     def _complete_partition(self, tensors: Sequence[DTensor], parameters: Mapping[str, DTensor]) -> Partition:
         step = self._step
-        stored = dict(zip(step.inputs, map(_read_shards, tensors), strict=True))
-        stored |= {step.parameters[name]: _read_shards(parameter) for name, parameter in parameters.items()}
+        stored = {name: list_shards(tensor.placements) for name, tensor in zip(step.inputs, tensors, strict=True)}
+        stored |= {step.parameters[name]: list_shards(tensor.placements) for name, tensor in parameters.items()}
         whole = (None,) * self._mesh.ndim
         fixed = {step.gradients[name]: stored[step.parameters[name]] for name in step.gradients}
         fixed |= dict.fromkeys((*step.buffers.values(), *step.updated.values()), whole) | stored
@@ -221,19 +226,14 @@ class _Passes:
         return {name: parts[self._rank] for name, parts in results.items()}
 
     def _wrap(self, name: str, part: torch.Tensor) -> DTensor:
-        shape = torch.Size(self._shapes[name])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            part, self._mesh, self._list_placements(name), run_check=False, shape=shape, stride=stride
-        )
+        return wrap_part(part, self._mesh, self._find_placements(name), self._shapes[name])
 
-    def _list_placements(self, name: str) -> list[Any]:
-        cuts = [cut.schemes[name] for cut in self._partition.cuts]
-        return [Replicate() if cut is None else Shard(cut) for cut in cuts]
+    def _find_placements(self, name: str) -> list[Placement]:
+        return list_placements(cut.schemes[name] for cut in self._partition.cuts)
 
     def _return_gradient(self, name: str, gradient: str, part: torch.Tensor) -> torch.Tensor:
         """Returns a gradient where its tensor rests."""
-        have, target = self._list_placements(gradient), self._list_placements(name)
+        have, target = self._find_placements(gradient), self._find_placements(name)
         if have == target:
             return part
         return redistribute_in_steps(self._wrap(gradient, part), target).to_local()
@@ -253,10 +253,6 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *ctx.passes.backward(ctx.saved_tensors, tangents, ctx.needs_input_grad[2:])
-
-
-def _read_shards(tensor: DTensor) -> tuple[int | None, ...]:
-    return tuple(placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements)
 
 
 def _copy_without_data(layer: nn.Module, parameters: Mapping[str, DTensor], mode: FakeTensorMode) -> nn.Module:

@@ -6,15 +6,44 @@ a mesh, and a dimension that its mesh lacks, stay as they are, so that the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from pipedream.core.errors import PlanError
+
+
+def wrap_part(
+    part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
+) -> DTensor:
+    """Returns a DTensor around this rank's part.
+
+    Args:
+        shape: shape of the whole, whose parts may then be of different sizes.
+    """
+    whole = None if shape is None else torch.Size(shape)
+    stride = None if whole is None else torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole, stride=stride)
+
+
+def wrap_whole(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Returns a DTensor around a tensor that every rank has whole; one that is a DTensor stays as it is."""
+    return tensor if isinstance(tensor, DTensor) else wrap_part(tensor, mesh, [Replicate()] * mesh.ndim)
+
+
+def list_placements(dims: Iterable[int | None]) -> list[Placement]:
+    """Returns the placements that shard these dimensions of a tensor; None is a whole one."""
+    return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+
+def list_shards(placements: Iterable[Placement | None]) -> tuple[int | None, ...]:
+    """Returns which dimension of a tensor each placement shards; see `list_placements`."""
+    return tuple(placement.dim if isinstance(placement, Shard) else None for placement in placements)
 
 
 def split(t: torch.Tensor, dim: int, over: str) -> torch.Tensor:
@@ -129,8 +158,7 @@ def _shard_along(t: DTensor, at: int, dim: int) -> DTensor:
     assert isinstance(before, Shard)
     part = all_to_all(t.to_local(grad_placements=placed), mesh.get_group(at), before.dim, dim, t.shape[before.dim])
     placed[at] = Shard(dim)
-    stride = torch.empty(t.shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, placed, run_check=False, shape=t.shape, stride=stride)
+    return wrap_part(part, mesh, placed, t.shape)
 
 
 def part_sizes(size: int, parts: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding.functions import all_to_all, part_sizes, sum_partials
+from pipedream.sharding.functions import all_to_all, part_sizes, sum_partials, wrap_whole
 from pipedream.sharding.parts import (
     SUM,
     WHOLE,
@@ -141,7 +141,7 @@ def apply_embedding(
     x, (words, width) = sum_partials(x), weight.shape
     options = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
     needs_all = [name for name, is_asked in options.items() if is_asked]
-    if needs_all and any(isinstance(placement, Shard) for placement in (*x.placements, *weight.placements)):
+    if needs_all and (is_sharded(x) or is_sharded(weight)):
         raise PlanError(
             f"an embedding with {needs_all[0]} was asked for, but the layout shards its words, placed as "
             f"{x.placements}, or its weight of {tuple(weight.shape)}, placed as {weight.placements}; leave the "
@@ -382,8 +382,7 @@ def _mask_part(mask: Any, query: DTensor, over: Sequence[int]) -> torch.Tensor:
         over: dimensions of the mesh that shard the length, and meanwhile the heads.
     """
     mesh, missing = query.device_mesh, query.dim() - mask.dim()
-    if not isinstance(mask, DTensor):
-        mask = DTensor.from_local(mask, mesh, [WHOLE] * mesh.ndim, run_check=False)
+    mask = wrap_whole(mask, mesh)
     slices: list[tuple[int, int]] = []
     placed: list[Placement] = [WHOLE] * mesh.ndim
     gradients: list[Placement] = [WHOLE] * mesh.ndim

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_map_only
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding.functions import sum_partials
+from pipedream.sharding.functions import list_shards, sum_partials, wrap_part
 
 
 def parallelize_layers(
@@ -75,8 +75,7 @@ def _read_placements(weight: DTensor, device_mesh: DeviceMesh, what: str) -> tup
                 f"{what}, of {tuple(weight.shape)}, over {over!r} as {placement}; shard a dimension that its "
                 f"{device_mesh[over].size()} ranks divide, or none"
             )
-    cuts = [placed.get(over) for over in device_mesh.mesh_dim_names or ()]
-    return tuple(placement.dim if isinstance(placement, Shard) else None for placement in cuts)
+    return list_shards(placed.get(over) for over in device_mesh.mesh_dim_names or ())
 
 
 class _PartHooks:
@@ -138,7 +137,7 @@ class _PartHooks:
             for at, placement in enumerate(weight.placements)
         ]
         part, inner_placements = weight.to_local(grad_placements=gradient), [weight.placements[at] for at in self._over]
-        return DTensor.from_local(part, self._inner, inner_placements, run_check=False) if is_sharded else part
+        return wrap_part(part, self._inner, inner_placements) if is_sharded else part
 
     def _wrap(self, tensor: torch.Tensor) -> DTensor:
         by_dimension: dict[int, Placement] = {}
@@ -146,4 +145,4 @@ class _PartHooks:
             by_dimension = dict(zip(self._over, tensor.placements, strict=True))
             tensor = tensor.to_local(grad_placements=tensor.placements)
         placements = [by_dimension.get(at, placement) for at, placement in enumerate(self._placed)]
-        return DTensor.from_local(tensor, self._mesh, placements, run_check=False)
+        return wrap_part(tensor, self._mesh, placements)

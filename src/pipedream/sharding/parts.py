@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding.functions import sum_partials
+from pipedream.sharding.functions import sum_partials, wrap_part, wrap_whole
 
 WHOLE, SUM = Replicate(), Partial()
 Placed = Placement | tuple[Placement, ...]
@@ -87,22 +87,14 @@ def compute_on_parts(
     parts = [operand.to_local(grad_placements=row) for operand, row in zip(operands, gradients, strict=True)]
     computed = function(*parts)
     if isinstance(computed, torch.Tensor):
-        whole = None if shape is None else torch.Size(shape)
-        stride = None if shape is None else torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(computed, mesh, results, run_check=False, shape=whole, stride=stride)
-    several = zip(computed, *results, strict=True)
-    return tuple(DTensor.from_local(part, mesh, placed, run_check=False) for part, *placed in several)
+        return wrap_part(computed, mesh, results, shape)
+    return tuple(wrap_part(part, mesh, placed) for part, *placed in zip(computed, *results, strict=True))
 
 
 def make_dtensors(*operands: Any) -> list[DTensor]:
     """Returns the operands as DTensors; every rank has plain tensors whole."""
     mesh = next(operand.device_mesh for operand in operands if isinstance(operand, DTensor))
-    return [
-        operand
-        if isinstance(operand, DTensor)
-        else DTensor.from_local(operand, mesh, [WHOLE] * mesh.ndim, run_check=False)
-        for operand in operands
-    ]
+    return [wrap_whole(operand, mesh) for operand in operands]
 
 
 def complete_sums(value: Any) -> Any:
@@ -125,7 +117,7 @@ def is_sharded(x: Any, dims: Sequence[int] | None = None) -> bool:
 def check_whole(name: str, operands: Iterable[Any]) -> None:
     """Raises a `PlanError` if an operand is sharded."""
     for operand in operands:
-        if isinstance(operand, DTensor) and any(isinstance(placed, Shard) for placed in operand.placements):
+        if is_sharded(operand):
             raise PlanError(
                 f"{name} draws random numbers for a tensor of {tuple(operand.shape)} that the layout shards "
                 f"({operand.placements}), where they would not be those of one process; use nn.Dropout, or a layout "

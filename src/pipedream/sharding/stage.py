@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _random
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -30,7 +30,7 @@ from pipedream.core.model.collective import Collective
 from pipedream.core.plan.layout import BATCH, Crossing, Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.count import FirstPasses
-from pipedream.sharding.functions import redistribute_in_steps
+from pipedream.sharding.functions import list_placements, list_shards, redistribute_in_steps, wrap_whole
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part, runs_early
 from pipedream.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
@@ -79,8 +79,8 @@ class _Part:
         self._summed_now = frozenset() if shard_dim is None or rows is None else frozenset({shard_dim})
         assert spec.tensor_meta is not None
         self.whole_shape = spec.tensor_meta.shape
-        dims = [placement.dim if isinstance(placement, Shard) else None for placement in spec.placements]
-        self.box = box_of(self.whole_shape, dims, spec.mesh.shape, spec.mesh.get_coordinate() or ())
+        place = spec.mesh.get_coordinate() or ()
+        self.box = box_of(self.whole_shape, list_shards(spec.placements), spec.mesh.shape, place)
         if rows is not None:
             self.box = (self.box[0][rows.here.start : rows.here.stop], *self.box[1:])
         self.part_shape = torch.Size(map(len, self.box))
@@ -215,7 +215,7 @@ class StageSharding:
             else:
                 placements = self._layout.parameter(name, handle.shape, self.mesh)
             meta = TensorMeta(handle.shape, handle.stride(), handle.dtype)
-            placed = tuple(_make_placements(placements))
+            placed = tuple(list_placements(placements))
             spec, rows = DTensorSpec(self.device_mesh, placed, meta), None
             if self._shard_dim is not None and handle.dim() and placed[self._shard_dim] == Replicate():
                 parts = prod(self.device_mesh.size(at) for at, placement in enumerate(placed) if placement == Shard(0))
@@ -395,8 +395,8 @@ class StageSharding:
 
     def shard_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
         """Returns the model's input, which every rank has whole, as a DTensor."""
-        whole = DTensor.from_local(tensor, self.device_mesh, self._nowhere, run_check=False)
-        return whole.redistribute(placements=_make_placements(self.place_batch(tensor, samples)))  # a slice
+        placements = list_placements(self.place_batch(tensor, samples))
+        return wrap_whole(tensor, self.device_mesh).redistribute(placements=placements)  # a slice
 
     def place_batch(self, tensor: torch.Tensor, samples: int) -> tuple[int | None, ...]:
         """Returns how a tensor without names is sharded where it enters or leaves the stage."""
@@ -406,7 +406,7 @@ class StageSharding:
         """Returns a received part as a DTensor."""
         meta = TensorMeta(torch.Size(crossing.shape), torch.empty(crossing.shape, device="meta").stride(), tensor.dtype)
         part = _Part(
-            DTensorSpec(self.device_mesh, tuple(_make_placements(crossing.received)), meta), waits_for_update=False
+            DTensorSpec(self.device_mesh, tuple(list_placements(crossing.received)), meta), waits_for_update=False
         )
         return _wrap(tensor, part)
 
@@ -419,7 +419,7 @@ class StageSharding:
         """Returns this rank's part of an output; by default all of it."""
         if not isinstance(tensor, DTensor):
             return tensor
-        placed = self._nowhere if placements is None else _make_placements(placements)
+        placed = self._nowhere if placements is None else list_placements(placements)
         return local_part(redistribute_in_steps(tensor, placed).to_local(grad_placements=placed))
 
     def enter_layer(self, local: torch.Tensor, spec: Any) -> torch.Tensor:
@@ -440,9 +440,5 @@ class StageSharding:
         return local_part(tensor.to_local(grad_placements=placed)), tensor._spec
 
     @property
-    def _nowhere(self) -> list[Any]:
+    def _nowhere(self) -> list[Placement]:
         return [Replicate()] * len(self.mesh.dimensions)
-
-
-def _make_placements(dims: Sequence[int | None]) -> list[Any]:
-    return [Replicate() if dimension is None else Shard(dimension) for dimension in dims]
