@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.model.collective import EXCHANGE
-from pipedream.core.plan.mesh import Box, Piece, count_elements, overlap, slice_within
+from pipedream.core.plan.mesh import Box, Piece, count_elements, overlap, slice_of, slice_within
 from pipedream.layouts.description.text import Access, Operator
 from pipedream.layouts.search.exchanges import Exchanges, Result
 from pipedream.layouts.search.partition import Partition
@@ -152,8 +152,7 @@ class PartitionedStep:
         """Returns the ranks' parts of a tensor."""
         parts: Parts = {}
         for rank in self._ranks.local:
-            box = self.exchanges.stored[tensor][rank]
-            parts[rank] = whole[tuple(slice(values.start, values.stop) for values in box)].clone()
+            parts[rank] = whole[slice_of(self.exchanges.stored[tensor][rank])].clone()
         return parts
 
     def whole(self, tensor: str, parts: Parts) -> torch.Tensor:

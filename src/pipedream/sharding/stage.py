@@ -28,7 +28,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
 from pipedream.core.plan.layout import BATCH, Crossing, Layout
-from pipedream.core.plan.mesh import Box, Mesh, box_of
+from pipedream.core.plan.mesh import Box, Mesh, box_of, slice_of
 from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.functions import list_placements, list_shards, redistribute_in_steps, wrap_whole
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
@@ -320,9 +320,7 @@ class StageSharding:
     def take_part(self, names: Sequence[str], whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a weight, or of a state of its size; see `gather`."""
         box = self.find_box(names, whole.shape)
-        if tuple(map(len, box)) == whole.shape:
-            return whole
-        return whole[tuple(slice(part.start, part.stop) for part in box)].clone()
+        return whole if tuple(map(len, box)) == whole.shape else whole[slice_of(box)].clone()
 
     def _find_weight(self, names: Sequence[str]) -> _Part | None:
         return next((self._weights[name] for name in names if name in self._weights), None)

@@ -166,6 +166,11 @@ def count_elements(box: Box | None) -> int:
     return 0 if box is None else prod(map(len, box))
 
 
+def slice_of(box: Box) -> tuple[slice, ...]:
+    """Returns where a part of a tensor is in the whole."""
+    return tuple(slice(values.start, values.stop) for values in box)
+
+
 def slice_within(box: Box, around: Box) -> tuple[slice, ...]:
     """Returns where a part of a tensor is in a larger part."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, around, strict=True))

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import slice_of
 from pipedream.layouts.description.operators import Operators, find_box
 from pipedream.layouts.description.text import Operator, read_lines, spell_function, spell_sum
 from pipedream.layouts.search.cost import halve_index, is_offered
@@ -219,8 +220,7 @@ def _join(
         return COMBINE[step.line.reduction](*parts)
     joined = torch.empty_like(whole)
     for half, part in zip(halves, parts, strict=True):
-        box = find_box(step.line.result, half, tuple(whole.shape))
-        joined[tuple(slice(values.start, values.stop) for values in box)] = part
+        joined[slice_of(find_box(step.line.result, half, tuple(whole.shape)))] = part
     return joined
 
 
@@ -245,7 +245,7 @@ def _run_part(
     parts = {}
     for operand in step.line.operands:
         box = find_box(operand, ranges, tuple(tensors[operand.tensor].shape))
-        parts[operand.tensor] = tensors[operand.tensor][tuple(slice(values.start, values.stop) for values in box)]
+        parts[operand.tensor] = tensors[operand.tensor][slice_of(box)]
     shape = tuple(map(len, find_box(step.line.result, ranges, tuple(call.out.shape))))
     return description.run(Part(call, fill_tensors(call.values, parts), shape, step, ranges))
 

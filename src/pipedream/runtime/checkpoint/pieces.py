@@ -21,7 +21,7 @@ import torch
 
 from pipedream.core.checkpoint import Checkpoint, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError
-from pipedream.core.plan.mesh import Box, box_of, overlap, slice_within
+from pipedream.core.plan.mesh import Box, box_of, overlap, slice_of, slice_within
 from pipedream.runtime.checkpoint.folders import advise_other, check_names, flush, read_manifest, summarise_error
 from pipedream.runtime.checkpoint.remote import AnyPath
 
@@ -222,7 +222,7 @@ def write_tensors(
             part = tensor.detach().cpu()
             box, shape = places.get(name, (tuple(map(range, part.shape)), part.shape))
             for piece in _split_into_pieces(part.shape, part.itemsize) if part.numel() or 0 in shape else ():
-                values = part[slice_within(piece, tuple(map(range, part.shape)))]
+                values = part[slice_of(piece)]
                 if values.untyped_storage().nbytes() != values.nbytes:
                     values = _copy_tensor(values)  # the storage is what is written
                 start = [whole[side.start] if side else 0 for whole, side in zip(box, piece, strict=True)]
