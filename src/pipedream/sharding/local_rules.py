@@ -144,11 +144,16 @@ class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._operator = None
 
 
+def bind_arguments(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of one of torch's operators by name, defaults too."""
+    schema = operator._schema.arguments
+    bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return bound | {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(named)
+
+
 def _is_random(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Whether an operator draws random numbers, with these arguments."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    arguments = func._schema.arguments
-    values = {argument.name: argument.default_value for argument in arguments}
-    values |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(named)
+    values = bind_arguments(func, args, named)
     return values.get("training", True) is not False and values.get("dropout_p") != 0.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pipedream.layouts.description.operators import find_range
 from pipedream.layouts.description.text import Operator
+
+_Operand = TypeVar("_Operand")
 
 COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "+": torch.add,
@@ -37,7 +39,7 @@ class OperatorCall:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the tensors among the arguments; those of a list have a number after its name."""
-        return dict(_yield_tensors(self.values))
+        return dict(yield_operands(self.values, torch.Tensor))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -45,14 +47,13 @@ class OperatorCall:
         return {name: tuple(tensor.shape) for name, tensor in (self.tensors() | {"out": self.out}).items()}
 
 
-def _yield_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
+def yield_operands(arguments: Mapping[str, Any], kind: type[_Operand]) -> Iterator[tuple[str, _Operand]]:
+    """Yields the tensors among arguments, of the class `kind`; those of a list have a number after its name."""
+    for name, value in arguments.items():
+        if isinstance(value, kind):
             yield name, value
         elif isinstance(value, list | tuple):
-            for at, element in enumerate(value):
-                if isinstance(element, torch.Tensor):
-                    yield f"{name}{at}", element
+            yield from ((f"{name}{at}", element) for at, element in enumerate(value) if isinstance(element, kind))
 
 
 def fill_tensors(values: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.user_code import split_arguments
 from pipedream.layouts.description.operators import DescribedStep, Operators
 from pipedream.layouts.description.text import Operator, rename_tensors
-from pipedream.layouts.tracing.calls import Description, OperatorCall
+from pipedream.layouts.tracing.calls import Description, OperatorCall, yield_operands
 from pipedream.layouts.tracing.forward import (
     Callers,
     disable_fused_operators,
@@ -27,6 +27,7 @@ from pipedream.layouts.tracing.forward import (
 )
 from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry, compare_operands, find_contradiction
 from pipedream.layouts.tracing.rules import CONSTANT, DRAWN
+from pipedream.sharding.local_rules import bind_arguments
 from pipedream.sharding.whole_weights import steps_each_element
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -302,8 +303,8 @@ class _Tracing:
         if function in _SAME:
             self._name[node] = self._name[cast(fx.Node, called.args[0])]
             return
-        bound = _bind_arguments(function, called.args, called.kwargs)
-        read = {operand: self._name[operand] for _, operand in _yield_nodes(bound)}
+        bound = bind_arguments(function, called.args, called.kwargs)
+        read = {operand: self._name[operand] for _, operand in yield_operands(bound, fx.Node)}
         constants = {operand: self._constants[name] for operand, name in read.items() if name in self._constants}
         follows = constants and len(constants) == len(read) and not set(self._drawn).intersection(read.values())
         if function in CONSTANT or function in DRAWN or follows:
@@ -322,7 +323,7 @@ class _Tracing:
             self._check(call, description)
         named = f" {call.function._schema.name.split('::')[-1].strip('_')}("
         text = description.spell(call).replace(" f(", named, 1)
-        tensors = {key: self._name[operand] for key, operand in _yield_nodes(bound)}
+        tensors = {key: self._name[operand] for key, operand in yield_operands(bound, fx.Node)}
         name = self._add_tensor(node.name, call.out, node)
         self._lines.append(rename_tensors(text, tensors | {"out": name}))
         (step,) = Operators(call.shapes, text).steps
@@ -403,22 +404,6 @@ def _refuse_data_dependence(what: str) -> PlanError:
         f"{what} depends on the numbers of a tensor, so that the operators differ from step to step and cannot be "
         "described; compute with tensors of fixed sizes, as torch.where does, or use a layout by hand"
     )
-
-
-def _bind_arguments(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call by name, defaults too."""
-    schema = function._schema.arguments
-    bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return bound | {argument.name: value for argument, value in zip(schema, arguments, strict=False)} | dict(named)
-
-
-def _yield_nodes(bound: Mapping[str, Any]) -> Iterator[tuple[str, fx.Node]]:
-    """Yields the tensors among arguments; those of a list have a number after its name."""
-    for name, value in bound.items():
-        if isinstance(value, fx.Node):
-            yield name, value
-        elif isinstance(value, list | tuple):
-            yield from ((f"{name}{at}", element) for at, element in enumerate(value) if isinstance(element, fx.Node))
 
 
 def _make_constant(
