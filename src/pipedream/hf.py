@@ -27,6 +27,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.data.rng import preserved_rng
+from pipedream.runtime.stage.stage_module import restoring_modes
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.profile import profile
 
@@ -186,10 +187,8 @@ class Trainer(transformers.Trainer):
     def evaluation_loop(self, *positional: Any, **options: Any) -> Any:
         if self.pipeline is None:
             return super().evaluation_loop(*positional, **options)
-        modes = {module: module.training for module in self.model.modules()}
-        output = super().evaluation_loop(*positional, **options)
-        for module, is_training in modes.items():
-            module.training = is_training
+        with restoring_modes(self.model.modules()):
+            output = super().evaluation_loop(*positional, **options)
         if self.pipeline.distributed:  # rank 0 has the outputs; callbacks decide by the metrics on every rank
             output = output._replace(metrics=gather_json(output.metrics, self._group)[0])
         return output

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -348,20 +348,6 @@ class StageState:
         if (yield from self.optimizer.average.end_update()):
             self.versions.adopt_written()
             recorder.note("wait", stage, index, start)
-
-
-@contextmanager
-def evaluating(stage_states: Iterable[StageState]) -> Iterator[None]:
-    """Context in evaluation mode; restores each module's mode.
-
-    Stages in one process may share modules, so all of them enter and leave it together.
-    """
-    flags = [flag for stage_state in stage_states for flag in stage_state.module.train(False)]
-    try:
-        yield
-    finally:
-        for module, training in reversed(flags):  # of a shared module the first flag is its own
-            module.training = training
 
 
 def finish_updates(stage_states: Mapping[int, StageState], recorder: Recorder, activity: Activity) -> None:

@@ -35,6 +35,7 @@ from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_scores
 from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, tensor_bytes
 from pipedream.runtime.results.results import Score
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
+from pipedream.runtime.stage.stage_module import restoring_modes
 
 _UPDATES = 16  # that are timed without and with messages
 _MOST_BYTES, _FILLED = 2e6, 0.4  # of a message: at most, and as a share of what the link carries during an update
@@ -436,10 +437,8 @@ def _infer_messages(task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]
     with task.autocast():
         for number, layers in enumerate(stages[: task.rank + 1]):
             module = nn.Sequential(*[layer for _, layer in layers])
-            modes = {submodule: submodule.training for submodule in module.modules()}
-            leaving = module.eval()(arriving)
-            for submodule, mode in modes.items():
-                submodule.training = mode
+            with restoring_modes(module.modules()):
+                leaving = module.eval()(arriving)
             if not isinstance(leaving, torch.Tensor):
                 raise RecipeError("this comparison runs Schedule1F1B on stages that return one tensor")
             leaving = leaving.detach().requires_grad_(leaving.requires_grad)

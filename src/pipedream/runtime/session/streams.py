@@ -18,7 +18,7 @@ from pipedream.runtime.failure.activity import Interrupts
 from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.session.comparison import Comparison
 from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.stage_state import evaluating
+from pipedream.runtime.stage.stage_module import evaluating
 from pipedream.runtime.worker import abandon
 
 LOOP = "the training loop"
@@ -149,7 +149,7 @@ class Streams:
         try:
             with local.reporting():
                 sources = local.data.open_evaluation(loader, adapt)
-            with evaluating([stage_state for _, stage_state in local.stage_states]):
+            with evaluating(stage_state.module for _, stage_state in local.stage_states):
                 yield sources
         finally:
             local.data.close_evaluation()

@@ -36,7 +36,7 @@ from pipedream.runtime.comm.channel import Pending
 from pipedream.runtime.comm.message import Message, MessageFormat, align, write
 from pipedream.runtime.comm.process_group import gather_json, machine_address
 from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule, evaluating
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.hosted import HostedWeights
 
@@ -521,13 +521,8 @@ class RemoteForward:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        flags = self.module.train(False)
-        try:
-            with self.forward_context():
-                yield
-        finally:
-            for module, training in flags:
-                module.training = training
+        with evaluating([self.module]), self.forward_context():
+            yield
 
 
 class _WithoutGraph:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,30 @@ from pipedream.sharding.stage import StageSharding
 # Layers whose weights autocast casts before each use (torch.amp's op lists). Norms and embeddings stay in full
 # precision.
 _CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
+
+
+@contextmanager
+def restoring_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context after which each module is in training or in evaluation mode, as it was before."""
+    flags = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+@contextmanager
+def evaluating(stages: Iterable[StageModule]) -> Iterator[None]:
+    """Context in evaluation mode.
+
+    Stages in one process may share modules, so all of them enter and leave it together.
+    """
+    layers = [layer for stage in stages for _, layer in stage.layers]
+    with restoring_modes(module for layer in layers for module in layer.modules()):
+        for layer in layers:
+            layer.train(False)
+        yield
 
 
 class _GraphInput(torch.autograd.Function):
@@ -197,13 +221,6 @@ class StageModule:
         for recurrent, _ in self._recurrent:
             recurrent.flatten_parameters()
         self._checked = False
-
-    def train(self, mode: bool) -> list[tuple[nn.Module, bool]]:
-        """Sets the training flag of all modules; returns the earlier flags."""
-        flags = [(m, m.training) for _, layer in self.layers for m in layer.modules()]
-        for _, layer in self.layers:
-            layer.train(mode)
-        return flags
 
     def forward(self, value: Any, leaves: dict[str, torch.Tensor], microbatch: int, first: bool) -> Any:
         """Runs the layers with the weights `leaves`.
