@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pipedream.core.cold import busy_wait_cold_cache
+from pipedream.core.hardware.survey import lower_quartile
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.messages import ENCODINGS
 from pipedream.core.schedule.program import Program
@@ -167,12 +168,7 @@ def _measure_s(run: Callable[[], None], counted: int) -> float:
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return _take_lower_quartile(seconds[_WARM_UP:])
-
-
-def _take_lower_quartile(seconds: Sequence[float]) -> float:
-    """Other processes only add seconds."""
-    return sorted(seconds)[len(seconds) // 4]
+    return lower_quartile(seconds[_WARM_UP:])
 
 
 def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
@@ -181,7 +177,7 @@ def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
     for span in timeline.spans:
         if span.kind in kinds and span.index in part:
             durations[span.rank, span.kind].append(span.end_s - span.start_s)
-    return sum(map(_take_lower_quartile, durations.values()))
+    return sum(map(lower_quartile, durations.values()))
 
 
 def _measure_other_s(timeline: Timeline, part: range, *, together: bool) -> tuple[float, ...]:

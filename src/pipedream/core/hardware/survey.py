@@ -223,7 +223,7 @@ def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Returns the lower quartile: noise only ever slows a message."""
+    """Returns the lower quartile: noise, as of other processes, only ever adds seconds."""
     return sorted(seconds)[len(seconds) // 4]
 
 
