@@ -214,7 +214,7 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
         try:
             loss = evaluate(output, targets)
             first, tolerance = float(loss), _choose_tolerance(loss)
-            if not _is_close(float(evaluate(twice, _join(targets, targets, samples))), first, tolerance):
+            if not is_close(float(evaluate(twice, _join(targets, targets, samples))), first, tolerance):
                 return []  # the samples depend on each other, as the first minibatch shows
         except Exception:  # it takes parts of this size only
             return []
@@ -228,7 +228,7 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
                     both = float(evaluate(twice, _join(targets, others, samples)))
                 except Exception:  # the loss does not know the value
                     continue
-                if math.isfinite(both) and not _is_close(both, (first + second) / 2, tolerance):
+                if math.isfinite(both) and not is_close(both, (first + second) / 2, tolerance):
                     left_out.append(LeftOut(number, value, count_share(targets, number, value, samples)))
     return left_out
 
@@ -254,5 +254,6 @@ def _join(value: Any, other: Any, samples: int) -> Any:
     return map_tensors(value, lambda t: torch.cat([t, pairs[id(t)]]) if t.ndim and len(t) == samples else t)
 
 
-def _is_close(value: float, other: float, tolerance: float) -> bool:
+def is_close(value: float, other: float, tolerance: float) -> bool:
+    """Returns whether two losses differ by rounding alone."""
     return abs(value - other) <= tolerance * max(abs(value), abs(other))

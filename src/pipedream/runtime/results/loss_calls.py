@@ -150,6 +150,9 @@ _AMOUNTS |= dict.fromkeys(
 if hasattr(F, "linear_cross_entropy"):
     _AMOUNTS[F.linear_cross_entropy] = _count_classes
 _OF_CLASSES = frozenset(function for function, amount in _AMOUNTS.items() if amount is _count_classes)
+OF_ELEMENTS = tuple(
+    function for function, amount in _AMOUNTS.items() if amount in (_pair, _weigh_elements, _count_divergence)
+)
 _DEFAULTS = {
     function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     for function in _AMOUNTS

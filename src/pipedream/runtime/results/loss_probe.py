@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pipedream.runtime.comm.values import map_tensors, tensors_in
+from pipedream.runtime.results.left_out import is_close
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, iterate_leaves
 from pipedream.runtime.results.losses import LossWeight, find_loss
 
@@ -69,7 +70,7 @@ def _compare_parts(
         if again is None:
             return LossWeight.UNKNOWN
         whole, amounts, tolerance = _evaluate_loss(calls, evaluate, batch, samples)
-        if not _is_close(whole, float(again), tolerance):
+        if not is_close(whole, float(again), tolerance):
             return LossWeight.UNKNOWN if amounts is None else LossWeight.RECOGNISED
         parts = make_parts()
         try:
@@ -88,11 +89,11 @@ def _compare_parts(
         if not all(first.fits(other) for first in every for other in every):
             return LossWeight.OTHER
         shares = [1.0 if part_amounts.is_sum else max(part_amounts.values) for part_amounts in every[1:]]
-        if _is_close(whole, sum(losses) if amounts.is_sum else _compute_mean(losses, shares), tolerance):
+        if is_close(whole, sum(losses) if amounts.is_sum else _compute_mean(losses, shares), tolerance):
             return LossWeight.RECOGNISED
-    if _is_close(whole, _compute_mean(losses, sizes), tolerance):
+    if is_close(whole, _compute_mean(losses, sizes), tolerance):
         return LossWeight.SAMPLES
-    if _is_close(whole, sum(losses), tolerance):
+    if is_close(whole, sum(losses), tolerance):
         return LossWeight.SUM
     return LossWeight.OTHER
 
@@ -134,10 +135,6 @@ def _compute_mean(losses: Sequence[float], weights: Sequence[float]) -> float:
     counted = [(loss * weight, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
     total = sum(weight for _, weight in counted)
     return sum(product for product, _ in counted) / total if total else float("nan")
-
-
-def _is_close(value: float, other: float, tolerance: float) -> bool:
-    return abs(value - other) <= tolerance * max(abs(value), abs(other))
 
 
 class _WithoutRandomness(TorchFunctionMode):

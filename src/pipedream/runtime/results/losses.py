@@ -24,17 +24,13 @@ from torch.nn import _reduction as _Reduction
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.results.left_out import WEIGHT_ADVICE, PartsCheck
-from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
+from pipedream.runtime.results.loss_calls import OF_ELEMENTS, Amounts, LossCalls, class_amount
 
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""
 
 _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
 _CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_ELEMENT_LOSSES = (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-    F.poisson_nll_loss, F.gaussian_nll_loss, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss,
-)  # fmt: skip
 _ELEMENT_MODULES = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
     nn.GaussianNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
@@ -84,7 +80,7 @@ class Loss:
         self._legacy_reduction = _Reduction.legacy_get_string(average, reduce, emit_warning=False) if is_legacy else ""
         self._is_torch_loss = is_torch_loss(loss)
         self._is_of_classes = _is_one_of(self._unwrap, _CLASS_LOSSES, _CLASS_MODULES)
-        self._is_of_elements = _is_one_of(self._unwrap, _ELEMENT_LOSSES, _ELEMENT_MODULES)
+        self._is_of_elements = _is_one_of(self._unwrap, OF_ELEMENTS, _ELEMENT_MODULES)
         self._of_model = LossWeight(of_model)
         self.module = self._unwrap if isinstance(self._unwrap, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
