@@ -15,7 +15,7 @@ from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Content, Message
-from pipedream.runtime.comm.values import flatten, tensors_in, to_device, unflatten
+from pipedream.runtime.comm.values import flatten, tensors_in, to_device
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Recorder
@@ -280,11 +280,11 @@ class ForwardRunner:
         return message
 
     def _unpack_targets(self, message: Message) -> Targets:
-        received = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
+        received = message.value()
         return Targets(received, to_device(received, self._device))
 
     def _unpack_value(self, message: Message) -> Any:
-        return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
+        return to_device(message.value(), self._device)
 
 
 def _list_resident(module: StageModule, leaves: Mapping[str, torch.Tensor], value: Any) -> Iterator[torch.Tensor]:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipedream.runtime.comm.values import unflatten
+
 ENDS_EPOCH = 1
 """Bit of the flags of a `DATA` message: its minibatch is the last of its epoch."""
 _ALIGNMENT = 64
@@ -89,6 +91,10 @@ class Message:
         """Returns a message that carries a value; by default no gradients are sent back."""
         wants = (False,) * len(tensors) if wants is None else wants
         return self._copy_with(tensors, structure, wants, version)
+
+    def value(self) -> Any:
+        """Returns the value that the message carries."""
+        return unflatten(self.structure, self.tensors)  # type: ignore[arg-type]
 
     def without_tensors(self) -> Message:
         return self._copy_with((), "", (), self.version)

@@ -25,7 +25,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
 from pipedream.runtime.comm.process_group import gather_json
-from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.comm.values import flatten
 from pipedream.runtime.data.generators import find_order_generators
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Reader, tee
 from pipedream.runtime.data.rng import DataOrder, read_state, set_state
@@ -169,7 +169,7 @@ class ReceivingSource(Source):
         header = message.without_tensors()
         if message.content is Content.EMPTY:
             return header, header
-        inputs, targets = _unpack(message)
+        inputs, targets = message.value()
         return header.with_tensors(*flatten(inputs)), header.with_tensors(*flatten(targets))
 
 
@@ -376,8 +376,4 @@ def _join(inputs: Message, targets: Message) -> Message:
     """Returns one message with both, for a `ReceivingSource`."""
     if inputs.content is not Content.DATA:
         return inputs
-    return inputs.with_tensors(*flatten((_unpack(inputs), _unpack(targets))))
-
-
-def _unpack(message: Message) -> Any:
-    return unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
+    return inputs.with_tensors(*flatten((inputs.value(), targets.value())))

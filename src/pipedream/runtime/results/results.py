@@ -20,7 +20,6 @@ from pipedream.core.errors import WorkerError
 from pipedream.core.plan.placement import Placement
 from pipedream.runtime.comm.channel import Receiver, Sender, Waiting, wait_for
 from pipedream.runtime.comm.message import ENDS_EPOCH, Message
-from pipedream.runtime.comm.values import unflatten
 
 NOT_FINITE_ADVICE = (
     "lower the learning rate, clip the gradients (clip_grad_norm=...), check that minibatch's data, or continue "
@@ -338,7 +337,7 @@ class Results:
 
     def receive_output(self, index: int, owner: int) -> Waiting[Output]:
         message = self._outputs.pop(index) if owner == self._rank else (yield from self._receive(owner))
-        return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]
+        return Output(message.minibatch, message.value())
 
     def _receive(self, owner: int) -> Waiting[Message]:
         return (yield from wait_for(self.receivers[owner].receive()))

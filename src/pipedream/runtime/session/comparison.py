@@ -24,7 +24,7 @@ from torch import nn
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
-from pipedream.runtime.comm.values import map_tensors, tensors_in, unflatten
+from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
 from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session.local_workers import LocalWorkers
@@ -299,7 +299,7 @@ class LayersCheck(StageCheck):
             output = self._module.forward(map_tensors(value, enter), dict(self._module.handles), microbatch, is_first)
             if targets is not None:
                 with self._module.casting():
-                    output = self._run.loss_of(output, message, unflatten(targets.structure, targets.tensors))  # type: ignore[arg-type]
+                    output = self._run.loss_of(output, message, targets.value())
         self._outputs = tensors_in(output)
         self._run.note_kinds(self._outputs)
         self._run.refer_to({})

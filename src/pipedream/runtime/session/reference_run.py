@@ -20,7 +20,7 @@ from pipedream.core.plan.placement import Placement
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.encoding import apply_messages
 from pipedream.runtime.comm.message import Content, Message
-from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
+from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device
 from pipedream.runtime.data.rng import read_state
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session.comparer import Comparer, Reference
@@ -122,8 +122,8 @@ class _ModelRunner:
         total = weights = divisor = 0.0
         losses, outputs = [], []
         for message, aim in parts:
-            value = to_device(map_tensors(_unpack_value(message), _clone), self.device)
-            targets = map_tensors(_unpack_value(aim), _clone)
+            value = to_device(map_tensors(message.value(), _clone), self.device)
+            targets = map_tensors(aim.value(), _clone)
             with self._enter_autocast():
                 with loss.watching(value, message.samples):
                     send = None if messages is None else partial(self._send, messages, message.microbatch)
@@ -505,10 +505,6 @@ def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
                 return False
             break
     return True
-
-
-def _unpack_value(message: Message) -> Any:
-    return unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
