@@ -173,21 +173,11 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
         )
         for number, stage in enumerate(plan.stages)
     )
-    rate = byte_scale / dilation
-    levels = tuple(
-        replace(
-            level,
-            bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * rate,
-            latency_s=level.latency_s * dilation,
-            receive_bytes_per_s=level.receive_bytes_per_s and level.receive_bytes_per_s * rate,
-            sum_bytes_per_s=level.sum_bytes_per_s and level.sum_bytes_per_s * rate,
-        )
-        for level in plan.cluster.levels
-    )
+    faster = byte_scale / dilation
     return replace(
         plan,
         stages=stages,
-        cluster=replace(plan.cluster, levels=levels),
+        cluster=plan.cluster.with_links(lambda rate: rate * faster, dilation),
         bound_s=plan.bound_s * dilation,
         note=plan.note if dilation == byte_scale == 1 else "",  # its seconds are those of the plan
         tied_weights=(),

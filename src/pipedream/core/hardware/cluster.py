@@ -281,17 +281,17 @@ class Cluster(Artifact):
 
     def with_slower_links(self, factor: float) -> Cluster:
         """Returns the cluster with slower links: longer latencies, and bandwidths divided by the factor."""
+        return self.with_links(lambda rate: rate / factor, factor)
 
-        def divided(rate: float | None) -> float | None:
-            return None if rate is None else rate / factor
-
+    def with_links(self, change: Callable[[float], float], longer: float) -> Cluster:
+        """Returns the cluster with other bandwidths, and latencies that are longer by a factor."""
         levels = tuple(
             replace(
                 level,
-                bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / factor,
-                latency_s=level.latency_s * factor,
-                receive_bytes_per_s=divided(level.receive_bytes_per_s),
-                sum_bytes_per_s=divided(level.sum_bytes_per_s),
+                bandwidth_bytes_per_s=change(level.bandwidth_bytes_per_s),
+                latency_s=level.latency_s * longer,
+                receive_bytes_per_s=level.receive_bytes_per_s and change(level.receive_bytes_per_s),
+                sum_bytes_per_s=level.sum_bytes_per_s and change(level.sum_bytes_per_s),
             )
             for level in self.levels
         )
