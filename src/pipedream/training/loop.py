@@ -14,13 +14,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.progress import LogTimes, is_live, spell_left
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe
-from pipedream.runtime.checkpoint.remote import AnyPath
+from pipedream.runtime.checkpoint.remote import AnyPath, write_text_at
 from pipedream.runtime.comm.process_group import gather_texts, make_on_rank_0, world_group
 from pipedream.runtime.results.results import Done
 from pipedream.training.restarts import Restarts
@@ -222,10 +221,7 @@ class TrainingLoop:
         if self.pipeline.rank == 0:
             path = self._checkpoints.folder.parent / "losses.json"
             try:
-                if isinstance(path, Path):
-                    write_text(path, json.dumps(losses))
-                else:
-                    path.write_text(json.dumps(losses))
+                write_text_at(path, json.dumps(losses))
             except (ArtifactError, OSError) as error:
                 advice = f"checkpoints in {self._checkpoints.folder} are intact: resume from there"
                 raise WorkerError(0, "saving the losses so far", str(error), advice) from None

@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError, PlanError, RecipeError
 from pipedream.core.plan.host_memory import find_neighbours
 from pipedream.core.units import format_bytes
@@ -33,7 +32,7 @@ from pipedream.runtime.checkpoint.folders import (
     read_shared_manifest,
 )
 from pipedream.runtime.checkpoint.pieces import verify_file
-from pipedream.runtime.checkpoint.remote import AnyPath
+from pipedream.runtime.checkpoint.remote import AnyPath, write_text_at
 from pipedream.runtime.checkpoint.writer import FolderLock, name_file
 from pipedream.runtime.comm.launcher import launcher
 from pipedream.runtime.comm.process_group import (
@@ -100,17 +99,10 @@ def open_snapshots(every: int | str, run: AnyPath, *, is_named: bool, is_resumed
             folder = None
         name = folder.name if folder is not None else broadcast_text(_PREFIX + uuid4().hex, world_group())
         folder = MEMORY / name
-        _write_pointer(run / _POINTER, name)
+        write_text_at(run / _POINTER, name + "\n")
         _remove_abandoned(folder)
     _make_private_folder(folder, every)
     return folder
-
-
-def _write_pointer(path: AnyPath, name: str) -> None:
-    if isinstance(path, Path):
-        write_text(path, name + "\n")
-    else:
-        path.write_text(name + "\n")
 
 
 def _make_private_folder(folder: Path, every: int | str) -> None:

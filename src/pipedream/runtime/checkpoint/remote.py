@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
 
+from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError, install_advice
 
 
@@ -163,6 +164,14 @@ def any_path(folder: str | os.PathLike[str] | RemotePath) -> AnyPath:
             f"a Path of {url[1]}//{url[2]} has lost a slash and is no URL; give the URL as a text (str)"
         )
     return Path(folder)
+
+
+def write_text_at(path: AnyPath, text: str) -> None:
+    """Writes a file, on disk atomically; raises an `ArtifactError` or OSError if it cannot."""
+    if isinstance(path, Path):
+        write_text(path, text)
+    else:
+        path.write_text(text)
 
 
 def _find_file_system(url: str) -> tuple[Any, str]:
