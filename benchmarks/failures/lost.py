@@ -14,10 +14,13 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from pipedream import slow_links
+
 sys.path.append(str(Path(__file__).parents[1]))
+import hosts
 import kills
 import recovery
-from scaffold import Environment, collect_rounds, format_quartiles, format_table, make_parser
+from scaffold import Environment, collect_rounds, format_quartiles, format_table, make_parser, stop_if
 
 CASES: dict[str, tuple[tuple[int, ...], int, int, tuple[str, ...]]] = {
     "a replica of 2-1-1, a snapshot of each minibatch": ((2, 1, 1), 0, 1, ("--elastic", "--snapshot-every", "1")),
@@ -101,6 +104,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--only", action="append", help="part of the name of a case; repeatable")
+    parser.add_argument("--hosts", action="store_true", help="one of two hosts is lost, in namespaces; as root")
     parser.add_argument("--kills", action="store_true", help="kills at random moments; compare weights and losses")
     parser.add_argument("--seed", type=int, default=0, help="number of the first of the random kills")
     parser.add_argument("--goodput", type=int, metavar="MINUTES", help="with a failure in each minute")
@@ -114,9 +118,12 @@ def main() -> int:
         table = tell_goodput(options.goodput, options.trials)
         print(f"{environment.describe(f'{options.trials} runs of {options.goodput} minutes')}\n\n{table}")
         return 0
-    names = [name for name in CASES if not options.only or any(part in name for part in options.only)]
+    if options.hosts:
+        stop_if(slow_links.why_not(), "failures")
+    cases, measure_case = (hosts.CASES, hosts.measure) if options.hosts else (CASES, measure)
+    names = [name for name in cases if not options.only or any(part in name for part in options.only)]
     table = []
-    for name, each in collect_rounds(measure, names, options.trials).items():
+    for name, each in collect_rounds(measure_case, names, options.trials).items():
         seconds, repeated = zip(*each, strict=True)
         quartiles = format_quartiles(seconds, "{:.2f} s".format)
         table.append((name, quartiles, f"{max(seconds):.2f} s", f"{median(repeated):g}"))

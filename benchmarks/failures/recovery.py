@@ -49,7 +49,7 @@ class _Clock(Callback):
         """Notes when a minibatch has ended, before and after the restart."""
         if pipeline.rank == 0 and "FINISHED" in os.environ:
             with Path(os.environ["FINISHED"]).open("a") as file:
-                file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {done.number} {time.time()}\n")
+                file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {done.number} {time.time()} {os.getpid()}\n")
             time.sleep(MINIBATCH_S)  # not in the loader, which a restart asks for all minibatches of the epoch again
 
     def on_worker_lost(self, pipeline: Any, ranks: Any) -> None:
@@ -109,11 +109,12 @@ def time_recovery(source: Path, workers: int, restarts: int, victim: int, *more:
 
 
 def wait_for_restart(finished: Path, killed_s: float, launcher: subprocess.Popen[bytes]) -> tuple[float, int]:
-    """Returns the seconds until the second attempt has finished a minibatch, and how many it repeats."""
-    wait_until(lambda: read_finished(finished)[-1][0] == 1, launcher)
+    """Returns the seconds until another process has finished a minibatch, and how many it repeats."""
+    before = read_finished(finished)[0][3]
+    wait_until(lambda: read_finished(finished)[-1][3] != before, launcher)
     rows = read_finished(finished)
-    first = next(row for row in rows if row[0] == 1)
-    return first[2] - killed_s, max(int(number) for attempt, number, _ in rows if not attempt) - int(first[1]) + 1
+    first = next(row for row in rows if row[3] != before)
+    return first[2] - killed_s, max(int(row[1]) for row in rows if row[3] == before) - int(first[1]) + 1
 
 
 def list_children(launcher: subprocess.Popen[bytes]) -> list[int]:
@@ -123,7 +124,7 @@ def list_children(launcher: subprocess.Popen[bytes]) -> list[int]:
 
 
 def read_finished(file: Path) -> list[list[float]]:
-    """Returns (attempt, number, time) of each minibatch."""
+    """Returns (attempt, number, time, process of rank 0) of each minibatch."""
     return [[float(word) for word in line.split()] for line in file.read_text().splitlines()] if file.exists() else []
 
 
