@@ -56,8 +56,8 @@ def _start(network: Network, host: int, folder: Path, running: ExitStack) -> sub
     """Starts torchrun for a run on two hosts, one worker each."""
     here, address = folder / f"host{host}", network.hosts[0].address
     (here / "memory").mkdir(parents=True, exist_ok=True)
-    own = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c")
-    own += ('mount --bind "$0" /dev/shm && exec "$@"', str(here / "memory"))
+    namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c")
+    namespaces += ('mount --bind "$0" /dev/shm && exec "$@"', str(here / "memory"))
     meet = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d")
     meet += ("--rdzv-endpoint", f"{address}:29517", "--rdzv-id", "lost", "--local-addr", network.hosts[host].address)
     meet += ("--rdzv-conf", f"is_host={int(not host)},keep_alive_interval=1")
@@ -71,7 +71,7 @@ def _start(network: Network, host: int, folder: Path, running: ExitStack) -> sub
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     launcher = subprocess.Popen(
-        network.hosts[host].inside(*own, sys.executable, "-m", "torch.distributed.run", *meet, *run),
+        network.hosts[host].inside(*namespaces, sys.executable, "-m", "torch.distributed.run", *meet, *run),
         env=os.environ | variables,
         cwd=here,
         stdout=subprocess.DEVNULL,

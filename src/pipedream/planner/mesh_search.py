@@ -149,8 +149,8 @@ class MeshSearch:
     ) -> Plan:
         program = partial(self._make_program, space, shape=shape)
         # One that fits with more memory kept free.
-        kept = space.kept.setdefault(f"plans, with {space.cluster.memories}", {})
-        fitting = kept.setdefault((shape, self.cycle), {})
+        plans_by_shape = space.kept.setdefault(f"plans, with {space.cluster.memories}", {})
+        fitting = plans_by_shape.setdefault((shape, self.cycle), {})
         plans = [*plans, *(plan for spare_bytes, plan in fitting.items() if spare_bytes >= space.spare_bytes)]
         if shape in ("any", "pipeline") and space.cluster.is_limited:
             bound_s, more = self._bisect(space, shape, bound_s, plans)
