@@ -448,7 +448,7 @@ def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: py
         if folders.complete_checkpoints(run / CHECKPOINTS):
             raise ArtifactError(f"cannot write {path}: No space left on device; free space")
 
-    monkeypatch.setattr(loop, "write_text", full)
+    monkeypatch.setattr(loop, "write_text_at", full)
     with pytest.raises(WorkerError, match=r"saving the losses so far: .*No space left") as caught:
         train_recipe(regression, out=run, **OPTIONS)
     assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
