@@ -61,8 +61,9 @@ class MemoryMeter:
         """
         self._ops += 1
         self._trains |= not is_forward
-        if self._ops == _FIRST_OPS:
+        if self._ops == _FIRST_OPS:  # however long their reads took: those that count begin here
             self._most_bytes = 0
+            self._begin_s, self._reading_s = time.process_time(), 0.0
         self.look()
 
     def look(self) -> None:
