@@ -1,4 +1,4 @@
-"""One of two hosts is lost with all its processes, and torchrun's other agent goes on with another one. See README.md.
+"""Kills one of two hosts with all its processes, and times the restart with another host. See README.md.
 
 Each host has network, process ids, memory and files of its own.
 """
@@ -54,10 +54,10 @@ def measure(name: str) -> tuple[float, int]:
 
 def _start(network: Network, host: int, folder: Path, running: ExitStack) -> subprocess.Popen[bytes]:
     """Starts torchrun for a run on two hosts, one worker each."""
-    here, address = folder / f"host{host}", network.hosts[0].address
-    (here / "memory").mkdir(parents=True, exist_ok=True)
+    host_folder, address = folder / f"host{host}", network.hosts[0].address
+    (host_folder / "memory").mkdir(parents=True, exist_ok=True)
     namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c")
-    namespaces += ('mount --bind "$0" /dev/shm && exec "$@"', str(here / "memory"))
+    namespaces += ('mount --bind "$0" /dev/shm && exec "$@"', str(host_folder / "memory"))
     meet = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d")
     meet += ("--rdzv-endpoint", f"{address}:29517", "--rdzv-id", "lost", "--local-addr", network.hosts[host].address)
     meet += ("--rdzv-conf", f"is_host={int(not host)},keep_alive_interval=1")
@@ -73,9 +73,9 @@ def _start(network: Network, host: int, folder: Path, running: ExitStack) -> sub
     launcher = subprocess.Popen(
         network.hosts[host].inside(*namespaces, sys.executable, "-m", "torch.distributed.run", *meet, *run),
         env=os.environ | variables,
-        cwd=here,
+        cwd=host_folder,
         stdout=subprocess.DEVNULL,
-        stderr=(here / "errors").open("wb"),
+        stderr=(host_folder / "errors").open("wb"),
         start_new_session=True,
     )
     running.callback(_kill, launcher)

@@ -110,10 +110,12 @@ def _kill_workers(
 ) -> None:
     for _ in range(draw.randint(1, 2)):
         time.sleep(draw.uniform(0.0, 5.0))
-        wanted, first = draw.randint(1, 2), draw.random()
-        most = alive - (restarts == 0)  # one goes on
+        most_killed, first = draw.randint(1, 2), draw.random()
+        most = alive - (restarts == 0)  # without restarts, one worker must survive
         pids = recovery.list_children(launcher)[1:]
-        doomed = [pids[(int(first * len(pids)) + number) % len(pids)] for number in range(min(wanted, most, len(pids)))]
+        doomed = [
+            pids[(int(first * len(pids)) + number) % len(pids)] for number in range(min(most_killed, most, len(pids)))
+        ]
         _kill(doomed, trial)
         if doomed and not restarts:
             alive -= len(doomed)
@@ -143,8 +145,8 @@ def _find_left(launcher: subprocess.Popen[bytes], folder: Path) -> str:
     launcher.wait(_HANGS_S)
     end_s = time.monotonic() + _ENDS_S
     while True:
-        left = [path for path in Path("/dev/shm").glob("pipedream-*") if f"-{launcher.pid}-" in path.name]
-        if not left and not list_processes(folder):
+        snapshots = [path for path in Path("/dev/shm").glob("pipedream-*") if f"-{launcher.pid}-" in path.name]
+        if not snapshots and not list_processes(folder):
             return ""
         if time.monotonic() > end_s:
             return "orphans"
@@ -213,13 +215,13 @@ def describe(trials: Sequence[Trial]) -> str:
     """Returns a sentence about trials of consecutive seeds."""
     if not trials:
         return "no runs"
-    kept, changed = [[t for t in trials if not t.problem and bool(t.lost) is lost] for lost in (False, True)]
+    unchanged, changed = [[t for t in trials if not t.problem and bool(t.lost) is lost] for lost in (False, True)]
     kills, restarts, lost = (sum(getattr(trial, name) for trial in trials) for name in ("kills", "restarts", "lost"))
     hangs, orphans = (sum(trial.problem == name for trial in trials) for name in ("hang", "orphans"))
     worst = max((trial.difference for trial in changed), default=0.0)
     failed = ", ".join(f"{trial.seed} ({trial.problem})" for trial in trials if trial.problem) or "none"
     return (
         f"{len(trials)} runs (seeds {trials[0].seed} to {trials[-1].seed}), {kills} processes killed, {restarts} "
-        f"restarts, {lost} workers lost: {len(kept)} runs kept their workers and ended bit-equal, {len(changed)} went "
-        f"on with fewer and ended equal to {worst:.1e}; {hangs} hangs, {orphans} orphans; failing seeds: {failed}"
+        f"restarts, {lost} workers lost: {len(unchanged)} runs kept their workers and ended bit-equal, {len(changed)} "
+        f"went on with fewer and ended equal to {worst:.1e}; {hangs} hangs, {orphans} orphans; failing seeds: {failed}"
     )

@@ -93,8 +93,11 @@ def tell_goodput(minutes: int, runs: int) -> str:
     results = collect_rounds(lambda name: measure_goodput(name, minutes), names, runs)
     best = median(rate for rate, _ in results["undisturbed"])
     rows = []
-    for name, each in results.items():
-        rate, pauses = median(rate for rate, _ in each), [pause for _, pauses in each for pause in pauses]
+    for name, runs_of_name in results.items():
+        rate, pauses = (
+            median(rate for rate, _ in runs_of_name),
+            [pause for _, pauses in runs_of_name for pause in pauses],
+        )
         pause = f"{median(pauses):.2f} s" if pauses else ""
         rows.append((name, len(pauses), f"{rate:.1f}", f"{rate / best:.1%}", pause))
     return format_table("restart from | failures | minibatches/s | of undisturbed | pause, median", "lrrrr", rows)
