@@ -103,6 +103,18 @@ def test_slow_reads_before_those_that_count_do_not_prevent_them(monkeypatch: pyt
     assert meter.at_drain().rise_bytes == 60
 
 
+def test_what_an_evaluation_leaves_in_the_heap_does_not_hide_an_earlier_rise() -> None:
+    meter = MemoryMeter(CPU)
+    block = torch.ones(4 * MB)
+    meter.sample(False)
+    del block
+    rises_bytes = [meter.at_drain().rise_bytes or 0]
+    stays = torch.ones(5 * MB)
+    meter.sample(False)
+    rises_bytes.append(meter.at_drain().rise_bytes or 0)
+    assert 16 * MB <= rises_bytes[0] <= rises_bytes[1] < 17 * MB, f"with {len(stays)} numbers more"
+
+
 def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda().install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60)

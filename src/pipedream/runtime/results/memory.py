@@ -26,7 +26,7 @@ class Peak(NamedTuple):
     """Bytes in a phase.
 
     Attributes:
-        rise_bytes: from what is in use when the pipeline is drained to the most, if known.
+        rise_bytes: from what is in use when the pipeline is drained to the most before, if known; most of all drains.
         reserved_bytes: the most that the allocator took; on a CPU, that the process ever had.
     """
 
@@ -48,7 +48,7 @@ class MemoryMeter:
 
     def reset(self) -> None:
         """Begins a phase, at a drain."""
-        self._ops = self._most_bytes = 0
+        self._ops = self._most_bytes = self._rise_bytes = 0
         self._begin_s, self._reading_s = time.process_time(), 0.0
         self._trains = True
         if self._device is not None:
@@ -62,7 +62,7 @@ class MemoryMeter:
         self._ops += 1
         self._trains |= not is_forward
         if self._ops == _FIRST_OPS:  # however long their reads took: those that count begin here
-            self._most_bytes = 0
+            self._most_bytes = self._rise_bytes = 0
             self._begin_s, self._reading_s = time.process_time(), 0.0
         self.look()
 
@@ -76,12 +76,15 @@ class MemoryMeter:
             self._reading_s += time.process_time() - before_s
 
     def at_drain(self) -> Peak:
+        """Returns the peak of the phase until now."""
         self._trains = False
         if self._device is not None:
             now = torch.cuda.memory_allocated(self._device)
             return Peak(torch.cuda.max_memory_allocated(self._device) - now, self.reserved_bytes)
-        rise_bytes = max(0, self._most_bytes - _read_heap_bytes()) if _heap_has_tensors() else None
-        return Peak(rise_bytes, self.reserved_bytes)
+        # Each drain has its own base: what an evaluation loads stays in the heap.
+        self._rise_bytes = max(self._rise_bytes, self._most_bytes - _read_heap_bytes())
+        self._most_bytes = 0
+        return Peak(self._rise_bytes if _heap_has_tensors() else None, self.reserved_bytes)
 
     @property
     def reserved_bytes(self) -> int:
