@@ -168,6 +168,27 @@ def test_torchs_ways_give_the_plain_loops_weights(way: str, samples: int, bound:
         assert figures["samples_per_s"] > 0
 
 
+def test_the_throughput_of_rare_sums_is_that_of_whole_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update takes 1 s, and each fourth one, from the first on, 10 s for an average of the weights."""
+    baseline = plain_loop(Task(recipe(target=None, scheduler=None), 0, 1, CPU))
+    now_s, updates = 0.0, 0
+    baseline.period = 4
+
+    def step(batch: Any) -> int:
+        nonlocal now_s, updates
+        now_s += 1.0 if updates % 4 else 11.0
+        updates += 1
+        return 8
+
+    monkeypatch.setattr(baseline, "step", step)
+    monkeypatch.setattr(torch_baselines, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    for minibatches in (1, 5):
+        updates = 0
+        figures = baseline.train(5, minibatches)
+        assert figures["minibatches"] == 5, "one average after the first"
+        assert figures["samples_per_s"] == pytest.approx(4 * 8 / 14)
+
+
 def test_an_accumulating_run_makes_two_updates_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--minibatches 1`; the second update is what the epoch still has, and is summed once, too."""
     summed: list[bool] = []

@@ -122,6 +122,7 @@ class Baseline:
         read_epoch: yields the batch that this worker reads for each update of an epoch.
         minibatches: of an update, for each that a worker accumulates.
         accumulated: minibatches that a worker accumulates for an update; above 1 `read_epoch` yields lists of them.
+        period: updates from one average of the weights to the next, the first update ends with one.
         buffer_bytes: that it keeps besides module and optimizer.
         wrap_optimizer: returns what steps in place of the recipe's optimizer.
     """
@@ -134,6 +135,7 @@ class Baseline:
     read_epoch: Callable[[int, DataOrder], Iterator[Any]]
     minibatches: int = 1
     accumulated: int = 1
+    period: int = 1
     buffer_bytes: int = 0
     wrap_optimizer: Callable[[Any], Any] | None = None
     optimizer: Any = field(init=False)
@@ -150,18 +152,20 @@ class Baseline:
     def train(self, epochs: int, minibatches: int | None) -> dict[str, Any]:
         """Returns the figures of a run summary; the throughput is the median of the epochs' (`TrainingLoop`).
 
-        An epoch's throughput leaves out its first update, if there are more. One that accumulates makes at least two.
+        An epoch's throughput leaves out its first update, if there are more, and covers whole periods. One that
+        accumulates makes at least two updates, one that averages rarely at least a period after the first.
         """
         keep_freed_memory()
-        if minibatches is not None and self.accumulated > 1:
-            minibatches = max(minibatches, 2 * self.minibatches * self.accumulated)
+        if minibatches is not None and max(self.accumulated, self.period) > 1:
+            minibatches = max(minibatches, (1 + self.period) * self.minibatches * self.accumulated)
         recipe, order = self.task.recipe, DataOrder()
         start, done, rates, whole_rates = time.perf_counter(), 0, [], []
         metrics: dict[str, float] = {}
         evaluations: list[dict[str, Any]] = []
-        to_target, most = None, 0
+        to_target, most, updates = None, 0, 0
         for epoch in range(epochs):
-            mark, samples, begun = None, 0, time.perf_counter()
+            averaged: list[tuple[float, int]] = []
+            samples, begun = 0, time.perf_counter()
             for batch in self.read_epoch(epoch, order):
                 size = self.step(batch)
                 if self._scheduler is not None:
@@ -169,14 +173,17 @@ class Baseline:
                 samples, most = samples + size, max(most, size)
                 done += self.minibatches * (len(batch) if self.accumulated > 1 else 1)
                 now = time.perf_counter()
-                mark = mark or (now, samples)
+                if updates % self.period == 0:
+                    averaged[1:] = [(now, samples)]  # the first and the last
+                updates += 1
                 if minibatches is not None and done >= minibatches:
                     break
-            if mark is None:
+            if not samples:
                 raise RecipeError(f"an epoch has fewer minibatches than an update of {self.task.workers} workers takes")
             whole_rates.append(samples / max(now - begun, 1e-9))
-            if now > mark[0]:
-                rates.append((samples - mark[1]) / (now - mark[0]))
+            if len(averaged) > 1:
+                (begin_s, before), (end_s, after) = averaged[0], averaged[-1]
+                rates.append((after - before) / max(end_s - begin_s, 1e-9))
             seconds = now - start
             if recipe.test is not None:
                 metrics = self._evaluate()
@@ -316,6 +323,7 @@ def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Basel
         task.read_epoch if task.parts > 1 else read_own,
         minibatches=1 if task.parts > 1 else workers,
         accumulated=accumulated,
+        period=period or 1,
         # The buckets hold each gradient once more.
         buffer_bytes=sum(parameter.nbytes for _, parameter in named if parameter.requires_grad),
         wrap_optimizer=average_rarely if period else None,

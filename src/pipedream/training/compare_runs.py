@@ -31,6 +31,12 @@ class Scales(NamedTuple):
     byte_scale: float
 
 
+def count_for_sums(plan: Plan) -> int:
+    """Returns how many minibatches show what rare sums take: one period after the first update; 1 if none are rare."""
+    period = plan.sum_method.period
+    return (1 + period) * max(plan.replicas) if period > 1 else 1
+
+
 class RunFailed(Exception):
     """A run ended with an exit status and a message."""
 
@@ -87,12 +93,14 @@ class Runs:
             plan_file = plan.save((self.folder / make_folder_name(name)).with_suffix(".plan.json"))
             details: dict[str, Any] = {"accumulated": accumulated, "plan": str(plan_file)}
             if options.minibatches is not None:
-                details["minibatches"] = max(2, options.minibatches // accumulated)
+                details["minibatches"] = max(2, options.minibatches // accumulated, count_for_sums(plan))
             out, sent = self.run_worker("pipeline", plan.ranks, name, **details)
             return json.loads(out.with_name("summary.json").read_text(encoding="utf-8")), sent
         flags = ["--workers", plan.ranks, "--seed", options.seed or 0, "--device", options.device]
         flags += ["--checkpoint-every", 0]
-        for option in ("layout", "shard_weights", "epochs", "minibatches"):
+        if options.minibatches is not None:
+            flags += ["--minibatches", max(options.minibatches, count_for_sums(plan))]
+        for option in ("layout", "shard_weights", "epochs"):
             if (value := getattr(options, option)) is not None:
                 flags += [f"--{option.replace('_', '-')}", value]
         return self._run_command(plan, name, plan.ranks, _PLAN_FILE, "train", self.recipe, *flags, "--plan")

@@ -29,7 +29,7 @@ from pipedream.core.variants import (
 )
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
-from pipedream.training.compare_runs import RunFailed, Runs, Scales
+from pipedream.training.compare_runs import RunFailed, Runs, Scales, count_for_sums
 from pipedream.training.run_folder import measure_steady
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.simulate import simulate
@@ -219,6 +219,7 @@ class LinkVariants:
                 summary, sent = self.runs.train(plan, label, accumulated)
             else:
                 minibatches = self.runs.options.minibatches or _count_steady_minibatches(plan)
+                minibatches = max(minibatches, count_for_sums(plan))
                 summary, sent = self.runs.emulate(plan, label, self.scales, minibatches)
         except RunFailed as failed:
             if accumulated > 1:
