@@ -27,14 +27,24 @@ def write_counters(proc: Path, waits_ns: dict[int, int], stat: str) -> None:
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
 def test_work_is_as_slow_as_others_leave_it_cores(
-    run_s: float, wait_s: float, used_s: float, stolen_s: float, before_s: float
+    run_s: float, wait_s: float, others_s: float, stolen_s: float, before_s: float
 ) -> None:
     """Work that takes `run_s` on a free core has as much less of it as it waits, and as a host takes."""
+    wait_s = min(wait_s, others_s)
+    used_s = run_s + others_s
     before = CoreTimes(before_s, before_s, before_s, before_s)
     after = CoreTimes(before_s + run_s, before_s + wait_s, before_s + used_s, before_s + stolen_s)
     share = run_s / (run_s + wait_s) * used_s / (used_s + stolen_s)
     assert before.slowness_until(after) == pytest.approx(1 / share)
     assert before.slowness_until(replace(before, run_s=before_s + run_s)) == 1
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_waiting_for_each_other_is_no_other_work(run_s: float, ours_s: float, wait_s: float, others_s: float) -> None:
+    end = CoreTimes(run_s=run_s, wait_s=wait_s, used_s=run_s + ours_s)
+    assert CoreTimes().slowness_until(end, run_s + ours_s) == pytest.approx(1)
+    disturbed = replace(end, used_s=end.used_s + others_s)
+    assert CoreTimes().slowness_until(disturbed, run_s + ours_s) == pytest.approx(1 + min(wait_s, others_s) / run_s)
 
 
 @given(SECONDS)

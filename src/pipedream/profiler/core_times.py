@@ -38,9 +38,16 @@ class CoreTimes:
         ticks_per_s = os.sysconf("SC_CLK_TCK")
         return cls(time.process_time(), 1e-9 * sum(waits), used / ticks_per_s, stolen / ticks_per_s)
 
-    def slowness_until(self, end: CoreTimes) -> float:
-        """Returns how many times as long work has taken as on free cores; 1 where nothing is known."""
-        run_s, wait_s = end.run_s - self.run_s, max(0.0, end.wait_s - self.wait_s)
+    def slowness_until(self, end: CoreTimes, run_s: float | None = None) -> float:
+        """Returns how many times as long work has taken as on free cores; 1 where nothing is known.
+
+        Args:
+            run_s: what all processes of this work ran for meanwhile on this machine; by default, what this one did.
+        """
+        own_run_s, wait_s = end.run_s - self.run_s, max(0.0, end.wait_s - self.wait_s)
         used_s, stolen_s = end.used_s - self.used_s, max(0.0, end.stolen_s - self.stolen_s)
-        waiting, stealing = (more / done if done > 0 else 0.0 for more, done in ((wait_s, run_s), (stolen_s, used_s)))
+        # Threads also wait for each other. Other work delays a process by no more than the time that it ran itself.
+        others_s = max(0.0, used_s - (own_run_s if run_s is None else run_s))
+        delays = (min(wait_s, others_s), own_run_s), (stolen_s, used_s)
+        waiting, stealing = (delay_s / done_s if done_s > 0 else 0.0 for delay_s, done_s in delays)
         return (1 + waiting) * (1 + stealing)

@@ -195,8 +195,10 @@ def software_versions() -> dict[str, str]:
 
 def gather_slowness(before: CoreTimes) -> list[float]:
     """Returns how many times as long as on free cores each process's work has taken; every rank calls it."""
-    slowness = before.slowness_until(CoreTimes.now())
-    return list(map(float, process_group.gather_texts(repr(slowness), process_group.world_group())))
+    now, group = CoreTimes.now(), process_group.world_group()
+    rows = process_group.gather_json((platform.node(), now.run_s - before.run_s), group)
+    run_s = sum(run_s for node, run_s in rows if node == platform.node())
+    return process_group.gather_json(before.slowness_until(now, run_s), group)
 
 
 def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:
