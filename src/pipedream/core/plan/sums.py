@@ -122,7 +122,7 @@ class SumMethod:
         return self.name == "powersgd"
 
     def compresses(self, shape: Sequence[int]) -> bool:
-        """Returns whether PowerSGD sends factors of a gradient: half of its numbers or fewer, as in torch's hook.
+        """Returns whether PowerSGD sends factors of a gradient: less than half of its numbers, as in torch's hook.
 
         A tensor is a matrix of its first dimension and all others.
         """
