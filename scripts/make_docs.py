@@ -91,24 +91,23 @@ def write_gallery(entries: Iterable[GalleryEntry], compensated: Iterable[tuple[S
     head = [
         "# Schedules",
         "",
-        "Every picture and every number on this page comes from the objects that the library runs: the order of the",
-        "schedule, lowered to a program and simulated. `make docs` writes the page again, and a test compares them.",
+        "Every picture and every number on this page comes from the program that the library runs: a schedule's",
+        "order, lowered and simulated. `make docs` regenerates the page, and a test compares them.",
         "",
         "Each row is a rank. `F3` and `B3` are the forward and the backward of microbatch 3, a backward takes two",
-        "columns (one where a method's claims ask for it), `.` is waiting, and `'` after an op is an update. A split",
-        "backward is `I3`, the gradients of what arrived, and `W3`, those of the weights. In the pictures `v` is the",
-        "version of the weights that an op reads.",
+        "columns (one where a method's claims assume it), `.` is idle, and `'` after an op is an update. A split",
+        "backward is `I3`, the input gradient, and `W3`, the weight gradient. In the pictures `v` is the weight",
+        "version that an op reads.",
         "",
         "| schedule | m | bubble | staleness | weight sets | microbatches in flight | activations | weights |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         *(write_overview(entry) for entry in entries),
         "",
-        "Several numbers are those of the workers, from first to last; a worker that has several stages is named with",
-        "their totals, and the letters of its ops with the stage, as in `2F3`. A minibatch is split into",
-        "m microbatches. The bubble is that of one minibatch if the schedule flushes, and that of the steady state",
-        "otherwise. Activations and weights are those of the fullest worker in units of the first stage's under 1F1B,",
-        "and so compare methods with one and with several stages on a worker (`pipedream simulate --uniform 4` does it",
-        "for those that you name).",
+        "Several numbers are the workers', from first to last; a worker with several stages shows their totals, and",
+        "its ops begin with the stage, as in `2F3`. A minibatch is split into m microbatches. The bubble is that of",
+        "one minibatch if the schedule flushes, otherwise that of the steady state. Activations and weights are those",
+        "of the fullest worker, relative to the first stage's under 1F1B, which makes methods with one and with",
+        "several stages per worker comparable (`pipedream simulate --uniform 4` compares those that you name).",
     ]
     return (
         "\n".join([*head, *(write_section(entry) for entry in entries), *write_compensated(compensated)]).rstrip()
@@ -174,8 +173,8 @@ def write_compensated(methods: Iterable[tuple[Schedule, str, str]]) -> list[str]
         "",
         "## With a compensation of delay",
         "",
-        "In time, memory and staleness these equal the method that they build on, except for one more tensor for each",
-        "weight where noted; an update uses its late gradients differently. Others are made with",
+        "These have the time, memory and staleness of the method that they build on, except for one more tensor per",
+        "weight where noted; an update uses its stale gradients differently. Combine others with",
         "`Pipeline(schedule=..., compensation=...)` and `pipedream train --compensation NAME[:NUMBER]`.",
         "",
         "| schedule | compensation | m | staleness | weight sets |",
@@ -218,14 +217,14 @@ def write_claims(entry: GalleryEntry) -> list[str]:
     ]
     activations, _, sets = (row[2] for row in rows[1:])
     buffers = [schedule.weights.buffers(s) for s in range(len(schedule.plan.stages))]
-    more = f", {join_alike(buffers)} more for views" if any(buffers) else ""
+    more = f", {join_alike(buffers)} more for predictions" if any(buffers) else ""
     return [
         f"| p = {p}, m = {m}, workers from first to last | claimed | simulated |",
         "| --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        f"Memory of a worker: a stage's weights times {sets}{more}, and its activations of a microbatch times "
-        f"{activations}. Claims: {claims.assumption}.",
+        f"Memory of a worker: {sets} times a stage's weights{more}, and {activations} times its activations of a "
+        f"microbatch. Claims assume: {claims.assumption}.",
     ]
 
 

@@ -1,9 +1,9 @@
-"""RoundPipe: the passes of stages go to the workers in round robin; weights stay in the memory of the machine.
+"""RoundPipe: workers take the stages' passes in round robin; weights stay in host memory.
 
 Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
 forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's two passes are one slot. Each slot
-goes to the next worker, which runs all m microbatches of it. A backward repeats its forward. So the number of stages
-need not be a multiple of p. With n equal slots, p divides n and m >= p, the bubble is p (p - 1)/(n m + p (p - 1)).
+goes to the next worker, which runs all its m microbatches. A backward recomputes its forward. The number of stages need
+not be a multiple of p. With n equal slots, p divides n and m >= p, the bubble is p (p - 1)/(n m + p (p - 1)).
 
     rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
@@ -160,9 +160,9 @@ METHODS = (
         layout=dispatched,
         properties=kit.MethodProperties(replicates_stages=False, recomputes=True),
         picture=kit.Picture("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
-        choose="When the stages do not come out even on the workers, or their weights and what belongs to them take "
-        "more memory than activations: any number of stages from p on, in the memory of one machine, and a worker has "
-        "the weights of one slot. Its bubble is that of as many slots as there are forwards and backwards together. It "
-        "runs each forward twice, and copies each stage's weights twice per minibatch.",
+        choose="When the stages do not divide evenly over the workers, or weights and optimizer state take more memory "
+        "than activations: any number of stages from p on, in one machine's memory, while a worker holds only one "
+        "slot's weights. Its bubble is that of as many slots as there are forwards and backwards together. It runs "
+        "each forward twice, and copies each stage's weights twice per minibatch.",
     ),
 )

@@ -1,8 +1,8 @@
 """After I-TiMePReSt: nF1B with weight stashing, and backwards at weights between the stashed and the newest ones.
 
-I-TiMePReSt, 2025 (arXiv 2509.23241): the significance of the stale weights decays exponentially with the staleness. The
-full formula was not found in print, so this is an interpretation: the backward of a forward that is d updates old uses
-w_new + share^d (w_old - w_new), share = 1/e. With share = 0 it is V-TiMePReSt, with 1 weight stashing in this order.
+I-TiMePReSt, 2025 (arXiv 2509.23241): the significance of the stale weights decays exponentially with the staleness. We
+found no full formula in print, so this is an interpretation: the backward of a forward d updates old uses w_new +
+share^d (w_old - w_new), share = 1/e. With share = 0 it is V-TiMePReSt, with 1 weight stashing in this order.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
@@ -111,7 +111,7 @@ METHODS = (
         aliases=("i_timeprest",),
         properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
         picture=kit.Picture("nF1B, backwards between the version of the forward and the newest (v); m = 3", 3, 15),
-        choose="To study backwards between the weights of the forward and the newest: one number, share, leads from "
+        choose="To study backwards between the forward's weights and the newest: one number, share, leads from "
         "v_timeprest (0) to stashing (1).",
     ),
 )

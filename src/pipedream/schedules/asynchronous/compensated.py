@@ -103,8 +103,8 @@ METHODS = (
         since=2025,
         compensates=True,
         properties=STASHING,
-        choose="With SGD and PipeDream's stages of different delay, when only the momentum may be changed: it looks "
-        "one update ahead at every stage and costs no memory. Give the paper's rate times 1 - m.",
+        choose="With SGD and PipeDream's differing staleness per stage, when only the momentum may change: it looks "
+        "one update ahead at every stage and costs no memory. Use the paper's learning rate times 1 - m.",
     ),
     kit.Method(
         ftpipe_msnag,
@@ -118,31 +118,31 @@ METHODS = (
         since=2021,
         compensates=True,
         properties=STASHING,
-        choose="When weights move by very different amounts within the delay: the gradients of those that moved far "
-        "count less. One more tensor for each weight, the moving average of squared steps.",
+        choose="When weights move by very different amounts within the delay: gradients of weights that moved far "
+        "count less. One more tensor per weight, the moving average of squared steps.",
     ),
     kit.Method(
         pipedream_lr,
         since=2025,
         compensates=True,
         properties=STASHING,
-        choose="When a run diverges in its first phase at the rate that is right for one worker: late stages begin "
-        "at a share of it. K is about the length of the warm-up or of the first decay.",
+        choose="When a run diverges early at the learning rate that is right for one worker: stale stages start at a "
+        "fraction of it. K is about the length of the warm-up or of the first decay.",
     ),
     kit.Method(
         one_step_ef,
         since=2026,
         compensates=True,
         properties=kit.MethodProperties(flushes=False, uses_depth=True),
-        choose="With AdamW or Muon on the two weight sets of 2BW: it recovers most of what one update of delay "
-        "costs. One more tensor for each weight, the last update.",
+        choose="With AdamW or Muon on 2BW's two weight sets: it recovers most of what one update of staleness costs. "
+        "One more tensor per weight, the last update.",
     ),
     kit.Method(
         basis_rotation,
         since=2026,
         compensates=True,
         properties=STASHING,
-        choose="With Adam and many stages. It keeps four square matrices for each weight, "
+        choose="With Adam and many stages. It keeps four square matrices per weight, "
         "`basis_rotation[geometry=one_sided,estimate=first_moment]` one.",
     ),
     kit.Method(
@@ -150,7 +150,7 @@ METHODS = (
         since=2021,
         compensates=True,
         properties=ONE_SET,
-        choose="With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, "
-        "the spike compensation the late gradient.",
+        choose="With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, the "
+        "spike compensation the stale gradient.",
     ),
 )

@@ -1,7 +1,7 @@
 """PACI: PipeDream's order with an update every m microbatches, and one set of weights, updated in place.
 
-2026 (arXiv 2606.07881). The forward reads the newest weights, the backward goes through the old activations with the
-newest (the rule 'graph'). Stage s is (p-1-s)/m updates late on average, at most ceil((p-1-s)/m).
+2026 (arXiv 2606.07881). The forward reads the newest weights, the backward uses the old activations with the newest
+(the rule 'graph'). Stage s is (p-1-s)/m updates stale on average, at most ceil((p-1-s)/m).
 
     rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
@@ -40,8 +40,8 @@ METHODS = (
         since=2026,
         properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False, uses_depth=True),
         picture=kit.Picture("PACI: each op reads the newest version (v); m = 4", 4, 12),
-        choose="When the weights are large and a little delay does no harm: no bubble, one set of weights, and, with "
-        "m >= p - 1 microbatches, a staleness of one update at most. `paci[backward_rule=stash]`, PipeDream with "
-        "accumulation, keeps sets of weights for true gradients: at most two where m >= p - 1, one at the last stage.",
+        choose="When weights are large and a little staleness does no harm: no bubble, one set of weights, and, with m "
+        ">= p - 1 microbatches, a staleness of at most one update. `paci[backward_rule=stash]`, PipeDream with "
+        "accumulation, stashes weights for true gradients: at most two versions if m >= p - 1, one at the last stage.",
     ),
 )

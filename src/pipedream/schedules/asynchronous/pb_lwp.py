@@ -52,7 +52,7 @@ METHODS = (
         since=2021,
         properties=ONE_SET,
         picture=kit.Picture("Pipelined backpropagation, forwards at weights predicted from version v", None, 12),
-        choose="With pipelined_backprop, where its delay hurts: SGD with momentum, Adam or AdamW. The prediction is "
+        choose="With pipelined_backprop, if its staleness hurts: SGD with momentum, Adam or AdamW. The prediction is "
         "as good as the velocity is steady, so long horizons need long momentum.",
     ),
 )

@@ -1,4 +1,4 @@
-"""PipeDream: one forward, one backward, no flush; each minibatch keeps the weights that its forward read.
+"""PipeDream: one forward, one backward, no flush; each minibatch stashes the weights that its forward read.
 
 Narayanan et al., SOSP 2019, sections 3.2 (1F1B-RR) and 3.3 (weight stashing, vertical sync).
 
@@ -55,9 +55,9 @@ METHODS = (
         since=2019,
         properties=STASHING,
         picture=kit.Picture("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
-        choose="When the minibatch cannot be split or the bubble of a flush costs too much: no worker waits in steady "
-        "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The "
-        "plan may replicate stages.",
+        choose="When the minibatch cannot be split or a flush's bubble costs too much: no worker waits in steady "
+        "state, at the price of stale gradients and one set of weights per minibatch in flight. The plan may replicate "
+        "stages.",
     ),
     kit.Method(
         pipedream_vertical_sync,
@@ -65,7 +65,7 @@ METHODS = (
         aliases=("vertical_sync",),
         properties=replace(STASHING, versions_grow_with_stages=True),
         picture=kit.Picture("PipeDream with vertical sync: one version (v) for a minibatch at all stages", None, 12),
-        choose="When all stages must see one version of the whole model for a minibatch, so that the update rule is "
+        choose="When all stages must see one version of the whole model per minibatch, so that the update rule is "
         "exactly delayed SGD. Costs more staleness and more weight sets than pipedream.",
     ),
 )

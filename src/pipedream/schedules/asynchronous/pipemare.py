@@ -1,8 +1,8 @@
-"""PipeMare: no flush and no stash; the backward reads weights that are corrected towards those of its forward.
+"""PipeMare: no flush and no stash; the backward reads weights corrected towards its forward's.
 
 Yang et al., MLSys 2021, section 3.2, T2: u = w(t) - D d(t), d(t+1) = gamma d(t) + (1 - gamma)(w(t+1) - w(t)), D the
-stage's delay in updates, gamma = decay^(1/D). The order is that of pipelined backpropagation with m microbatches in
-an update, so the mean D is 2(p-1-s)/m; the paper's has one more microbatch between the two passes: (2(p-1-s) + 1)/m.
+stage's delay in updates, gamma = decay^(1/D). The order is that of pipelined backpropagation with m microbatches per
+update, so the mean D is 2(p-1-s)/m; the paper's has one more microbatch between the two passes: (2(p-1-s) + 1)/m.
 
     rank 0 | F0  F1  F2  B0  F3  B1' F4  B2  F5  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
@@ -59,7 +59,7 @@ METHODS = (
         since=2021,
         properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
         picture=kit.Picture("PipeMare: backwards at weights corrected back from version v; m = 4", 4, 12),
-        choose="To study one set of weights with a correction of the backward, at the concurrent clock of its paper, "
-        "which adds rates by stage and a synchronous start.",
+        choose="To study one set of weights with a corrected backward, at its paper's concurrent clock; the paper adds "
+        "per-stage rates and a synchronous start.",
     ),
 )

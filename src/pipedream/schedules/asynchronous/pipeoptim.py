@@ -40,7 +40,7 @@ METHODS = (
             flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True
         ),
         picture=kit.Picture("PipeOptim: forwards at weights predicted from version v", None, 12),
-        choose="With Adam or AdamW where pipedream's sets of weights do not fit: the forward is predicted, one set "
-        "of weights, and a copy of it during a forward.",
+        choose="With Adam or AdamW if pipedream's sets of weights do not fit: predicted forwards, one set of weights, "
+        "and a copy of it during a forward.",
     ),
 )

@@ -1,4 +1,4 @@
-"""SpecTrain: forward and backward predict the same future weights, those at the time when the minibatch ends.
+"""SpecTrain: forward and backward predict the same future weights, those at the end of the minibatch.
 
 Chen, Yang, Cheng, 2018 (arXiv 1809.02839), section 4: w - T lr v, v the smoothed gradient.
 
@@ -67,6 +67,6 @@ METHODS = (
         since=2018,
         properties=_PROPERTIES,
         picture=kit.Picture("SpecTrain, second version: predicted from version v, kept for the backward", None, 12),
-        choose="As pipedream, with true gradients, but at predicted weights; one more set of weights.",
+        choose="Like pipedream, with true gradients, but at predicted weights; one more set of weights.",
     ),
 )

@@ -1,4 +1,4 @@
-"""TiMePReSt: nF1B, all forwards of a minibatch and the backward of another in turn, backwards at the newest weights.
+"""TiMePReSt: nF1B, all forwards of one minibatch alternate with another's backward, which reads the newest weights.
 
 2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2; `v_timeprest`: 2025 (arXiv
 2509.23241). A stage runs the backward of a whole minibatch of m microbatches as soon as it can, and admits at most
@@ -142,10 +142,10 @@ METHODS = (
         picture=kit.Picture(
             "TiMePReSt: forwards read the version (v) of their tag, backwards the newest; m = 3", 3, 15
         ),
-        choose="To study backwards at the newest weights with forwards of one version of the whole model. The last "
-        "stage keeps the most versions, and all stages are as late as the first. Take "
-        "`timeprest[backward_rule=recompute]` at high rates: old activations with newer weights diverged first where "
-        "this was tried.",
+        choose="To study backwards at the newest weights with forwards at one version of the whole model. The last "
+        "stage keeps the most versions, and all stages are as stale as the first. Use "
+        "`timeprest[backward_rule=recompute]` at high learning rates: in tests, old activations with newer weights "
+        "diverged first.",
     ),
     kit.Method(
         v_timeprest,
@@ -154,7 +154,7 @@ METHODS = (
         picture=kit.Picture(
             "V-TiMePReSt: m forwards, then m backwards; each op reads the newest version (v); m = 3", 3, 15
         ),
-        choose="To study the order nF1B: paci's weights and updates, with the backwards of a minibatch together. "
-        "It holds more microbatches than paci and is no less late.",
+        choose="To study the order nF1B: paci's weights and updates, with a minibatch's backwards together. It keeps "
+        "more microbatches in flight than paci and is no less stale.",
     ),
 )

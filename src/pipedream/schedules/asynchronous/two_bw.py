@@ -48,7 +48,7 @@ METHODS = (
         aliases=("2bw",),
         properties=kit.MethodProperties(flushes=False, uses_depth=True),
         picture=kit.Picture("PipeDream-2BW: 1F1B, no flush, two versions (v) of the weights; m = 4", 4, 12),
-        choose="When the weights are large: no bubble in steady state with two sets of weights at any depth, and a "
-        "staleness of one update everywhere. Needs m >= p - 1 microbatches in a minibatch.",
+        choose="When weights are large: no bubble in steady state with two sets of weights at any depth, and a "
+        "staleness of one update everywhere. Needs m >= p - 1 microbatches per minibatch.",
     ),
 )

@@ -1,8 +1,8 @@
-"""XPipe: microbatches without a flush; the first of a minibatch predicts weights, the others share them.
+"""XPipe: microbatches without a flush; a minibatch's first one predicts weights, the others share them.
 
-Guan et al., 2019 (arXiv 1911.04610), section 3: the bellwether, the first microbatch of its minibatch, computes
-w - T lr u for the forwards, u the direction of Adam's step, T = ceil(W_s / m) the updates that it is late. The backward
-reads the newest weights.
+Guan et al., 2019 (arXiv 1911.04610), section 3: the bellwether, the first microbatch of its minibatch, computes w - T
+lr u for the forwards, u the direction of Adam's step, T = ceil(W_s / m) its staleness in updates. The backward reads
+the newest weights.
 
     rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
@@ -42,7 +42,7 @@ METHODS = (
         since=2019,
         properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False, uses_depth=True),
         picture=kit.Picture("XPipe: a minibatch's forwards share one prediction from version v; m = 4", 4, 12),
-        choose="As pipeoptim, with minibatches that are split: one update per minibatch, one prediction for all of "
-        "its microbatches.",
+        choose="Like pipeoptim, with split minibatches: one update per minibatch, one prediction for all its "
+        "microbatches.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Breadth-first: each worker has v stages, p stages apart, and takes all microbatches through one before the next.
+"""Breadth-first: each worker has v stages, p stages apart, and runs all microbatches through one before the next.
 
 Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, section 4.1: the bubble of interleaved 1F1B for any
 m >= p, with the activations of GPipe.
@@ -41,7 +41,7 @@ METHODS = (
         layout=kit.looped,
         properties=kit.MethodProperties(replicates_stages=False),
         picture=kit.Picture("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
-        choose="Where messages are slow compared with a microbatch's compute and memory is plentiful: the bubble of "
-        "interleaved_1f1b, but a stage's microbatches follow each other, so that a message has the longest time.",
+        choose="When messages are slow compared with a microbatch's compute and memory is plentiful: the bubble of "
+        "interleaved_1f1b, but a stage's microbatches run back to back, which leaves each message the most time.",
     ),
 )

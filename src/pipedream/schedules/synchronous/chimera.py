@@ -1,8 +1,8 @@
-"""Chimera: two pipelines in opposite directions, each with half of the microbatches, in each other's bubbles.
+"""Chimera: two pipelines in opposite directions, each with half of the microbatches, fill each other's bubbles.
 
-Li and Hoefler, Chimera, SC 2021, section 3. Worker w has stage w of the pipeline down and stage p - 1 - w of the
-pipeline up; the two holders of a stage add up their gradients. The first forwards of each p microbatches use the last
-bubbles of the p before (section 3.5, direct concatenation): p - 2 idle slots in all, against 2(p - 1) of 1F1B. Even
+Li and Hoefler, Chimera, SC 2021, section 3. Worker w has stage w of the down pipeline and stage p - 1 - w of the up
+pipeline; the two holders of a stage all-reduce their gradients. The first forwards of each p microbatches fill the last
+bubbles of the previous p (section 3.5, direct concatenation): p - 2 idle slots in total, against 1F1B's 2(p - 1). Even
 microbatches go down.
 
     rank 0 | 0F0  1F1  1B1  0B0'
@@ -82,8 +82,8 @@ METHODS = (
         layout=kit.mirrored,
         properties=kit.MethodProperties(replicates_stages=False),
         picture=kit.Picture("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
-        choose="When a minibatch has few microbatches, about as many as workers, and the weights are small compared "
-        "with the activations: about half of 1f1b's bubble, for two sets of weights per worker and a sum over two "
+        choose="When a minibatch has few microbatches, about as many as workers, and weights are small compared with "
+        "activations: about half of 1f1b's bubble, for two sets of weights per worker and an all-reduce over two "
         "holders at each update. The number of workers must be even.",
     ),
 )

@@ -1,8 +1,8 @@
-"""Chimera with forward doubling: two forwards are as long as one backward, so that no bubble is left in between.
+"""Chimera with forward doubling: two forwards take as long as one backward, which leaves no bubble in between.
 
 Li and Hoefler, Chimera, SC 2021, section 3.5. A slot is two forwards or one backward, a backward if one can start. Only
-p - 2 slots are idle, for any number of microbatches, at twice the activations of `chimera`. Backward halving is the
-same order over microbatches of half the size.
+p - 2 slots are idle, for any number of microbatches, at twice `chimera`'s activations. Backward halving is the same
+order over microbatches of half the size.
 
     rank 0 | 0F0  0F2  1F1  1F3  1B1  1B3  0B0  0B2'
     rank 1 | 0F1  0F3  1F0  1F2  1B0  1B2  0B1  0B3'
@@ -86,7 +86,7 @@ METHODS = (
         layout=kit.mirrored,
         properties=kit.MethodProperties(replicates_stages=False),
         picture=kit.Picture("Chimera with forward doubling; s is the stage; m = 8", 8, 16),
-        choose="As chimera, with many microbatches, and backwards that take twice as long as forwards, as they "
-        "usually do; holds twice as many microbatches.",
+        choose="Like chimera, with many microbatches, and backwards that take twice as long as forwards, as usual; "
+        "keeps twice as many microbatches in flight.",
     ),
 )

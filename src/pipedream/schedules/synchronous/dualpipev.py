@@ -1,4 +1,4 @@
-"""DualPipeV: the two directions of DualPipe in one V of stages, so that each forward has a backward to overlap with.
+"""DualPipeV: DualPipe's two directions in one V of stages, so that each forward can overlap with a backward.
 
 DeepSeek-AI, DualPipe (2025), "cut in half": worker r has stages r and 2p - 1 - r, and no second copy of its weights.
 In the middle of a minibatch a forward at one stage is followed by an independent backward at the other; at the end
@@ -78,7 +78,7 @@ METHODS = (
         layout=kit.wave,
         properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
         picture=kit.Picture("DualPipeV: two stages (s) a worker, m = 8", 8, 8),
-        choose="Where messages can hide under the computation of the other direction, as with experts on many "
-        "devices: each forward has a backward next to it. Otherwise zbv has less bubble and holds less.",
+        choose="When messages can overlap with the other direction's compute, as with experts on many devices: each "
+        "forward has a backward next to it. Otherwise zbv has a smaller bubble and needs less memory.",
     ),
 )

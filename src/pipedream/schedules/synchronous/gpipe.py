@@ -34,8 +34,8 @@ METHODS = (
         since=2018,
         properties=kit.MethodProperties(),
         picture=kit.Picture("GPipe: all forwards, then all backwards, flush; m = 4", 4, 8),
-        choose="When a minibatch splits into many microbatches (m at least 4 p) and memory is plentiful, or when an "
-        "order is wanted that is easy to follow. The result is that of one process; 1f1b gives it too, in the "
-        "same time, with less memory.",
+        choose="When a minibatch splits into many microbatches (m at least 4 p) and memory is plentiful, or for an "
+        "order that is easy to follow. The result is that of one process; 1f1b gives the same in the same time, with "
+        "less memory.",
     ),
 )

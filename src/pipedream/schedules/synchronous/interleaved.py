@@ -55,8 +55,8 @@ METHODS = (
         layout=kit.looped,
         properties=kit.MethodProperties(replicates_stages=False),
         picture=kit.Picture("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
-        choose="When the bubble of 1f1b is too long and the minibatch cannot be split further: v stages per worker "
-        "make it nearly v times shorter, for v times the messages. On slow links these cost more than the "
-        "bubble saves: simulate both.",
+        choose="When 1f1b's bubble is too large and the minibatch cannot be split further: v stages per worker make it "
+        "nearly v times smaller, for v times the messages. On slow links these cost more than the bubble saves: "
+        "simulate both.",
     ),
 )

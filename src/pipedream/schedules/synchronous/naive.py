@@ -1,4 +1,4 @@
-"""Naive model parallelism: one microbatch at a time; a worker waits while the others work.
+"""Naive model parallelism: one microbatch at a time; one worker computes while the others wait.
 
 The baseline of PipeDream (SOSP 2019, figure 2).
 
@@ -34,7 +34,7 @@ METHODS = (
         since=0,
         properties=kit.MethodProperties(),
         picture=kit.Picture("Naive model parallelism, m = 1", 1, 4),
-        choose="Never for speed: it is the baseline. It is right for a model that does not fit one worker and is run "
-        "seldom, and for finding out whether an error comes from the pipeline or from the model.",
+        choose="Never for speed: it is the baseline. Use it for a model that does not fit one worker and rarely runs, "
+        "or to find out whether an error comes from the pipeline or the model.",
     ),
 )

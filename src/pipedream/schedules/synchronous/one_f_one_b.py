@@ -37,7 +37,7 @@ METHODS = (
         aliases=("pipedream_flush", "dapple"),
         properties=kit.MethodProperties(uses_depth=True),
         picture=kit.Picture("1F1B with a flush, m = 4", 4, 8),
-        choose="The first choice where the result must be that of one process: GPipe's bubble, and a stage holds at "
-        "most p microbatches instead of m. Split the minibatch as finely as the workers stay efficient.",
+        choose="The first choice if the result must equal that of one process: GPipe's bubble, with at most p "
+        "microbatches in flight per stage instead of m. Split the minibatch as finely as the workers stay efficient.",
     ),
 )

@@ -1,9 +1,9 @@
 """V-Half: split backwards over a V of stages, with half of 1F1B's activations.
 
-Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, sections 3.2 and 4. Worker r has stages r and
-2p - 1 - r. On its way back a microbatch waits a slot at each worker, so that fewer slots are lost than in `v_min`; a
-new one follows every six slots. With f = i = w a minibatch takes (7 p / 2 - 4) f longer than its work 6 m f if p is
-even, (7 p - 9) f / 2 if it is odd and more than 1.
+Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, sections 3.2 and 4. Worker r has stages r and 2p
+- 1 - r. On its way back a microbatch waits one slot at each worker, which loses fewer slots than `v_min`; a new one
+follows every six slots. With f = i = w a minibatch takes (7 p / 2 - 4) f longer than its work 6 m f if p is even, (7 p
+- 9) f / 2 if it is odd and more than 1.
 
     rank 0 | 0F0 0F1 .   3F0 3I0 3W0 0F2 .   3F1 3I1 3W1 0I0 0W0
     rank 1 | .   1F0 2F0 1F1 .   2I0 2W0 2F1 1F2 1I0 2I1 2W1 2F2
@@ -42,7 +42,7 @@ METHODS = (
         layout=kit.wave,
         properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
         picture=kit.Picture("V-Half: two stages (s) a worker, m = 8", 8, 8),
-        choose="When the activations of 1f1b do not fit: half of them, with a little more than half of its bubble. "
-        "Needs two stages per worker, and the messages that they cause.",
+        choose="When 1f1b's activations do not fit: half of them, with a little more than half of its bubble. Needs "
+        "two stages per worker, with their additional messages.",
     ),
 )

@@ -1,9 +1,9 @@
 """V-Min: split backwards over a V of stages, with about a third of 1F1B's activations.
 
-Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, sections 3.2 and 4. Worker r has stages r and
-2p - 1 - r. A microbatch goes there and back over the workers without a pause, first its forwards, then its input
-gradients, and a new one follows every six slots. If p is a multiple of 3 it waits twice for two slots, since two ops
-would need the same one. With f = i = w a minibatch takes (4p - 5) f longer than its work 6 m f, then (4p - 4) f.
+Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, sections 3.2 and 4. Worker r has stages r and 2p
+- 1 - r. A microbatch traverses the workers and back without a pause, first its forwards, then its input gradients, and
+a new one follows every six slots. If p is a multiple of 3 it waits twice for two slots, since two ops would need the
+same one. With f = i = w a minibatch takes (4p - 5) f longer than its work 6 m f, then (4p - 4) f.
 
     rank 0 | 0F0 .   .   3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2
     rank 1 | .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1
@@ -42,7 +42,7 @@ METHODS = (
         layout=kit.wave,
         properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
         picture=kit.Picture("V-Min: two stages (s) a worker, m = 8", 8, 8),
-        choose="When activations do not fit otherwise: about a third of those of 1f1b, with two thirds of its bubble. "
-        "Needs two stages per worker, and the messages that they cause.",
+        choose="When activations do not fit otherwise: about a third of 1f1b's, with two thirds of its bubble. Needs "
+        "two stages per worker, with their additional messages.",
     ),
 )

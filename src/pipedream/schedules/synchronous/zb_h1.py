@@ -1,8 +1,8 @@
 """ZB-H1: 1F1B with split backwards, whose weight gradients fill the bubble; as many in flight as 1F1B's input stage.
 
-Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1, figure 2. The stage before waits for the input
-gradient I; only the update waits for the weight gradient W, so stage s runs W s microbatches later and keeps what W
-needs until then. With f, i, w seconds a minibatch takes m (f + i + w) + (p - 1)(f + i - w).
+Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1, figure 2. The previous stage waits for the input
+gradient I; only the update waits for the weight gradient W, so stage s runs W s microbatches later and keeps W's inputs
+until then. With f, i, w seconds a minibatch takes m (f + i + w) + (p - 1)(f + i - w).
 
     rank 0 | F0  F1  .   I0  W0  F2  I1  W1  F3  I2  W2  I3  W3'
     rank 1 | .   F0  I0  F1  I1  W0  F2  I2  W1  F3  I3  W2  W3'
@@ -47,9 +47,9 @@ METHODS = (
         aliases=("zb1p",),
         properties=kit.MethodProperties(splits_backward=True, uses_depth=True),
         picture=kit.Picture("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
-        choose="Where 1f1b is right, messages are fast, and a stage's time is in weights: layers whose backward is "
-        "two products, one for the input and one for the weight. A third of 1f1b's bubble; every stage holds as much "
-        "as 1f1b's first. It gains nothing where the halves cannot be separated (compiled modules, fused recurrent "
-        "layers).",
+        choose="When 1f1b is right, messages are fast, and matrix products dominate: layers whose backward is two "
+        "products, one for the input and one for the weight. A third of 1f1b's bubble; every stage keeps as many "
+        "activations as 1f1b's first. It gains nothing if the halves cannot be separated (compiled modules, fused "
+        "recurrent layers).",
     ),
 )

@@ -54,9 +54,9 @@ METHODS = (
         aliases=("zb2p",),
         properties=kit.MethodProperties(splits_backward=True, uses_depth=True),
         picture=kit.Picture("ZB-H2: twice the depth, two minibatches; m = 7", 7, 14),
-        choose="When there is memory for twice as many microbatches. Over one minibatch its bubble is that of zb_h1, "
-        "but its workers start and end one after the other and continue with the next minibatch without waiting: in "
-        "a run of many the bubble is gone. Not with clipping by the global norm, for which all stages wait at each "
+        choose="When there is memory for twice as many microbatches. Over one minibatch its bubble is zb_h1's, but "
+        "workers start and end one after the other and continue with the next minibatch without waiting: over many "
+        "minibatches the bubble vanishes. Not with clipping by the global norm, for which all stages wait at each "
         "update.",
     ),
 )

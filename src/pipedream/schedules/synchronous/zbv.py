@@ -3,7 +3,7 @@ activations.
 
 Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, section 3.3, and Zero Bubble Pipeline
 Parallelism, ICLR 2024, section 6. Worker r has stages r and 2p - 1 - r, so the first worker also has the loss and
-starts its backwards as early as the last one. With f = i = w, n minibatches take 6 n m f + (p - 1) f; at most 2p are
+starts its backwards as early as the last worker. With f = i = w, n minibatches take 6 n m f + (p - 1) f; at most 2p are
 in flight at a worker's two stages.
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2
@@ -56,8 +56,7 @@ METHODS = (
         layout=kit.wave,
         properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
         picture=kit.Picture("ZB-V: two stages (s) a worker, m = 8", 8, 8),
-        choose="When two stages per worker and the messages that they cause are cheap: no bubble in a run of many "
-        "minibatches, with the activations of 1f1b. Needs m >= 2p, and about equal times for forwards and for both "
-        "halves of backwards.",
+        choose="When two stages per worker and their additional messages are cheap: no bubble over many minibatches, "
+        "with 1f1b's activations. Needs m >= 2p, and about equal times for forwards and both halves of backwards.",
     ),
 )
