@@ -557,7 +557,7 @@ BREAKS = (
     Break(
         "checkpoint: the manifest is not compared with its checksum",
         "core/checkpoint.py",
-        "if then != now:",
+        "if saved_crc32 != crc32:",
         "if False:",
         ("runtime/checkpoint/test_checkpoints.py",),
     ),
@@ -685,8 +685,8 @@ BREAKS = (
     Break(
         "random: dropout is the same for all microbatches",
         "core/seeds.py",
-        "_name_seed(seed, layer) + microbatch * 0x9E3779B97F4A7C15",
-        "_name_seed(seed, layer) + 0x9E3779B97F4A7C15",
+        "_hash_name(seed, layer) + microbatch * 0x9E3779B97F4A7C15",
+        "_hash_name(seed, layer) + 0x9E3779B97F4A7C15",
         ("core/test_core_nouns.py",),
     ),
     Break(

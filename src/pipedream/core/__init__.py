@@ -1,1 +1,1 @@
-"""The ground floor: nouns, and the arithmetic that several wings share. Standard library only."""
+"""The data types, and the arithmetic that several packages share; without torch."""

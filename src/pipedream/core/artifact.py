@@ -1,7 +1,7 @@
 """Saves and loads plans, profiles and the like: JSON, checked field by field, with a format number.
 
-An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. A file of another kind, a newer library
-or a careless edit is refused, never half read.
+An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. A file of another kind or format, or
+with a wrong field, is refused as a whole.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Artifact:
                 f"{source} is not JSON ({error}), so it is not {_add_article(cls)}; give the right file"
             ) from None
         if not isinstance(data, dict) or data.get("artifact") != cls.__name__:
-            holds = data.get("artifact") if isinstance(data, dict) else type(data).__name__
-            raise ArtifactError(f"{source} should hold {_add_article(cls)}, but holds {holds!r}; give the right file")
+            kind = data.get("artifact") if isinstance(data, dict) else type(data).__name__
+            raise ArtifactError(f"{source} should hold {_add_article(cls)}, but holds {kind!r}; give the right file")
         if data.get("format") != cls.FORMAT:
             raise ArtifactError(
                 f"{source} has {cls.__name__} format {data.get('format')!r}, this library reads format "
@@ -67,7 +67,7 @@ class Artifact:
 
     @classmethod
     def check_is(cls, value: Any) -> Self:
-        """Returns the value. Raises a PlanError if it is of another kind, such as the name of a file."""
+        """Returns the value. Raises a PlanError if it is not of this class, such as the name of a file."""
         if not isinstance(value, cls):
             name = cls.__name__
             is_path = isinstance(value, (str, os.PathLike))
@@ -96,9 +96,9 @@ class Artifact:
 
 
 class NamedKind:
-    """A dataclass of one of several kinds, which its JSON names.
+    """A dataclass with several kinds, whose JSON names the kind.
 
-    Their base sets ``KEY``, the field of the kind's name; each kind sets ``name``, and abstract ones do not.
+    The base class sets ``KEY``, the JSON field for the kind; each concrete kind sets its ``name``.
     """
 
     KEY: ClassVar[str]
@@ -121,29 +121,29 @@ class NamedKind:
     @classmethod
     def decoded(cls, value: dict[str, Any], place: str) -> Self:
         """Reads JSON values. Raises an ArtifactError for an unknown kind or a wrong field."""
-        named = str(value.get(cls.KEY))
-        kind = cls.kinds.get(cls.OLD_NAMES.get(named, named))
+        kind_name = str(value.get(cls.KEY))
+        kind = cls.kinds.get(cls.OLD_NAMES.get(kind_name, kind_name))
         if kind is None:
             raise ArtifactError(f"{place}.{cls.KEY} should be one of {sorted(cls.kinds)}")
         return typing.cast(Self, decode_fields(kind, {k: v for k, v in value.items() if k != cls.KEY}, place))
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Reads a file that ends: no pipe or device, and of at most `MOST_TEXT_BYTES`.
+    """Reads a regular file of at most `MOST_TEXT_BYTES`.
 
     Raises:
         OSError, UnicodeDecodeError: it cannot be read.
     """
     status = os.stat(path)
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise OSError("it is a pipe or a device; give a file")
+        raise OSError("it is a pipe or a device; give a regular file")
     if status.st_size > MOST_TEXT_BYTES:
-        raise OSError(f"it has {status.st_size} bytes, and {MOST_TEXT_BYTES} are the most")
+        raise OSError(f"it has {status.st_size} bytes; at most {MOST_TEXT_BYTES} are read")
     return Path(path).read_text(encoding="utf-8")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Writes a file atomically, by renaming a temporary neighbour."""
+    """Writes a file atomically, by renaming a temporary file beside it."""
     path = Path(path)
     with new_file(path) as scratch:
         scratch.write_text(text, encoding="utf-8")
@@ -152,7 +152,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yields the name of a temporary neighbour to write, which then replaces the file; makes the folder.
+    """Yields the path of a temporary file to write, which then replaces `path`; makes the folder.
 
     Raises:
         ArtifactError: the file cannot be written; nothing is left of it.
@@ -171,18 +171,18 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the system into an `ArtifactError` that names what could not be written."""
+    """Turns an `OSError` into an `ArtifactError` that names the file that could not be written."""
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = "free space, or choose a place with more" if full else "choose another place"
-        why = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror or error
-        raise ArtifactError(f"cannot write {path}: {why}; {advice}") from None
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "free space, or choose a place with more" if is_full else "choose another place"
+        reason = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror or error
+        raise ArtifactError(f"cannot write {path}: {reason}; {advice}") from None
 
 
 def system_error(error: BaseException) -> BaseException:
-    """Returns the OSError (a full disk, ...) on which another error followed, as torch's do; or the error itself."""
+    """Returns the OSError (a full disk, ...) that led to an error, such as one of torch's; else the error itself."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
@@ -190,7 +190,7 @@ def system_error(error: BaseException) -> BaseException:
 
 
 def check_json(value: Any, what: str) -> None:
-    """Raises an `ArtifactError` if a checkpoint cannot keep a value, because JSON cannot hold it."""
+    """Raises an `ArtifactError` if JSON, and so a checkpoint, cannot hold a value."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -204,7 +204,7 @@ def encode(value: Any) -> Any:
     if hasattr(type(value), "encoded"):
         return value.encoded()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {_json_name(f): encode(getattr(value, f.name)) for f in _stored_fields(value)}
+        return {_find_json_name(f): encode(getattr(value, f.name)) for f in _list_stored_fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
@@ -231,8 +231,8 @@ def decode(kind: Any, value: Any, place: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        chosen = next(item for item in arguments if item is not type(None))
-        return decode(chosen, value, place)
+        inner_kind = next(item for item in arguments if item is not type(None))
+        return decode(inner_kind, value, place)
     if origin is tuple:
         return _decode_tuple(arguments, value, place)
     if origin is dict:
@@ -279,7 +279,7 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     """Returns a dataclass from JSON, field by field; see `decode`."""
     _expect(isinstance(value, dict), place, "an object", value)
     hints = typing.get_type_hints(kind)
-    fields = {_json_name(f): f for f in _stored_fields(kind)}
+    fields = {_find_json_name(f): f for f in _list_stored_fields(kind)}
     renamed: dict[str, str] = getattr(kind, "RENAMED", {})
     value = {renamed.get(name, name): item for name, item in value.items()}
     unknown = sorted(set(value) - set(fields))
@@ -297,17 +297,17 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
         raise ArtifactError(f"{place}: {error}") from None
 
 
-def _stored_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+def _list_stored_fields(kind: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if field.init and field.metadata.get("json") != ""]
 
 
-def _json_name(field: dataclasses.Field[Any]) -> str:
-    """Returns a field's name in JSON: its own, unless files were written before it was renamed."""
+def _find_json_name(field: dataclasses.Field[Any]) -> str:
+    """Returns a field's name in JSON: that of older files, if it has been renamed."""
     return str(field.metadata.get("json", field.name))
 
 
 def _add_article(kind: type) -> str:
-    """Returns a class's name with its article; the name Operators is a plural."""
+    """Returns a class's name with its article, unless it is a plural (Operators)."""
     name = kind.__name__
     return name if name.endswith("s") else f"a{'n' * (name[0] in 'AEIOU')} {name}"
 

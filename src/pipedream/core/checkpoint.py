@@ -25,18 +25,18 @@ _TYPE = re.compile(r"[a-z][a-z0-9_]*")
 
 
 _FINITE_OPTIONS = {"lr", "initial_lr", "betas", "momentum", "weight_decay", "eps"}
-"""Others may be infinite: a limit that there is not."""
+"""Options that must be finite; others may be infinite, which means no limit."""
 
 _MOST_COUNT = 10**15
 
 
 class StoredPiece(NamedTuple):
-    """Where a part of a tensor lies.
+    """Where a part of a tensor is stored.
 
     Attributes:
-        start: its first index in each dimension of the tensor.
+        start: the part's first index in each dimension of the tensor.
         shape: the part's shape.
-        offset, length: in the file, in bytes.
+        offset, length: bytes in the file.
         crc32: checksum of dtype, shape and values; None in a file of version 0.1.
     """
 
@@ -49,14 +49,14 @@ class StoredPiece(NamedTuple):
 
     @property
     def box(self) -> Box:
-        return tuple(range(at, at + size) for at, size in zip(self.start, self.shape, strict=True))
+        return tuple(range(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: in pieces, of which each element is in one.
+    """Where a tensor is stored: in pieces, each element in exactly one.
 
-    In JSON a single piece has its fields beside the dtype, as all tensors had in earlier files.
+    In JSON the fields of a single piece are beside the dtype, as in earlier files.
     """
 
     dtype: str
@@ -77,7 +77,7 @@ class Stored:
             if any(part.stop > size for part, size in zip(piece.box, self.shape, strict=True)):
                 raise ValueError(f"a piece lies within its tensor, {self.shape}, found {piece}")
         if len({piece.start for piece in self.pieces}) < len(self.pieces) or not self.pieces:
-            raise ValueError(f"a tensor has pieces, each at its own place, found {self.pieces}")
+            raise ValueError(f"a tensor has pieces with different starts, found {self.pieces}")
         piece_values = sum(prod(piece.shape) for piece in self.pieces)
         if piece_values != prod(self.shape):
             raise ValueError(f"the pieces make up the tensor of {prod(self.shape)} values, found {piece_values}")
@@ -96,8 +96,8 @@ class Stored:
             shape = value.get("shape")
             start = [0] * len(shape) if isinstance(shape, list) else shape
             piece = {"start": start, "shape": shape} | {key: value.get(key) for key in StoredPiece._fields[2:]}
-            rest = {key: item for key, item in value.items() if key not in piece or key == "shape"}
-            value = rest | {"pieces": [list(piece.values())]}
+            other_fields = {key: item for key, item in value.items() if key not in piece or key == "shape"}
+            value = other_fields | {"pieces": [list(piece.values())]}
         stored: Self = decode_fields(cls, value, place)
         return stored
 
@@ -119,20 +119,20 @@ class SavedStage:
     """The state of a stage's optimizer other than tensors.
 
     Attributes:
-        numbers: parameter -> key -> value.
+        numbers: parameter -> key -> value, for values that are no tensors.
         common: the optimizer's state that belongs to no parameter.
         nested: path -> parameter groups, of an optimizer within the optimizer.
-        rest: what else its state dict holds.
+        rest: all else in its state dict.
         optimizer_class, scheduler_class: their names; '' if unknown, or without a scheduler.
         modules: module -> what its ``get_extra_state`` returned.
         generators: path -> state of a random generator that a module holds.
         updates, scheduled: steps of the optimizer and the learning-rate scheduler.
-        norm_square: square of the gradients' newest known global norm.
+        norm_square: square of the newest global norm of gradients.
         skipped: updates with gradients that were not finite.
         loss_scale: factor, and good updates in a row since it changed.
         rounds_before: updates of the input stage under earlier plans and phases.
         since_average: updates since the weights of the replicas were averaged.
-        replicas: the same of the further replicas, where each has its own (`SumMethod.averages_weights`).
+        replicas: the states of the other replicas, if they differ (`SumMethod.averages_weights`).
     """
 
     groups: tuple[ParameterGroup, ...]
@@ -212,7 +212,7 @@ class PipelineRequest:
 
 @dataclass(frozen=True)
 class Checkpoint(PipelineRequest, Position, Artifact):
-    """A run, its position, and its state there. Its JSON has a checksum of its own, ``crc32``.
+    """A run, its position and its state there. Its JSON has a checksum, ``crc32``.
 
     Attributes:
         schedule, microbatches, compensation: the current phase's.
@@ -238,7 +238,7 @@ class Checkpoint(PipelineRequest, Position, Artifact):
         if self.microbatches < 1:
             raise ValueError(f"a minibatch has at least one microbatch, found {self.microbatches}")
         if len(self.stages) != len(self.plan.stages):
-            raise ValueError(f"{len(self.plan.stages)} stages are planned, {len(self.stages)} are described")
+            raise ValueError(f"the plan has {len(self.plan.stages)} stages, the checkpoint {len(self.stages)}")
         for name in self.files:
             if not _PLAIN_NAME.fullmatch(name):  # as in `Stored`
                 raise ValueError(f"expected a file name without folders, found {name!r}")
@@ -249,7 +249,7 @@ class Checkpoint(PipelineRequest, Position, Artifact):
 
     @property
     def has_checksums(self) -> bool:
-        """False if version 0.1 has written it."""
+        """Whether pieces have checksums; those of version 0.1 have none."""
         return all(piece.crc32 is not None for stored in self.tensors.values() for piece in stored.pieces)
 
     def to_json(self) -> str:
@@ -264,9 +264,9 @@ class Checkpoint(PipelineRequest, Position, Artifact):
         except (ValueError, RecursionError):
             data = None
         if isinstance(data, dict) and "crc32" in data:
-            then, now = data.pop("crc32"), _compute_crc32(data)
-            if then != now:
-                raise ArtifactError(f"{source} is damaged: its checksum is {now}, and was {then} when it was saved")
+            saved_crc32, crc32 = data.pop("crc32"), _compute_crc32(data)
+            if saved_crc32 != crc32:
+                raise ArtifactError(f"{source} is damaged: its checksum is {crc32}, and was {saved_crc32} when saved")
             text = json.dumps(data)
         return super().from_json(text, source)
 

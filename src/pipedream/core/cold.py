@@ -1,4 +1,4 @@
-"""Cold caches: what is timed in a loop of its own runs faster than between the passes of a model."""
+"""Cold caches for measurements: code in a tight loop runs faster than between the passes of a model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-_PASS_S = 3e-4
+_LAYER_PASS_S = 3e-4
 
 
 @cache
-def _pieces_of_memory() -> Iterator[Any]:
-    return cycle(np.zeros((64, 1 << 17), dtype=np.uint8))  # 8 MiB in all: more than a core's own caches
+def _cycle_memory_blocks() -> Iterator[Any]:
+    return cycle(np.zeros((64, 1 << 17), dtype=np.uint8))  # 8 MiB: more than a core's caches
 
 
-def busy_wait_cold_cache(seconds: float = _PASS_S) -> None:
-    """Keeps a core busy as layers do: with other memory, and with other threads at liberty to run Python."""
-    pieces, end_s = _pieces_of_memory(), time.perf_counter() + seconds
+def busy_wait_cold_cache(seconds: float = _LAYER_PASS_S) -> None:
+    """Keeps a core busy as layers do: replaces its caches, and leaves the GIL to other threads."""
+    blocks, end_s = _cycle_memory_blocks(), time.perf_counter() + seconds
     while time.perf_counter() < end_s:
-        piece = next(pieces)
-        np.add(piece, 1, out=piece)
+        block = next(blocks)
+        np.add(block, 1, out=block)

@@ -12,12 +12,12 @@ from pipedream.core.units import format_number, format_seconds
 
 @dataclass(frozen=True)
 class DelayedRun:
-    """The training by one method, as far as it has come.
+    """One method's training so far.
 
     Attributes:
         method: with its compensation, as a phase is written (`core.schedule.phase`).
         predicted_per_s: samples per second of its plan, by simulation.
-        losses: of each minibatch, and so of each update.
+        losses: one for each minibatch, which is an update.
         metrics: of the last evaluation; empty if there is no test loader.
         why: the error that ended it; else ''.
     """
@@ -37,7 +37,7 @@ class DelayComparison(Tabular):
 
     Attributes:
         batch: samples of a minibatch.
-        link: in words.
+        link: description of the network.
     """
 
     recipe: str
@@ -51,17 +51,17 @@ class DelayComparison(Tabular):
         return updates * self.batch / run.predicted_per_s
 
     def average_losses(self, run: DelayedRun) -> list[float]:
-        """Returns means of neighbouring losses, the first of updates 1 to w, where w is a tenth of the first run's."""
-        width = max(1, min(len(self.runs[0].losses) // 10, len(run.losses)))
+        """Returns the moving average of the losses, over a tenth of the first run's updates."""
+        window = max(1, min(len(self.runs[0].losses) // 10, len(run.losses)))
         sums = list(accumulate(run.losses, initial=0.0))
-        return [(after - before) / width for before, after in zip(sums, sums[width:], strict=False)]
+        return [(after - before) / window for before, after in zip(sums, sums[window:], strict=False)]
 
     def reach_reference(self, run: DelayedRun) -> float | None:
-        """Returns the predicted seconds until a run's mean loss is the first run's last one, or None."""
-        last = self.average_losses(self.runs[0])[-1:]
+        """Returns the predicted seconds until a run's mean loss is that of the first run's end; None if it is never."""
+        reference = self.average_losses(self.runs[0])[-1:]
         means = self.average_losses(run)
-        first = next((i for i, mean in enumerate(means) if last and mean <= last[0]), None)
-        return None if first is None else self.predict_s(run, len(run.losses) - len(means) + first + 1)
+        first_index = next((i for i, mean in enumerate(means) if reference and mean <= reference[0]), None)
+        return None if first_index is None else self.predict_s(run, len(run.losses) - len(means) + first_index + 1)
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each run; its loss is the last mean."""

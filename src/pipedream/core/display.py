@@ -1,4 +1,4 @@
-"""How nouns show themselves: as a line, as a table, and with a picture in a notebook."""
+"""Results as a line, as a table, and as a picture in a notebook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pipedream.core.errors import PipelineError
 
-_FEWEST_FOLDED = 3
+_MIN_FOLDED_ROWS = 3
 
 
 def fold(rows: Iterable[Sequence[str]]) -> list[list[str]]:
@@ -22,7 +22,7 @@ def fold(rows: Iterable[Sequence[str]]) -> list[list[str]]:
     folded = []
     for _, same in groupby(rows, key=lambda row: list(row[1:])):
         group = [list(row) for row in same]
-        if len(group) < _FEWEST_FOLDED:
+        if len(group) < _MIN_FOLDED_ROWS:
             folded += group
         else:
             folded.append([f"{group[0][0]} .. {group[-1][0]}", *group[0][1:]])
@@ -50,17 +50,16 @@ def align(rows: Sequence[Sequence[str]], sides: str = "lr") -> str:
 
 
 class Tabular:
-    """A noun with a table of its parts. Its text begins with a line that describes all of it.
+    """A result with a table of its parts. The first line of its text describes the whole.
 
     Attributes:
-        drawing: imports the module of the pictures, which is far above core; `pipedream/__init__.py`, which is above
-            all packages, sets it.
+        drawing: returns the module that draws pictures. `pipedream/__init__.py` sets it, as core may not import it.
     """
 
     drawing: ClassVar[Callable[[], Any]]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the table: for each row, name of a column -> value; None where it has none."""
+        """Returns the table: for each row, column -> value, or None."""
         raise NotImplementedError
 
     def to_csv(self) -> str:

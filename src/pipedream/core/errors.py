@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 _CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
-"""One of these is in each of torch's errors of a broken connection."""
+"""Words of which torch's errors about broken connections contain at least one."""
 
 BAD_CALL = 2
 """Exit status for a wrong call or bad input; a run that failed exits with 1."""
@@ -42,7 +42,7 @@ def is_broken_connection(error: BaseException | None) -> bool:
 
 
 def install_advice(error: BaseException) -> str:
-    """Returns how to install a missing package that one of the extras has, as the end of a message; or ''."""
+    """Returns the end of a message: the extra that installs a missing package; '' if there is none."""
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     return f"; pip install 'torch-pipedream[{_EXTRAS[missing]}]'" if missing in _EXTRAS else ""
 
@@ -51,7 +51,7 @@ class PipelineError(Exception):
     """Base of all errors that this library raises on purpose.
 
     Attributes:
-        is_first: no other rank has reported one before; its rank prints it.
+        is_first: no other rank has reported an error yet, so this rank prints it.
     """
 
     is_first = False
@@ -62,7 +62,7 @@ class ArtifactError(PipelineError):
 
 
 class CaptureError(PipelineError):
-    """A model cannot be divided into layers, or not here."""
+    """A model cannot be divided into layers, or not at the place that was asked for."""
 
 
 class ProfileError(PipelineError):
@@ -70,7 +70,7 @@ class ProfileError(PipelineError):
 
 
 class PlanError(PipelineError):
-    """No plan fits, or the plan does not fit."""
+    """No plan can be made, or a plan does not fit the model, the cluster or the method."""
 
 
 class ShortageError(PlanError):
@@ -86,7 +86,7 @@ class ShortageError(PlanError):
 
 
 class ScheduleError(PipelineError):
-    """A schedule or program breaks a rule; found before anything ran."""
+    """A schedule or program breaks a rule; raised before anything runs."""
 
 
 class DeadlockError(ScheduleError):
@@ -119,4 +119,4 @@ class WorkerError(PipelineError):
 
 
 class PeerError(WorkerError):
-    """Another worker failed, with that one's error."""
+    """Another worker failed; this is its error."""

@@ -1,17 +1,17 @@
-"""Fingerprints of tensors: a few sums, by which two tensors are compared without either being kept."""
+"""Fingerprints of tensors: a few sums, to compare tensors that no longer exist."""
 
 from __future__ import annotations
 
 Fingerprint = tuple[float, ...]
-"""Sum, weighted sum, and the sum of the sizes, which is the scale of the others."""
+"""Sum, weighted sum, and the sum of absolute values, which is the scale of the others."""
 
 
 def is_close(expected: Fingerprint | None, actual: Fingerprint | None, tolerance: float, floor: float = 0.0) -> bool:
     """Returns whether two fingerprints are equal but for rounding; None is only equal to None.
 
     Args:
-        tolerance: difference of the sums, relative to the sizes.
-        floor: added to the sizes, for sums that cancel.
+        tolerance: largest difference of the sums, relative to the sum of absolute values.
+        floor: added to that sum, for values that cancel.
     """
     if expected is None or actual is None:
         return expected is actual
@@ -20,5 +20,5 @@ def is_close(expected: Fingerprint | None, actual: Fingerprint | None, tolerance
 
 
 def format_fingerprint(fingerprint: Fingerprint | None) -> str:
-    """Returns the sum and the sizes."""
+    """Returns the sum and the sum of absolute values as text."""
     return "none" if fingerprint is None else f"sum {fingerprint[0]:.6g}, of sizes {fingerprint[2]:.6g}"

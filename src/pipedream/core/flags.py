@@ -1,4 +1,4 @@
-"""Options declared once: a field's default, and what the command line says about it.
+"""Options declared once: a field with its default and its flag on the command line.
 
     epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
 
@@ -35,10 +35,10 @@ class Flag:
         names: by default the field's name, with hyphens.
         panel: heading in the help; a `Panel` or another.
         least, most: bounds of a number.
-        unset: words for the default, if the value does not say it.
-        kind: type of the value, if it is not the first that the field's annotation names.
-        read: turns the value given into the field's.
-        is_positional: an argument, without a flag's name.
+        unset: the default in words, if its value does not explain itself.
+        kind: type of the value, if it is not the first in the field's annotation.
+        read: converts the given value to the field's.
+        is_positional: it is an argument without a flag.
     """
 
     help: str

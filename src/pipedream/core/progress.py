@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar in a terminal or a notebook, and in a log lines about what takes long."""
+"""Progress on standard error: a bar in a terminal or notebook, and a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 from pipedream.core.units import format_seconds
 
 QUIET_S = 2.0
-"""What takes less than this leaves nothing in a log."""
+"""Shorter work leaves no line in a log."""
 
 LONGEST_GAP_S = 60.0
 
-_is_open = ContextVar("is_open", default=False)
-"""Progress is shown; what is within it is not."""
+_is_shown = ContextVar("is_shown", default=False)
+"""Whether progress is being shown; nested progress is not."""
 
 
 def is_live(console: Any) -> bool:
-    """Returns whether a rich Console can draw over what it has drawn: a terminal, or a notebook that has ipywidgets."""
+    """Returns whether a rich Console can redraw: in a terminal, or in a notebook with ipywidgets."""
     return bool(console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None))
 
 
 class LogTimes:
-    """When a log gets a line: after `QUIET_S`, then each time twice as long after the start, in the end each minute."""
+    """When a log gets a line: after `QUIET_S`, then whenever the elapsed time has doubled, at least each minute."""
 
     def __init__(self) -> None:
         self._begin_s = time.monotonic()
@@ -47,14 +47,14 @@ class LogTimes:
         return True
 
 
-def spell_left(done: int, total: int, seconds: float) -> str:
-    """Returns ``, about 3.00 s left``, if so many steps have taken so many seconds."""
+def format_time_left(done: int, total: int, seconds: float) -> str:
+    """Returns ``, about 3.00 s left`` from the seconds of the steps so far; '' if there is nothing to go by."""
     return f", about {format_seconds(seconds * (total - done) / done)} left" if 0 < done < total else ""
 
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Shows progress, and gives the function that advances it by one step.
+    """Shows progress, and yields the function that advances it by one step.
 
     Args:
         total: steps; None if unknown.
@@ -62,23 +62,23 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]
     from rich.console import Console
 
     console = Console(stderr=True)
-    # Of several processes the first one shows what it does.
-    if _is_open.get() or os.environ.get("RANK", "0") != "0" or (console.is_jupyter and not is_live(console)):
+    # Of several processes only the first one shows progress.
+    if _is_shown.get() or os.environ.get("RANK", "0") != "0" or (console.is_jupyter and not is_live(console)):
         yield lambda: None
         return
-    token = _is_open.set(True)
+    token = _is_shown.set(True)
     try:
         with _show_bar(console, what, total) if is_live(console) else _print_lines(what, total) as advance:
             yield advance
     finally:
-        _is_open.reset(token)
+        _is_shown.reset(token)
 
 
 @contextmanager
 def _show_bar(console: Any, what: str, total: int | None) -> Iterator[Callable[[], None]]:
     from rich.progress import Progress as Bar
 
-    # A bar with steps is drawn by `advance` alone: a thread would disturb what is measured between them.
+    # `advance` alone draws a bar with steps: a thread would disturb measurements between them.
     with Bar(console=console, transient=True, auto_refresh=total is None) as bar:
         task = bar.add_task(what, total=total)
         bar.refresh()
@@ -97,8 +97,8 @@ def _print_lines(what: str, total: int | None) -> Iterator[Callable[[], None]]:
         nonlocal done
         done += 1
         if times.is_due():
-            left = spell_left(done, total or 0, times.elapsed_s)
-            print(f"{what}: {done}{f' of {total}' if total else ''}{left}", file=sys.stderr, flush=True)
+            time_left = format_time_left(done, total or 0, times.elapsed_s)
+            print(f"{what}: {done}{f' of {total}' if total else ''}{time_left}", file=sys.stderr, flush=True)
 
     # The first step may be long.
     timer = threading.Timer(QUIET_S, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})

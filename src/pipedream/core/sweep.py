@@ -18,8 +18,8 @@ class MethodFigures:
 
     Attributes:
         activations, weights: of the fullest worker, in units of 1F1B's first stage (`schedules.first_stage_units`).
-        messages: activations, gradients and weights that workers send, for each microbatch.
-        staleness: most updates by which a gradient is late; None without gradients.
+        messages: activations, gradients and weights sent, for each microbatch.
+        staleness: updates by which the latest gradient is late; None without gradients.
         why: why there are no figures; else ''.
     """
 
@@ -94,7 +94,7 @@ class Crossover:
 
     Attributes:
         bandwidth_bytes_per_s: where both are equally fast; None if nowhere.
-        below: the pipeline is faster below that bandwidth, otherwise above it, or else everywhere or nowhere.
+        below: the pipeline is faster below that bandwidth, else above it; without one, everywhere, else nowhere.
     """
 
     workers: int

@@ -11,7 +11,7 @@ import re
 from pipedream.core.errors import PlanError
 
 MUCH_SLOWER = 1.1
-"""Slowness from which on seconds are no longer those of free cores."""
+"""Slowness above which cores do not count as free."""
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
@@ -40,11 +40,11 @@ def parse_rate(text: str | float) -> float:
     """
     match = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT])?(bit|B)(?:/s|ps)?)?\s*", str(text))
     if match is None or float(match[1]) <= 0:
-        bits = re.fullmatch(_NUMBER + r"([kKmMgGtT])(?:b/s|bps|b)\s*", str(text))
-        meant = f"; did you mean {bits[1]}{bits[2]}bit/s?" if bits else ""
-        raise ValueError(f"{text!r} is not a bandwidth; write for example 1e9, 1.25GB/s or 10Gbit/s{meant}")
-    per_byte = 8.0 if match[3] == "bit" else 1.0
-    return float(match[1]) * _PREFIX[(match[2] or "").lower()] / per_byte
+        ambiguous = re.fullmatch(_NUMBER + r"([kKmMgGtT])(?:b/s|bps|b)\s*", str(text))
+        suggestion = f"; did you mean {ambiguous[1]}{ambiguous[2]}bit/s?" if ambiguous else ""
+        raise ValueError(f"{text!r} is not a bandwidth; write for example 1e9, 1.25GB/s or 10Gbit/s{suggestion}")
+    units_per_byte = 8.0 if match[3] == "bit" else 1.0
+    return float(match[1]) * _PREFIX[(match[2] or "").lower()] / units_per_byte
 
 
 def format_bytes(value: float) -> str:
@@ -64,12 +64,12 @@ def format_excess(excess: float) -> str:
 
 
 def describe_slowness(slowness: float, whose: str) -> str:
-    """Says that other work used the cores, where something took so many times as long; '' if it took little."""
+    """Returns the share of the cores that other work took, where ours took `slowness` times as long; '' if little."""
     return f"other work took {1 - 1 / slowness:.0%} of {whose} cores" if slowness > MUCH_SLOWER else ""
 
 
 def format_number(value: float | None) -> str:
-    """Returns at most four significant digits, if possible without a power of ten; '-' for None.
+    """Returns a number with four significant digits, or as a whole number from 1000 on; '-' for None.
 
     >>> format_number(12.0), format_number(0.03125), format_number(1234567)
     ('12', '0.03125', '1234567')
@@ -104,17 +104,17 @@ def _format_scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     return f"{scaled:.{min(digits, 3)}f} {name}"
 
 
-def shorten(path: str, most: int = 32) -> str:
-    """Returns a module's path with at most so many characters: ``model...layers.10.self_attn.q_proj``.
+def shorten(path: str, max_length: int = 32) -> str:
+    """Returns a module's path with at most `max_length` characters: ``model...layers.10.self_attn.q_proj``.
 
-    The last parts distinguish the layers of a model, so they are kept.
+    The last parts, which distinguish a model's layers, remain.
     """
-    if len(path) <= most:
+    if len(path) <= max_length:
         return path
     first, *rest = path.split(".")
-    while rest and len(first) + 3 + len(".".join(rest)) > most:
+    while rest and len(first) + 3 + len(".".join(rest)) > max_length:
         rest.pop(0)
     if rest:
         return f"{first}...{'.'.join(rest)}"
-    half = (most - 3) // 2
-    return f"{path[:half]}...{path[half + 3 - most :]}"
+    half = (max_length - 3) // 2
+    return f"{path[:half]}...{path[half + 3 - max_length :]}"

@@ -1,4 +1,4 @@
-"""The place in the user's own code that an error comes from."""
+"""Finds the place in the user's code that an error comes from."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ _MODULE = "pipedream_module"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parents[1])
 _CALLED_BY_MODELS = ("user_code.py", "record.py", "placeholder.py", "slice.py", "slice_forward.py")
 _LIBRARY = sysconfig.get_path("stdlib")
-_LONGEST = 1000  # characters of a text that are printed
+_MAX_TEXT_LENGTH = 1000  # characters
 _ORIGINAL = "Original Traceback (most recent call last):"  # in errors that torch passes on from another process
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """Returns ``model.py:42 in forward: x = x.view(5, 77)``, the innermost line that is not of torch or this package.
+    """Returns the innermost line outside of torch and this package: ``model.py:42 in forward: x = x.view(5, 77)``.
 
     Args:
-        error: the error that was raised there; None for the running code. If no line of its own is the user's, its
-            cause counts.
+        error: the error that was raised there, or else its cause; None for the running code.
 
     Returns an empty string if there is no such line.
     """
@@ -36,24 +35,24 @@ def user_line(error: BaseException | None = None) -> str:
             frames.append((traceback.tb_frame.f_code, traceback.tb_lineno))
             traceback = traceback.tb_next
         for code, line in reversed(frames):
-            if _is_users(code):
-                return _describe(code, line)
+            if _is_user_code(code):
+                return _describe_line(code, line)
         error = error.__cause__
         if error is None:
             return ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code):
-            return _describe(frame.f_code, frame.f_lineno)
+        if _is_user_code(frame.f_code):
+            return _describe_line(frame.f_code, frame.f_lineno)
         file = Path(frame.f_code.co_filename)
         if str(file).startswith(_PACKAGE) and file.name not in _CALLED_BY_MODELS:
-            break  # what follows has called this package
+            break  # the frames above are callers of this package
         frame = frame.f_back
     return ""
 
 
 def split_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns positional and keyword arguments: a tuple or a mapping of them, or else the only argument."""
+    """Returns positional and keyword arguments, from a tuple, a mapping, or the only argument."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if type(inputs) is tuple else (inputs,)), {}
@@ -74,7 +73,7 @@ def name_call() -> str:
 def with_place(error: BaseException) -> str:
     """Returns an error's type and text, with the module and the user's line where it was raised.
 
-    A long text is shortened. Of an error in a process of a DataLoader, what that process raised.
+    A long text is shortened. An error of a DataLoader's process is described as raised there.
     """
     if is_of_loader(error):
         return _describe_loader_error(str(error))
@@ -95,16 +94,16 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 def elide_middle(text: str) -> str:
-    """Returns a text without its middle if it is long."""
-    left_out = len(text) - _LONGEST
-    if left_out <= 0:
+    """Returns a text, without its middle if it is long."""
+    omitted = len(text) - _MAX_TEXT_LENGTH
+    if omitted <= 0:
         return text
-    half = _LONGEST // 2
-    return f"{text[:half]} ... ({left_out} characters left out) ... {text[-half:]}"
+    half = _MAX_TEXT_LENGTH // 2
+    return f"{text[:half]} ... ({omitted} characters left out) ... {text[-half:]}"
 
 
 def is_of_loader(error: BaseException) -> bool:
-    """Returns whether torch has passed an error on from a process of a DataLoader."""
+    """Returns whether an error was raised in a process of a DataLoader."""
     return str(error).startswith("Caught ") and _ORIGINAL in str(error)
 
 
@@ -115,13 +114,13 @@ def _describe_loader_error(text: str) -> str:
     begin = max((i + 1 for i, line in enumerate(lines) if line.startswith("  ")), default=0)
     cause = elide_middle("\n".join(lines[begin:]).strip())
     frames = re.findall(r'^  File "(.+)", line (\d+), in (\S+)$', trace, flags=re.MULTILINE)
-    user = [frame for frame in frames if is_users_file(frame[0])]
-    place = f", at {Path(user[-1][0]).name}:{user[-1][1]} in {user[-1][2]}" if user else ""
+    user_frames = [frame for frame in frames if is_users_file(frame[0])]
+    place = f", at {Path(user_frames[-1][0]).name}:{user_frames[-1][1]} in {user_frames[-1][2]}" if user_frames else ""
     return f"{cause} (in {process}{place})"
 
 
 def note_module(error: BaseException, modules: Iterable[tuple[str, Any]]) -> None:
-    """Notes on an error the name of the innermost module in whose methods it was raised."""
+    """Attaches to an error the name of the innermost module whose method raised it."""
     if hasattr(error, _MODULE):
         return
     names = {id(module): f"the module {name!r}" * bool(name) for name, module in modules}
@@ -144,7 +143,7 @@ def source_of(function: Any) -> str:
     return f"{Path(file or '?').name}:{line}"
 
 
-def _is_users(code: CodeType) -> bool:
+def _is_user_code(code: CodeType) -> bool:
     return is_users_file(code.co_filename)
 
 
@@ -158,6 +157,6 @@ def is_users_file(file: str) -> bool:
     return torch is None or not file.startswith(str(Path(torch).parent))
 
 
-def _describe(code: CodeType, line: int) -> str:
+def _describe_line(code: CodeType, line: int) -> str:
     text = linecache.getline(code.co_filename, line).strip()
     return f"{Path(code.co_filename).name}:{line} in {code.co_name}" + (f": {text}" if text else "")

@@ -16,19 +16,19 @@ HALF, HALF_ACCUMULATING = "DDP, fp16", f"DDP, fp16, accumulating {ACCUMULATED}"
 LOCAL_SGD = f"local SGD, every {ACCUMULATED}"
 TORCH = (DDP, SHARED, ACCUMULATING, HALF, HALF_ACCUMULATING, LOCAL_SGD, "torch Schedule1F1B")
 """Torch's own ways to train on several workers."""
-_MEANING = " as many samples per second as DDP"
+_TIMES_DDP = " as many samples per second as DDP"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train, and what came of it; a figure that is not known is None.
+    """One way to train, with its results; unknown figures are None.
 
     Attributes:
         plan: replica counts of the stages, and the depth; '' for one of torch's.
         predicted_per_s: samples per second by simulation.
         samples_per_update: over all workers.
         bytes_per_sample: bytes that all workers sent, with evaluations and the packets' headers, per trained sample.
-        bubble: share of the workers' time in which they did not compute; for torch's variants what remains beside the
+        bubble: share of the workers' time in which they did not compute; for torch's variants, all time beyond the
             profiled seconds.
         peak_bytes: peak of tensors, on the fullest worker.
         seconds_to_target: None if it was not reached.
@@ -69,7 +69,7 @@ class OverLink:
         return ", ".join(map(format_link, self.bytes_per_s)) or "this machine's own links"
 
     def fastest(self, *, exact: bool = False) -> Variant | None:
-        """Returns the variant with most samples per second, or that of those whose gradients are exact."""
+        """Returns the variant with most samples per second; with `exact`, of those with exact gradients."""
         ran = [v for v in self.variants if v.samples_per_s and not (exact and v.approximation)]
         return max(ran, key=lambda variant: variant.samples_per_s or 0.0, default=None)
 
@@ -79,7 +79,7 @@ class OverLink:
         return None if not other or variant.samples_per_s is None else variant.samples_per_s / other
 
     def verdict(self) -> str:
-        """Says what to use over this link, compared with DDP and with one worker alone; exactly, too."""
+        """Recommends a variant for this link, and one with exact gradients if the first has approximate ones."""
         where, best, exact = f"over {self.link}", self.fastest(), self.fastest(exact=True)
         if best is None:
             return f"{where} nothing ran"
@@ -97,7 +97,7 @@ class OverLink:
             return f"use {best.name}{gain}"
         if (ratio := self.compare_with(DDP, best)) is None:
             return f"{best.name} is the fastest{gain}"
-        return f"{best.name} trains {format_ratio(ratio)} times{_MEANING}{gain}"
+        return f"{best.name} trains {format_ratio(ratio)} times{_TIMES_DDP}{gain}"
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class RecipeComparison:
 
     Attributes:
         target: (metric, value), or None.
-        notes: remarks that a reader of the figures needs.
-        emulated: where there are several workers, they waited instead of computing.
+        notes: remarks on the figures.
+        emulated: several workers waited instead of computing.
     """
 
     recipe: str
@@ -126,8 +126,8 @@ class RecipeComparison:
     def verdict(self) -> str:
         """One sentence: what to use over which link."""
         text = "; ".join(link.verdict() for link in self.links)
-        first, meaning, rest = text.partition(_MEANING)
-        text = ("with emulated workers " if self.emulated else "") + first + meaning + rest.replace(_MEANING, "")
+        first, times_ddp, rest = text.partition(_TIMES_DDP)
+        text = ("with emulated workers " if self.emulated else "") + first + times_ddp + rest.replace(_TIMES_DDP, "")
         return f"{text[:1].upper()}{text[1:]}."
 
     @property

@@ -23,8 +23,8 @@ from pipedream.core.errors import PlanError, WorkerError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.progress import format_time_left
 from pipedream.core.progress import progress as show_progress
-from pipedream.core.progress import spell_left
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.core.units import format_seconds
 from pipedream.options import TrainingOptions, plain
@@ -118,7 +118,7 @@ def compare_delays(
         comparison = replace(comparison, runs=tuple(runs))
         _write(folder, settings, comparison)
         done = sum(total if run.is_finished else len(run.losses) for run in runs) - before
-        left = spell_left(done, total * len(runs) - before, time.monotonic() - began_s)
+        left = format_time_left(done, total * len(runs) - before, time.monotonic() - began_s)
         loss = f", loss {run.losses[-1]:.4f}" if run.losses else ""
         progress(f"{run.method}: {run.why or f'minibatch {len(run.losses)}{loss}{left}'}")
     _write(folder, settings, comparison)

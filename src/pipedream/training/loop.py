@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.core.progress import LogTimes, is_live, spell_left
+from pipedream.core.progress import LogTimes, format_time_left, is_live
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe
@@ -312,7 +312,7 @@ class Progress:
             self._first = done.number
         if self._log is not None and not done.ends_epoch and self._log.is_due():
             seconds, steps = self._log.elapsed_s, done.number + 1 - self._first
-            self._print_line(done, steps / seconds, spell_left(steps, self.left, seconds).removeprefix(", "))
+            self._print_line(done, steps / seconds, format_time_left(steps, self.left, seconds).removeprefix(", "))
         if not self._is_shown:
             return
         if now - self._shown_s < _EVERY_S:

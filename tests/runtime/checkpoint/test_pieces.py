@@ -202,7 +202,7 @@ def test_torchs_own_tools_read_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ({"pieces": []}, "a tensor has pieces"),
         ({"pieces": [[[0], [2], "a", 0, 9, 1]]}, "make up the tensor of 4 values, found 2"),
-        ({"pieces": [[[0], [2], "a", 0, 9, 1], [[0], [2], "a", 0, 9, 1]]}, "each at its own place"),
+        ({"pieces": [[[0], [2], "a", 0, 9, 1], [[0], [2], "a", 0, 9, 1]]}, "with different starts"),
         ({"pieces": [[[0], [2], "a", 0, 9, 1], [[3], [2], "a", 0, 9, 1]]}, "lies within its tensor"),
         ({"pieces": [[[0], [2], "a", 0, 9, 1], [[2], [2], "../a", 0, 9, 1]]}, "a file name without folders"),
         ({"pieces": [[[0], [2], "a", 0, 9, 1], [[2, 0], [2, 1], "a", 0, 9, 1]]}, "has the dimensions of its tensor"),
