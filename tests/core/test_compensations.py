@@ -227,8 +227,8 @@ del WeightRule.kinds["drifting of a test"]
 def test_gap_aware_needs_one_version_that_was_read() -> None:
     graph = _Graph((1, 0), (1, 1), (0, 0))
     with pytest.raises(ScheduleError, match="under the backward rule 'graph' there are none"):
-        check_compensations((GapAware(),), graph, flushes=False, reads_one=True)
-    check_compensations((SpikeCompensation(),), graph, flushes=False, reads_one=False)
+        check_compensations((GapAware(),), graph, flushes=False, reads_one_version=True)
+    check_compensations((SpikeCompensation(),), graph, flushes=False, reads_one_version=False)
     for name in ("pipelined_backprop", "timeprest"):  # it ended in a KeyError at the first late update
         with pytest.raises(ScheduleError, match="the backward rule 'recompute' takes it at the newest"):
             SCHEDULES[name](Plan.uniform(2), None, backward_rule="recompute").with_compensation("gap_aware")  # type: ignore[call-arg]

@@ -22,7 +22,7 @@ from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.schedule.phase import listed
+from pipedream.core.schedule.phase import split_list
 from pipedream.plan_request import PlanRequest
 from pipedream.report.svg import PICTURES, check_picture, save_picture
 from pipedream.report.sweep import sweep_page, sweep_svg
@@ -101,4 +101,4 @@ def sweep(
 
 
 def _split_values(texts: list[str]) -> list[str]:
-    return [word for text in texts for word in listed(text) if word]
+    return [word for text in texts for word in split_list(text) if word]

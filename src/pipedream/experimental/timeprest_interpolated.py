@@ -46,16 +46,16 @@ class Interpolated(NewerBackward):
     between: Between = field(default_factory=Between, kw_only=True)
 
     def forward_version(self, stage: int, microbatch: int) -> int:
-        return max(0, (microbatch - self._count_late(stage)) // self.per_update)
+        return max(0, (microbatch - self._count_late_microbatches(stage)) // self.per_update)
 
     def versions(self, stage: int) -> int:
         return self.staleness(stage) + 1
 
     def staleness(self, stage: int) -> int:
-        return -(-self._count_late(stage) // self.per_update)
+        return -(-self._count_late_microbatches(stage) // self.per_update)
 
     def mean_staleness(self, stage: int) -> float:
-        return self._count_late(stage) / self.per_update
+        return self._count_late_microbatches(stage) / self.per_update
 
     def buffers(self, stage: int) -> int:
         return int(self.staleness(stage) > 0)

@@ -24,7 +24,7 @@ from operator import itemgetter, mul
 from typing import Any, NoReturn
 
 from pipedream.core.errors import DeadlockError, ScheduleError
-from pipedream.core.schedule.occupancy import most_in_flight
+from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
 from pipedream.core.schedule.timeline import Span, Timeline
@@ -390,7 +390,7 @@ class _Clock:
     def build_timeline(self) -> Timeline:
         """Returns what ran."""
         program = self.program
-        in_flight = most_in_flight(program, self.total)
+        in_flight = count_most_in_flight(program, self.total)
         traces = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
         spans: list[Span] = []
         for rank in self.ranks:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipedream.core.display import Tabular
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.op import Kind, Op, ends_backward
+from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.core.schedule.program import Channel, Program
 from pipedream.verifier.unrolled import Unrolled, check_assumptions, remote_spans, unroll
 from pipedream.verifier.waits import check_waits
@@ -198,7 +198,7 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     in_flight: list[tuple[int, int]] = []
     alive: list[tuple[int, int]] = []
     peaks: list[tuple[int, int]] = []
-    last = ends_backward(program.kinds)
+    last = find_last_kind(program.kinds)
     for stage, replica in stage_replicas:
         lives = list(_find_lives(run, stage, replica))
         allowed = program.weights.versions(stage)
@@ -238,7 +238,7 @@ def _find_lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, 
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)
     ]
     dies = [*starts[1:], len(run.streams[program.placement.ranks[stage][replica]])]
-    last = ends_backward(program.kinds)
+    last = find_last_kind(program.kinds)
     until = program.weights.kept_until(stage)
     predictions: dict[int, tuple[int, int]] = {}
     for k in range(replica, run.total, program.placement.replicas[stage]):

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries
-from pipedream.core.schedule.op import Kind, Op, ends_backward, gives_back
+from pipedream.core.schedule.op import Kind, Op, find_gradient_kind, find_last_kind
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
 
 Message = tuple[int, int]
@@ -74,7 +74,7 @@ class Unrolled:
         return self._find_pass(channel.carries in (Carries.GRADIENT, Carries.STAGE_INPUT), channel.target, k)
 
     def _find_pass(self, goes_back: bool, stage: int, k: int) -> Op:
-        kind = gives_back(self.program.kinds) if goes_back else Kind.FORWARD
+        kind = find_gradient_kind(self.program.kinds) if goes_back else Kind.FORWARD
         return Op(kind, stage, k, self.program.placement.replica(stage, k))
 
 
@@ -252,7 +252,7 @@ def check_assumptions(run: Unrolled) -> None:
 
 def _check_order(run: Unrolled, rank: int) -> None:
     program = run.program
-    gives = ends_backward(program.kinds)
+    gives = find_last_kind(program.kinds)
     forwarded: dict[int, int] = {}
     gradients: dict[int, list[int]] = {}
     for position, op in enumerate(run.streams[rank]):

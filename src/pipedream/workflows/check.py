@@ -225,7 +225,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             versions=usage.versions,
             in_flight=usage.in_flight,
             deferred=usage.deferred,
-            **place_state(usage.apart, usage.double_buffered, cluster, plan.costs.on_gpus),
+            **place_state(usage.on_host, usage.double_buffered, cluster, plan.costs.on_gpus),
             per_update=-(-built.microbatches // stage.replicas),
             flushes=built.flushes,
             update_delay=plan.update_delay[s],

@@ -27,10 +27,10 @@ from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.model.matrices import Matrices
 from pipedream.core.schedule.weights import WeightRule
 
-_QR = 4.0
-"""A QR decomposition takes as long as so many products of two square matrices (one core, 512 to 1024 rows)."""
-_TEMPORARY = 4
-"""Matrices that exist while torch computes eigenvectors, or a QR decomposition."""
+_QR_COST = 4.0
+"""Products of two square matrices that take as long as a QR decomposition (one core, 512 to 1024 rows)."""
+_TEMPORARY_MATRICES = 4
+"""Matrices that torch holds while it computes eigenvectors or a QR decomposition."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Compensation(NamedKind, ABC):
     """One way to compensate for late gradients.
 
     Attributes:
-        moves_weights: an update has at most one such compensation.
+        moves_weights: the compensation moves weights itself; an update has at most one such.
     """
 
     KEY = "compensation"
@@ -49,15 +49,15 @@ class Compensation(NamedKind, ABC):
         return 0
 
     def matrix_bytes(self, matrices: Iterable[Matrices]) -> tuple[int, int]:
-        """Returns what weights of these shapes need besides `kept_tensors`: kept, and temporarily in an update."""
+        """Returns bytes that weights of these shapes need besides `kept_tensors`: always, and during an update."""
         return 0, 0
 
     def update_flops(self, matrices: Iterable[Matrices]) -> float:
-        """Returns the mean operations of an update of weights of these shapes; a multiply-add counts as two."""
+        """Returns the mean operations per update for weights of these shapes; a multiply-add counts as two."""
         return 0.0
 
     def at_stage(self, stage: int, delays: Sequence[int]) -> Self:
-        """Returns what a stage does, given the staleness of all."""
+        """Returns the compensation of one stage, given the staleness of all stages."""
         return self
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Compensation(NamedKind, ABC):
         Raises:
             ScheduleError: an unknown name, or a wrong number.
         """
-        name, colon, rest = text.partition(":")
+        name, colon, values_text = text.partition(":")
         kind = Compensation.kinds.get(name.strip().lower().replace("-", "_"))
         if kind is None:
             raise ScheduleError(
@@ -80,23 +80,23 @@ class Compensation(NamedKind, ABC):
         hints = get_type_hints(kind)
         numbers = [f.name for f in fields(kind) if get_origin(hints[f.name]) is not Literal]
         words = {word: f.name for f in fields(kind) if f.name not in numbers for word in get_args(hints[f.name])}
-        chosen: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         try:
-            for value in rest.split(":") if colon else ():
+            for value in values_text.split(":") if colon else ():
                 if value in words:
-                    chosen[words[value]] = value
+                    arguments[words[value]] = value
                     continue
-                number = next(number for number in (*numbers, "") if number not in chosen)
-                chosen[number] = int(value) if hints.get(number) in (int, int | None) else float(value)
-            return kind(**chosen)
+                number = next(number for number in (*numbers, "") if number not in arguments)
+                arguments[number] = int(value) if hints.get(number) in (int, int | None) else float(value)
+            return kind(**arguments)
         except (TypeError, ValueError) as error:
             names = ", ".join([*numbers, *words]) or "no number"
-            problem = error if isinstance(error, ValueError) else f"found {rest or 'none'}"
-            raise ScheduleError(f"compensation {text!r} takes {names}, as in NAME:NUMBER: {problem}") from None
+            reason = error if isinstance(error, ValueError) else f"found {values_text or 'none'}"
+            raise ScheduleError(f"compensation {text!r} takes {names}, as in NAME:NUMBER: {reason}") from None
 
     @classmethod
     def decoded(cls, value: dict[str, Any], place: str) -> Self:
-        """Reads JSON values, of which none may be missing."""
+        """Reads JSON values; raises an ArtifactError if a field is missing."""
         compensation = super().decoded(value, place)
         names = compensation.encoded().keys()
         if value.keys() != names:
@@ -109,7 +109,7 @@ class OfVelocity(Compensation):
 
         v(t+1) = m v(t) + g_t,   y(t+1) = y(t) - lr (a v(t+1) + b g_t),   a = 1 - b (1 - m)
 
-    A gradient moves the weights by lr / (1 - m) in total; b is the part that it moves at once. In the coordinates
+    A gradient moves the weights by lr / (1 - m) in total, of which b at once. In the coordinates
     w = y + lr T v this is momentum SGD on w, with gradients taken at the prediction w - lr T v, T = m b. A coupled
     weight decay is part of g, and is taken at y.
     """
@@ -164,7 +164,7 @@ class Nesterov(OfVelocity):
 
 @dataclass(frozen=True)
 class SpikeCompensation(OfVelocity):
-    """Spike compensation SC_D: what a gradient would have moved in the D updates that it missed, at once.
+    """Spike compensation SC_D: a gradient makes at once the moves of the D updates that it missed.
 
     Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021: a = m^D, b = (1 - m^D) / (1 - m). The same as the
     multi-step Nesterov prediction of FTPipe (Eliad et al., ATC 2021) and DANA at horizon D, kept for the backward.
@@ -286,14 +286,13 @@ class BasisRotation(Compensation):
         L = E[G G^T],  R = E[G^T G],  U <- qr(L U),  V <- qr(R V),  W <- W - lr U adam(U^T G V) V^T
 
     E are averages with the optimizer's second decay; `first_moment` takes M M^T and M^T M for them. The first basis has
-    the eigenvectors; before each later one its columns are sorted by eigenvalue. Rotated are all weights of two or more
-    dimensions, as matrices of their first dimension and all others. A side longer than `longest` (SOAP's limit) is
-    left as it is.
+    the eigenvectors; before each later one its columns are sorted by eigenvalue. All weights of two or more dimensions
+    are rotated, as matrices of their first dimension and all others, except sides longer than `longest` (SOAP's limit).
 
     Attributes:
         every: updates from one basis to the next.
-        frequency: `by_delay`: with the same number of new bases in all stages together, in proportion to D + 1.
-        geometry: `one_sided` rotates the shorter side alone.
+        frequency: `by_delay` gives a stage new bases in proportion to its D + 1, and all stages the same total.
+        geometry: `one_sided` rotates only the shorter side.
     """
 
     name: ClassVar[str] = "basis_rotation"
@@ -316,7 +315,7 @@ class BasisRotation(Compensation):
     def at_stage(self, stage: int, delays: Sequence[int]) -> Self:
         if self.frequency == "uniform":
             return self
-        # One division, as a second one could round a half away.
+        # A single division: a second one could change how a half is rounded.
         every = self.every * sum(delay + 1 for delay in delays) / (len(delays) * (delays[stage] + 1))
         return replace(self, every=max(1, round(every)), frequency="uniform")
 
@@ -336,26 +335,26 @@ class BasisRotation(Compensation):
             for count, n, _ in self.kept_shapes((rows, columns)).values():
                 kept_bytes += tensors * count * n * n * value_bytes
                 largest_bytes = max(largest_bytes, n * n * value_bytes)
-        return kept_bytes, _TEMPORARY * largest_bytes
+        return kept_bytes, _TEMPORARY_MATRICES * largest_bytes
 
     def update_flops(self, matrices: Iterable[Matrices]) -> float:
-        """At an update the gradient and the step are rotated, at a new basis the first moment too, there and back."""
+        """Each update rotates the gradient and the step, each new basis also the first moment, back and forth."""
         flops = 0.0
         for rows, columns, tensors, _ in matrices:
             for _, n, _ in self.kept_shapes((rows, columns)).values():
                 product = 2.0 * rows * columns * n
-                renewed = 2 * product + (2.0 * n**3 if self.keeps_covariance else 2 * product) + _QR * 2.0 * n**3
-                flops += tensors * ((2 + self.keeps_covariance) * product + renewed / self.every)
+                new_basis = 2 * product + (2.0 * n**3 if self.keeps_covariance else 2 * product) + _QR_COST * 2.0 * n**3
+                flops += tensors * ((2 + self.keeps_covariance) * product + new_basis / self.every)
         return flops
 
 
 def compensations(chosen: Any) -> tuple[Compensation, ...]:
-    """Returns compensations from one or several, or their texts."""
-    several = [chosen] if isinstance(chosen, (str, Compensation)) or not isinstance(chosen, Iterable) else list(chosen)
-    strange = [item for item in several if not isinstance(item, (str, Compensation))]
-    if strange:
-        raise ScheduleError(f"compensation {strange[0]!r} is neither a Compensation nor the name of one")
-    return tuple(Compensation.of_text(item) if isinstance(item, str) else item for item in several)
+    """Returns compensations from one or several of them, or of their texts."""
+    items = [chosen] if isinstance(chosen, (str, Compensation)) or not isinstance(chosen, Iterable) else list(chosen)
+    unknown = [item for item in items if not isinstance(item, (str, Compensation))]
+    if unknown:
+        raise ScheduleError(f"compensation {unknown[0]!r} is neither a Compensation nor the name of one")
+    return tuple(Compensation.of_text(item) if isinstance(item, str) else item for item in items)
 
 
 def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> float:
@@ -368,12 +367,12 @@ def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> flo
 
 
 def check_compensations(
-    chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: bool, reads_one: bool
+    chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: bool, reads_one_version: bool
 ) -> None:
     """Checks that compensations fit together and fit the method.
 
     Args:
-        reads_one: all microbatches of an update read the same version.
+        reads_one_version: all microbatches of an update read the same version.
     """
     if not chosen:
         return
@@ -385,18 +384,18 @@ def check_compensations(
         )
     if len({type(compensation) for compensation in chosen}) < len(chosen):
         raise ScheduleError(f"compensation {names}: one kind is asked for twice; leave one out")
-    moving = [str(compensation) for compensation in chosen if compensation.moves_weights]
-    if len(moving) > 1:
+    movers = [str(compensation) for compensation in chosen if compensation.moves_weights]
+    if len(movers) > 1:
         raise ScheduleError(
-            f"compensations {' and '.join(moving)} make up for the same delay twice, because each of them predicts the "
+            f"compensations {' and '.join(movers)} make up for the same delay twice, because each of them predicts the "
             "weights; choose one"
         )
-    ahead = weights.forward_prediction is not None
-    spikes = all(isinstance(compensation, SpikeCompensation) for compensation in chosen if compensation.moves_weights)
-    forward_alone = weights.backward_rule != "stash" and weights.backward_prediction is None
-    if moving and ahead and not (forward_alone and spikes):
+    predicts_forward = weights.forward_prediction is not None
+    only_spikes = all(isinstance(c, SpikeCompensation) for c in chosen if c.moves_weights)
+    predicts_only_forward = weights.backward_rule != "stash" and weights.backward_prediction is None
+    if movers and predicts_forward and not (predicts_only_forward and only_spikes):
         raise ScheduleError(
-            f"compensation {moving[0]} was asked of a method whose forwards read predicted weights: both make up for "
+            f"compensation {movers[0]} was asked of a method whose forwards read predicted weights: both make up for "
             "the same delay; leave it out, or use a method that reads stored weights. (Spike compensation can be "
             "combined with a prediction for the forward alone, as in pb_lwp_sc.)"
         )
@@ -417,7 +416,7 @@ def check_compensations(
                 "compensation gap_aware needs the weights that a gradient was taken at, but the method's forwards read "
                 "predictions, which are gone when the update comes; use a method that stashes weights"
             )
-        if not reads_one:
+        if not reads_one_version:
             raise ScheduleError(
                 "compensation gap_aware needs the weights that a gradient was taken at, but microbatches of one update "
                 "read different versions; use a method whose updates do not accumulate over versions"

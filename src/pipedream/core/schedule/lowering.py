@@ -1,13 +1,12 @@
-"""Lowering: from a Schedule, the order of the computation, to a Program, which has the messages too.
+"""Lowering: turns a Schedule, the order of ops, into a Program, which also has the messages.
 
-1. Each op gets its messages. Targets go straight from the input stage to the output stage, and the update of a
-   replicated stage begins with a sum.
-2. Each direction across each boundary of stages between two ranks is a channel of its own: with one for both, two
-   stages deadlock.
+1. Each op gets its messages. Targets go directly from the input stage to the output stage; the update of a replicated
+   stage begins with a sum.
+2. Each direction across a boundary between two ranks has its own channel: sharing one would deadlock two stages.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
-A send should find its receive posted: a channel is as deep as the difference of what the two stages hold in flight,
-divided among the channels between them, plus one, within `MOST_AHEAD`.
+A send should find its receive posted. So the depth of a channel is the difference of the two stages' microbatches in
+flight, divided among the channels between them, plus one; at most `MOST_AHEAD`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from operator import mul
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.coupling import with_tied_weights
-from pipedream.core.schedule.op import Kind, Op, gives_back
+from pipedream.core.schedule.op import Kind, Op, find_gradient_kind
 from pipedream.core.schedule.program import (
     MOST_AHEAD,
     Cargo,
@@ -33,30 +32,30 @@ from pipedream.core.schedule.program import (
     Route,
     Transfer,
     advance_instruction,
-    count_indices,
+    compute_stride,
 )
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
 
 MOST_PROVED = 4096
-"""Workers, and microbatches until all replicas have had a turn: a proof unrolls two periods."""
+"""Limit of the workers, and of the microbatches in a round of all replicas: a proof unrolls two periods."""
 
 
 def lower(schedule: Schedule) -> Program:
     """Returns a schedule's program.
 
     Raises:
-        ScheduleError: an order without a period, or with one that is too long to be proved; or stages that share
-            weights and do not all make the same updates.
+        ScheduleError: the order has no period, or one that is too long to be proved; or stages that share weights do
+            not all make the same updates.
     """
     schedule = with_tied_weights(schedule)
     if why := explain_unproved(schedule.placement):
         raise ScheduleError(why)
     channels = _make_channels(schedule.placement, schedule.plan.in_flight)
-    numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
-    ranks = tuple(_fold(schedule, rank, numbers) for rank in range(schedule.placement.workers))
-    shared = {field.name: getattr(schedule, field.name) for field in fields(Rules)}
-    return Program(**shared, cycle=schedule.cycle, channels=channels, ranks=ranks)
+    channel_numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
+    ranks = tuple(_fold(schedule, rank, channel_numbers) for rank in range(schedule.placement.workers))
+    rules = {field.name: getattr(schedule, field.name) for field in fields(Rules)}
+    return Program(**rules, cycle=schedule.cycle, channels=channels, ranks=ranks)
 
 
 def explain_unproved(placement: Placement) -> str:
@@ -71,11 +70,11 @@ def explain_unproved(placement: Placement) -> str:
 
 
 def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
-    """Returns programs that can take turns over one set of channels, each with its largest depth."""
+    """Returns the programs with common channels, each of its largest depth, so that they can take turns in one run."""
     first = programs[0]
     for other in programs[1:]:
-        ways = [[(c.sender, c.receiver, c.carries, c.source, c.target) for c in p.channels] for p in (first, other)]
-        if other.placement != first.placement or ways[0] != ways[1]:
+        routes = [[(c.sender, c.receiver, c.carries, c.source, c.target) for c in p.channels] for p in (first, other)]
+        if other.placement != first.placement or routes[0] != routes[1]:
             raise ScheduleError(
                 f"schedules {first.name!r} and {other.name!r} were asked for in one run: their stages live on "
                 "other ranks, or their messages go other ways, and a change of phase moves no weights; take methods of "
@@ -90,9 +89,9 @@ def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Ch
     last = placement.stages - 1
     routes: list[Route] = []
     for stage in range(last):
-        here, after = placement.replicas[stage], placement.replicas[stage + 1]
-        between = in_flight[stage] * here - in_flight[stage + 1] * after
-        ahead = max(2, -(-between // lcm(here, after)) + 1)
+        replicas, next_replicas = placement.replicas[stage], placement.replicas[stage + 1]
+        difference = in_flight[stage] * replicas - in_flight[stage + 1] * next_replicas
+        ahead = max(2, -(-difference // lcm(replicas, next_replicas)) + 1)
         routes += [Route(Carries.ACTIVATION, stage, stage + 1, ahead), Route(Carries.GRADIENT, stage + 1, stage, ahead)]
     if last:
         routes.append(Route(Carries.INPUT, 0, last, max(2, in_flight[0])))
@@ -107,19 +106,19 @@ def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Ch
     return tuple(channels.values())
 
 
-def _expand(op: Op, schedule: Schedule, numbers: dict[tuple[int, int, Carries, int], int]) -> list[Instruction]:
-    """Returns an op with its transfers. Those of the same op a cycle later are the same ones, a cycle later."""
+def _expand(op: Op, schedule: Schedule, channel_numbers: dict[tuple[int, int, Carries, int], int]) -> list[Instruction]:
+    """Returns an op with its transfers; those of the same op one cycle later are shifted by that cycle."""
     placement = schedule.placement
 
     def transfers(move: Move, messages: Iterable[Cargo]) -> Iterator[Transfer]:
         for carries, source, target, k in messages:
-            number = numbers.get((*placement.ends(carries, source, target, k), carries, source))
+            number = channel_numbers.get((*placement.ends(carries, source, target, k), carries, source))
             if number is not None:
                 yield Transfer(move, number, k)
 
-    sums = op.kind is Kind.UPDATE and placement.replicas[op.stage] > 1
+    needs_sum = op.kind is Kind.UPDATE and placement.replicas[op.stage] > 1
     return [
-        *([Transfer(Move.SYNC, op.stage, op.index)] if sums else []),
+        *([Transfer(Move.SYNC, op.stage, op.index)] if needs_sum else []),
         *transfers(Move.RECEIVE, _list_arrivals(op, schedule)),
         op,
         *transfers(Move.SEND, _list_departures(op, schedule)),
@@ -133,7 +132,7 @@ def _list_arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
         if stage == last:
             yield Cargo(Carries.INPUT, 0, stage, k)
         yield Cargo(Carries.ACTIVATION, stage - 1, stage, k)
-    elif kind is gives_back(rules.kinds):
+    elif kind is find_gradient_kind(rules.kinds):
         if rules.placement.is_remote(stage):
             yield Cargo(Carries.STAGE_INPUT, stage, stage, k)
         if stage < last:
@@ -145,56 +144,56 @@ def _list_departures(op: Op, rules: Rules) -> Iterator[Cargo]:
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD:
         if stage < last:
-            if not stage:  # the targets first: a large message may hold a connection for long
+            if not stage:  # targets first: a large message may block the connection for long
                 yield Cargo(Carries.INPUT, 0, last, k)
             yield Cargo(Carries.ACTIVATION, stage, stage + 1, k)
         if rules.trains and rules.placement.is_remote(stage):
             yield Cargo(Carries.STAGE_INPUT, stage, stage, k)
-    elif kind is gives_back(rules.kinds) and stage:
+    elif kind is find_gradient_kind(rules.kinds) and stage:
         yield Cargo(Carries.GRADIENT, stage, stage - 1, k)
 
 
-def _fold(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries, int], int]) -> RankProgram:
+def _fold(schedule: Schedule, rank: int, channel_numbers: dict[tuple[int, int, Carries, int], int]) -> RankProgram:
     """Finds the shortest warm-up before a rank's instructions repeat."""
     cycle = schedule.cycle
-    deepest = max(map(mul, schedule.plan.in_flight, schedule.placement.replicas))
-    settled = (deepest // cycle + 2) * cycle  # no warm-up reaches beyond this microbatch
+    max_in_flight = max(map(mul, schedule.plan.in_flight, schedule.placement.replicas))
+    steady = (max_in_flight // cycle + 2) * cycle  # every warm-up has ended by this microbatch
     placement = schedule.placement
     forwards = placement.passes(rank, forward=True)
     if not forwards and len(schedule.kinds) == 1:
-        return RankProgram((), ())  # the forwards of all its stages are remote
-    anchor = Kind.FORWARD if forwards else Kind.BACKWARD  # a rank may have backwards alone
+        return RankProgram((), ())  # other ranks run the forwards of all its stages
+    anchor_kind = Kind.FORWARD if forwards else Kind.BACKWARD  # a rank may have backwards alone
     window: list[Op] = []
-    anchors: list[int] = []  # in the window, each a cycle after the one before
-    most = 100 * (settled + 3 * cycle) * len(forwards or placement.stage_replicas(rank)) + 1000
-    awaited: Instruction | None = None
-    for op in islice(schedule.order(rank), most):
-        if op.kind is anchor and (op == awaited if anchors else op.index >= settled):
-            anchors.append(len(window))
-            awaited = advance_instruction(op, cycle, schedule.updates)
+    anchor_positions: list[int] = []  # positions in `window`, one cycle apart
+    max_ops = 100 * (steady + 3 * cycle) * len(forwards or placement.stage_replicas(rank)) + 1000
+    next_anchor: Instruction | None = None
+    for op in islice(schedule.order(rank), max_ops):
+        if op.kind is anchor_kind and (op == next_anchor if anchor_positions else op.index >= steady):
+            anchor_positions.append(len(window))
+            next_anchor = advance_instruction(op, cycle, schedule.updates)
         window.append(op)
-        if len(anchors) > 2:
+        if len(anchor_positions) > 2:
             break
-    if len(anchors) < 2:
+    if len(anchor_positions) < 2:
         raise ScheduleError(f"schedule {schedule.name!r}: the order of rank {rank} does not settle into a period")
-    start, second = anchors[:2]
+    start, second = anchor_positions[:2]
     length = second - start
 
     def repeats(i: int) -> bool:
         op, later = window[i], window[i + length]
-        by = count_indices(op, cycle, schedule.updates)
-        return later.index - op.index == by and later[:2] == op[:2] and later.replica == op.replica
+        advance = compute_stride(op, cycle, schedule.updates)
+        return later.index - op.index == advance and later[:2] == op[:2] and later.replica == op.replica
 
     while start and repeats(start - 1):
         start -= 1
-    # A turn must also do all that a cycle needs, otherwise only a run of equal ops repeats.
+    # A period must contain all ops of a cycle; otherwise only a run of equal ops repeats.
     if length != schedule.op_count(rank, cycle) or not all(repeats(i) for i in range(start, len(window) - length)):
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
         )
-    texts = [_expand(op, schedule, numbers) for op in window[: start + length]]
-    warmup, period = (list(chain.from_iterable(part)) for part in (texts[:start], texts[start:]))
-    # The last transfers of an op that does not repeat may do so.
+    instructions = [_expand(op, schedule, channel_numbers) for op in window[: start + length]]
+    warmup, period = (list(chain.from_iterable(part)) for part in (instructions[:start], instructions[start:]))
+    # The last transfers of the warm-up may repeat although their op does not.
     while warmup and period[-1] == advance_instruction(warmup[-1], cycle, schedule.updates):
         period = [warmup.pop(), *period[:-1]]
     return RankProgram(tuple(warmup), tuple(period))

@@ -1,9 +1,9 @@
-"""The words of a schedule, and THE dependency rule.
+"""The ops of a schedule, and what each needs.
 
 PyTorch's letters: F forward, B backward, I input gradient, W weight gradient, U update. ``2F5`` is stage 2, forward,
 microbatch 5; ``2U3`` the update that makes version 3 of stage 2's weights.
 
-What must be done before an op is decided here and in `Rules.requires`, nowhere else.
+Dependencies between ops are defined here and in `Rules.requires`, nowhere else.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class Op(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.index}"
 
 
-def ends_backward(kinds: Collection[Kind]) -> Kind:
-    """Returns the kind that completes a microbatch's backward."""
+def find_last_kind(kinds: Collection[Kind]) -> Kind:
+    """Returns the kind of op that completes a microbatch's backward."""
     return Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in kinds else Kind.BACKWARD
 
 
-def gives_back(kinds: Collection[Kind]) -> Kind:
-    """Returns the kind that makes the gradient for the stage before."""
+def find_gradient_kind(kinds: Collection[Kind]) -> Kind:
+    """Returns the kind of op that makes the gradient for the previous stage."""
     return Kind.INPUT_GRADIENT if Kind.INPUT_GRADIENT in kinds else Kind.BACKWARD
 
 
 def data_requirements(op: Op, placement: Placement, kinds: Collection[Kind] = ()) -> tuple[Op, ...]:
-    """Returns the ops that make what an op reads, except for weights (`Rules.requires`).
+    """Returns the ops whose results an op reads, except for weights (`Rules.requires`).
 
     Args:
-        kinds: I and W among them replace B.
+        kinds: of the schedule; I and W among them replace B.
     """
     kind, stage, k, replica = op
     if kind is Kind.FORWARD:
@@ -67,4 +67,4 @@ def data_requirements(op: Op, placement: Placement, kinds: Collection[Kind] = ()
     forward = Op(Kind.FORWARD, stage, k, replica)
     if stage == placement.stages - 1:
         return (forward,)
-    return (forward, Op(gives_back(kinds), stage + 1, k, placement.replica(stage + 1, k)))
+    return (forward, Op(find_gradient_kind(kinds), stage + 1, k, placement.replica(stage + 1, k)))

@@ -4,8 +4,8 @@ PipeMare trains its first epochs synchronously (Yang et al., MLSys 2021, T3); Zh
 asynchronous run synchronously.
 
 As text, phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``: a method; ``/`` and its microbatches; ``+`` and a
-compensation (``+t1=500``, repeated for several, ``+none``); ``:`` and where it ends, in minibatches or epochs (e) since
-the start of training. A method may be ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and have options,
+compensation (``+t1=500``, repeated for several, ``+none``); ``:`` and its end, in minibatches or epochs (e) since the
+start of training. A method may be ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and have options,
 ``paci[backward_rule=recompute]/4:200``. A Schedule object is ``<NAME>``, which cannot be read back.
 """
 
@@ -23,40 +23,40 @@ from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.schedule import Schedule
 
 OPTIONS = r"(?:\[[^\[\]]*\])?"
-"""Pattern of options."""
+"""Pattern of a method's options."""
 
-_NAMED = re.compile(r"(.*)\[([^\[\]]*)\]")
+_WITH_OPTIONS = re.compile(r"(.*)\[([^\[\]]*)\]")
 _FILE = re.compile(r".*\.(?i:csv|py)(?::[^\[\]]*)?")
 _COMMA = re.compile(r",(?![^\[\]]*\])")
 
 
-def listed(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """Splits a list at its commas, except for those in brackets."""
     return _COMMA.split(text)
 
 
 def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Returns the name of a method or file, and its (option, value) pairs."""
-    match = _NAMED.fullmatch(text)
-    name, inside = (text, None) if match is None else match.groups()
-    malformed = ("[" in name or "]" in name) and not _FILE.fullmatch(name)
-    pairs = [tuple(map(str.strip, part.partition("=")[::2])) for part in (inside or "").split(",")]
-    if malformed or not name or (inside is not None and not all(option and value for option, value in pairs)):
+    match = _WITH_OPTIONS.fullmatch(text)
+    name, options_text = (text, None) if match is None else match.groups()
+    is_malformed = ("[" in name or "]" in name) and not _FILE.fullmatch(name)
+    pairs = [tuple(map(str.strip, part.partition("=")[::2])) for part in (options_text or "").split(",")]
+    if is_malformed or not name or (options_text is not None and not all(option and value for option, value in pairs)):
         raise ScheduleError(
             f"schedule {text!r} is not of the form NAME[OPTION=VALUE,OPTION=VALUE]; write it as in "
             "paci[backward_rule=recompute], or without brackets"
         )
-    if inside is None:
+    if options_text is None:
         return name, ()
     options = tuple((option.replace("-", "_"), value) for option, value in pairs)
-    twice = [option for n, (option, _) in enumerate(options) if option in dict(options[:n])]
-    if twice:
-        raise ScheduleError(f"schedule {text!r} gives its option {twice[0]} twice; leave one out")
+    repeated = [option for i, (option, _) in enumerate(options) if option in dict(options[:i])]
+    if repeated:
+        raise ScheduleError(f"schedule {text!r} gives its option {repeated[0]} twice; leave one out")
     return name.strip(), options
 
 
 _METHOD = r"[A-Za-z0-9_-]+|.+?\.(?i:csv|py)(?::[A-Za-z_][A-Za-z0-9_-]*)?"
-_FORM = re.compile(rf"((?:{_METHOD}){OPTIONS})(?:/(\d+))?((?:\+[A-Za-z0-9_.=-]+)*)(?::(\d+)(e?))?")
+_PHASE = re.compile(rf"((?:{_METHOD}){OPTIONS})(?:/(\d+))?((?:\+[A-Za-z0-9_.=-]+)*)(?::(\d+)(e?))?")
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,9 @@ class Phase:
     Attributes:
         schedule: a method's name, a file that declares one, or a Schedule.
         until: minibatches since the start of training at which it ends; rounded up to whole rounds of replicas.
-        until_epoch: the same in epochs. Every phase but the last has one end.
+        until_epoch: the same in epochs. Every phase but the last has exactly one of both.
         microbatches: parts of a minibatch; None for the method's own number.
-        compensation: one or several of `core.schedule.compensation`, or their texts; () for none, None for the
-            method's own.
+        compensation: one or several, or their texts; () for none, None for the method's own.
 
     Raises:
         ScheduleError: an unknown compensation, or a count below 1.
@@ -100,8 +99,8 @@ class Phase:
         )
 
     def __str__(self) -> str:
-        split = "" if self.microbatches is None else f"/{self.microbatches}"
-        made_up = (
+        microbatches = "" if self.microbatches is None else f"/{self.microbatches}"
+        compensations_text = (
             ""
             if self.compensation is None
             else "".join(f"+{compensation}" for compensation in self.compensation or ("none",))
@@ -109,14 +108,14 @@ class Phase:
         end = f":{self.until}" if self.until is not None else ""
         return (
             (self.name if isinstance(self.schedule, str) else f"<{self.name}>")
-            + split
-            + made_up.replace(":", "=")
+            + microbatches
+            + compensations_text.replace(":", "=")
             + (end if self.until_epoch is None else f":{self.until_epoch}e")
         )
 
 
 def phases_text(phases: Sequence[Phase]) -> str:
-    """Returns what `read_phases` reads."""
+    """Returns the text that `read_phases` reads."""
     return ",".join(map(str, phases))
 
 
@@ -124,27 +123,27 @@ def read_phases(text: str) -> tuple[Phase, ...]:
     """Reads phases from text.
 
     Raises:
-        ScheduleError: it is not of this form, or see `check_phases`.
+        ScheduleError: the text is malformed, or see `check_phases`.
     """
     phases = []
-    for part in listed(text):
-        read = _FORM.fullmatch(part.strip())
+    for part in split_list(text):
+        match = _PHASE.fullmatch(part.strip())
         if part.strip().startswith("<"):
             raise ScheduleError(
                 f"phase {part.strip()!r} was a Schedule object, which cannot be read from text; give the same phases "
                 "again (in the recipe, or phases=...)"
             )
-        if read is None:
+        if match is None:
             raise ScheduleError(
                 f"phase {part.strip()!r} is not known; write METHOD[/MICROBATCHES][+COMPENSATION[=NUMBER]][:END], "
                 "where END is a count of minibatches or, followed by e, of epochs, and METHOD may have options: "
                 "1f1b/4:200,paci[backward_rule=recompute]/4+spike:3e,1f1b/4"
             )
-        name, split, made_up, end, of_epochs = read.groups()
-        texts = [item.replace("=", ":") for item in made_up.split("+")[1:]]
+        name, microbatches, compensations_text, end, of_epochs = match.groups()
+        texts = [item.replace("=", ":") for item in compensations_text.split("+")[1:]]
         phase = Phase(
             name,
-            microbatches=int(split) if split else None,
+            microbatches=int(microbatches) if microbatches else None,
             compensation=None if not texts else () if texts == ["none"] else texts,
         )
         if end:
@@ -157,7 +156,7 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     """Returns the phases, if they can follow each other.
 
     Raises:
-        ScheduleError: no phase; one with no end, two ends, or an end before its begin; or an end of the last.
+        ScheduleError: there is no phase, one has no end, two ends or an early one, or the last one has an end.
     """
     if not phases:
         raise ScheduleError("a run without phases was asked for; give at least one")
@@ -180,27 +179,27 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def next_border(phases: Sequence[Phase], epoch: int, until: int) -> int:
+def find_next_end(phases: Sequence[Phase], epoch: int, until: int) -> int:
     """Returns the first epoch between `epoch` and `until` at which one of the phases ends, or `until`.
 
-    The data is opened anew there (docs/exact_rules.md, Phases).
+    The data is reopened there (docs/exact_rules.md, Phases).
     """
     return min((p.until_epoch for p in phases if p.until_epoch and epoch < p.until_epoch < until), default=until)
 
 
 def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: int) -> int:
-    """Returns the number of the phase after `number` at this point.
+    """Returns the number of the phase that follows phase `number` here.
 
-    Warns of a phase that is skipped because its end, in the other unit, has passed.
+    Warns of phases that are skipped because their end, in the other unit, has passed.
     """
-    following = phase_at(phases, minibatches, epochs)
-    for phase in phases[number + 1 : following]:
+    next_number = phase_at(phases, minibatches, epochs)
+    for phase in phases[number + 1 : next_number]:
         warnings.warn(
             f"phase {phase} is skipped, because the one before it has ended at minibatch {minibatches}, after {epochs} "
             "whole epochs; let it end later",
             stacklevel=2,
         )
-    return following
+    return next_number
 
 
 def phase_at(phases: Sequence[Phase], minibatches: int, epochs: int) -> int:

@@ -1,6 +1,6 @@
-"""The Program: a schedule with its messages, finite, to be verified once and run for a million microbatches.
+"""The Program: a schedule with its messages as finite text, verified once and run for any number of microbatches.
 
-Each rank has a warm-up and a period; repetition t of the period has each index advanced by t strides. The drain is the
+Each rank has a warm-up and a period; in repetition t of the period each index is t strides greater. The drain is the
 same stream without the instructions of microbatches that do not exist.
 
 Text form: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5`` receive it; ``=0:2`` sum the gradients of
@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
     """A message sent or received, or a sum over the replicas of a stage.
 
     Attributes:
-        channel: its number; for a sum, the stage.
+        channel: the channel's number; for a sum, the stage.
         index: the microbatch; for a sum, the update.
     """
 
@@ -61,7 +61,7 @@ class Cargo(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A channel, wherever its stages live."""
+    """A channel between stages, on whatever ranks they are."""
 
     carries: Carries
     source: int
@@ -70,7 +70,7 @@ class Route(NamedTuple):
 
 
 MOST_AHEAD = 8
-"""Bound of a channel's depth."""
+"""Limit of a channel's depth."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The warm-up once, then the period repeatedly."""
+    """The instructions of a rank: a warm-up, then a period that repeats."""
 
     warmup: tuple[Instruction, ...]
     period: tuple[Instruction, ...]
@@ -125,9 +125,8 @@ class Program(Tabular, Rules, Artifact):
                 f"the placement has {stages} stages, the plan {len(self.plan.stages)}, the update rule "
                 f"{len(self.updates.per_update)}"
             )
-        # 0 if a count is 0.
-        least = self.shortest_cycle
-        if least < 1 or self.cycle < 1 or self.cycle % least:
+        shortest_cycle = self.shortest_cycle
+        if shortest_cycle < 1 or self.cycle < 1 or self.cycle % shortest_cycle:
             raise ValueError(
                 f"a cycle must be a whole number of rounds ({self.placement.cycle} microbatches), minibatches "
                 f"({self.microbatches}) and updates {self.updates.per_update}, found {self.cycle}"
@@ -135,18 +134,18 @@ class Program(Tabular, Rules, Artifact):
 
     @property
     def round_minibatches(self) -> int:
-        """A drain waits for a multiple of this many minibatches, to complete each round of replicas."""
+        """Minibatches of which a drain awaits a multiple, so that every round of replicas is complete."""
         return self.placement.cycle if self.updates.mean_of_rounds else 1
 
     def stream(self, rank: int, begin: int = 0) -> Iterator[Instruction]:
-        """Yields the endless text of a rank, from its instruction number `begin` on."""
-        mine = self.ranks[rank]
-        yield from mine.warmup[begin:]
-        if not mine.period:
+        """Yields a rank's instructions without end, from number `begin` on."""
+        rank_program = self.ranks[rank]
+        yield from rank_program.warmup[begin:]
+        if not rank_program.period:
             return
-        turns, position = divmod(max(0, begin - len(mine.warmup)), len(mine.period))
+        turns, position = divmod(max(0, begin - len(rank_program.warmup)), len(rank_program.period))
         while True:
-            for instruction in mine.period[position:]:
+            for instruction in rank_program.period[position:]:
                 yield self._advance(instruction, turns)
             turns, position = turns + 1, 0
 
@@ -154,13 +153,13 @@ class Program(Tabular, Rules, Artifact):
         """Yields the instructions of a rank for a run of `total` microbatches, drain included.
 
         Args:
-            executed: instructions that the rank has executed, while it did not know the total. All of them exist; only
-                the last one may be the op that found the end.
+            executed: instructions that the rank executed before it knew the total. All of them exist, except that the
+                last may be the op that found the end.
         """
         exists = self.exists(total)
         missing = self.op_count(rank, total) - self._count_work_before(rank, executed, exists)
-        # Indices only grow, so that no other turn can have what a whole one lacks.
-        patience = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
+        # Indices only grow: what a whole period lacks, no later one has.
+        max_idle = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
         idle = 0
         for instruction in self.stream(rank, executed):
             # The sends after the last op still belong to it.
@@ -170,27 +169,28 @@ class Program(Tabular, Rules, Artifact):
                 idle = 0
                 missing -= isinstance(instruction, Op)
                 yield instruction
-            elif (idle := idle + 1) > patience:
+            elif (idle := idle + 1) > max_idle:
                 break
         if missing:
             raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {total} microbatches")
 
     def _count_work_before(self, rank: int, executed: int, exists: Callable[[Instruction], bool]) -> int:
-        """Counts the ops among a rank's first instructions; see `instructions`."""
-        mine = self.ranks[rank]
-        count = _count_ops(mine.warmup[:executed])
-        if executed > len(mine.warmup):
-            turns, position = divmod(executed - len(mine.warmup), len(mine.period))
-            count += turns * _count_ops(mine.period) + _count_ops(mine.period[:position])
+        """Counts the ops among a rank's `executed` instructions; see `instructions`."""
+        rank_program = self.ranks[rank]
+        count = _count_ops(rank_program.warmup[:executed])
+        if executed > len(rank_program.warmup):
+            turns, position = divmod(executed - len(rank_program.warmup), len(rank_program.period))
+            count += turns * _count_ops(rank_program.period) + _count_ops(rank_program.period[:position])
         if executed:
             last = next(self.stream(rank, executed - 1))
             count -= isinstance(last, Op) and not exists(last)
         return count
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
+        """Returns the function that says whether an instruction belongs to a run of `total` microbatches."""
         per_update = self.updates.per_update
 
-        def test(instruction: Instruction) -> bool:
+        def is_in_run(instruction: Instruction) -> bool:
             if isinstance(instruction, Op):
                 if instruction.kind is Kind.UPDATE:
                     return (instruction.index - 1) * per_update[instruction.stage] < total
@@ -199,32 +199,32 @@ class Program(Tabular, Rules, Artifact):
                 return (instruction.index - 1) * per_update[instruction.channel] < total
             return instruction.index < total
 
-        return test
+        return is_in_run
 
     def update_completed_by(self, rank: int) -> Callable[[Op], Op | None]:
-        """Returns a function from a rank's backward to the update that directly follows it at its stage, if any."""
-        text = self.ranks[rank]
-        next_turn = (self._advance(instruction, 1) for instruction in text.period)
+        """Returns the function from a rank's backward to the update that follows it directly at its stage, or None."""
+        rank_program = self.ranks[rank]
+        next_turn = (self._advance(instruction, 1) for instruction in rank_program.period)
         open_backwards: dict[int, Op] = {}
-        completes: dict[Op, Op] = {}
-        for op in (*text.warmup, *text.period, *next_turn):
+        update_after: dict[Op, Op] = {}
+        for op in (*rank_program.warmup, *rank_program.period, *next_turn):
             if isinstance(op, Op) and op.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
                 open_backwards[op.stage] = op
             elif isinstance(op, Op) and op.kind is Kind.UPDATE and op.stage in open_backwards:
-                completes[open_backwards.pop(op.stage)] = op
-        in_period: dict[tuple[Kind, int, int], int] = {
+                update_after[open_backwards.pop(op.stage)] = op
+        period_indices: dict[tuple[Kind, int, int], int] = {
             (op.kind, op.stage, op.index % self.cycle): op.index
-            for op in text.period
+            for op in rank_program.period
             if isinstance(op, Op) and op.kind is not Kind.UPDATE
         }
 
-        def completed(op: Op) -> Op | None:
-            first = in_period.get((op.kind, op.stage, op.index % self.cycle), op.index)
-            turns = max(0, (op.index - first) // self.cycle)
-            update = completes.get(op._replace(index=op.index - turns * self.cycle))
+        def find_update(op: Op) -> Op | None:
+            first_index = period_indices.get((op.kind, op.stage, op.index % self.cycle), op.index)
+            turns = max(0, (op.index - first_index) // self.cycle)
+            update = update_after.get(op._replace(index=op.index - turns * self.cycle))
             return None if update is None else Op(*self._advance(update, turns))
 
-        return completed
+        return find_update
 
     def describe(self, instruction: Instruction) -> str:
         """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
@@ -247,21 +247,21 @@ class Program(Tabular, Rules, Artifact):
 
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
-        """Reads JSON values, with fields of text, which `decode` cannot."""
+        """Reads JSON values, in which instructions are text."""
         value = {"norm_delay": 0} | {cls.RENAMED.get(name, name): item for name, item in value.items()}
         hints = get_type_hints(cls)
         names = {field.name for field in fields(cls)}
-        lacking, unknown = sorted(names - set(value)), sorted(set(value) - names)
-        if lacking or unknown:
-            raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
+        missing, unknown = sorted(names - set(value)), sorted(set(value) - names)
+        if missing or unknown:
+            raise ArtifactError(f"{place} lacks the fields {missing} and has unknown fields {unknown}")
         if isinstance(value["channels"], list):  # older files say 'kept'
             value["channels"] = [
                 row | {"carries": "stage_input"} if isinstance(row, dict) and row.get("carries") == "kept" else row
                 for row in value["channels"]
             ]
-        where = value.pop("placement")
-        dispatches = isinstance(where, dict) and "forwards" in where
-        placement: Placement = decode(Dispatched if dispatches else Placement, where, f"{place}.placement")
+        placement_value = value.pop("placement")
+        is_dispatched = isinstance(placement_value, dict) and "forwards" in placement_value
+        placement: Placement = decode(Dispatched if is_dispatched else Placement, placement_value, f"{place}.placement")
         rows = decode(tuple[dict[str, str], ...], value.pop("ranks"), f"{place}.ranks")
         ranks = tuple(
             RankProgram(
@@ -270,24 +270,24 @@ class Program(Tabular, Rules, Artifact):
             )
             for rank, row in enumerate(rows)
         )
-        plain = {name: decode(hints[name], item, f"{place}.{name}") for name, item in value.items()}
+        other_fields = {name: decode(hints[name], item, f"{place}.{name}") for name, item in value.items()}
         try:
-            return cls(placement=placement, ranks=ranks, **plain)
+            return cls(placement=placement, ranks=ranks, **other_fields)
         except ValueError as error:
             raise ArtifactError(f"{place}: {error}") from None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each instruction of the warm-up and of one period; an index counts updates or microbatches.
+        """Returns a row for each instruction of the warm-up and of one period.
 
-        `stage` is the one that works, sends or receives.
+        `stage` computes, sends or receives; `index` is a microbatch or an update.
         """
         rows = []
-        for rank, mine in enumerate(self.ranks):
-            for part, instructions in (("warmup", mine.warmup), ("period", mine.period)):
+        for rank, rank_program in enumerate(self.ranks):
+            for part, instructions in (("warmup", rank_program.warmup), ("period", rank_program.period)):
                 for position, instruction in enumerate(instructions):
-                    place = {"rank": rank, "part": part, "position": position, "instruction": str(instruction)}
+                    cells = {"rank": rank, "part": part, "position": position, "instruction": str(instruction)}
                     rows.append(
-                        place
+                        cells
                         | {
                             "kind": instruction.kind.value,
                             "stage": self._find_stage(instruction),
@@ -307,8 +307,8 @@ class Program(Tabular, Rules, Artifact):
     def __str__(self) -> str:
         head = f"Program {self.name}, plan {self.plan.config}, {self.microbatches} microbatches a minibatch"
         rows = [
-            f"rank {rank}: {format_instructions(mine.warmup)} | ( {format_instructions(mine.period)} )"
-            for rank, mine in enumerate(self.ranks)
+            f"rank {rank}: {format_instructions(rank_program.warmup)} | ( {format_instructions(rank_program.period)} )"
+            for rank, rank_program in enumerate(self.ranks)
         ]
         return "\n".join([head, *rows])
 
@@ -321,16 +321,16 @@ def _count_ops(instructions: tuple[Instruction, ...]) -> int:
 
 
 def advance_instruction(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
-    """Returns an instruction that many microbatches (a multiple of the cycle) later."""
-    by = count_indices(instruction, microbatches, updates)
+    """Returns an instruction, advanced by some microbatches (a multiple of the cycle)."""
+    stride = compute_stride(instruction, microbatches, updates)
     if isinstance(instruction, Op):
         kind, stage, index, replica = instruction
-        return Op(kind, stage, index + by, replica)
-    return Transfer(instruction.kind, instruction.channel, instruction.index + by)
+        return Op(kind, stage, index + stride, replica)
+    return Transfer(instruction.kind, instruction.channel, instruction.index + stride)
 
 
-def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRule) -> int:
-    """Returns by how much its index is greater that many microbatches (a multiple of the cycle) later."""
+def compute_stride(instruction: Instruction, microbatches: int, updates: UpdateRule) -> int:
+    """Returns by how much an instruction's index grows over some microbatches (a multiple of the cycle)."""
     if instruction.kind is Kind.UPDATE or instruction.kind is Move.SYNC:
         return microbatches // updates.per_update[instruction[1]]
     return microbatches
@@ -342,13 +342,13 @@ def format_instructions(instructions: tuple[Instruction, ...]) -> str:
 
 
 def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Instruction, ...]:
-    replica = dict(placement.passes(rank, forward=True)) | dict(placement.stage_replicas(rank))
+    replica_of = dict(placement.passes(rank, forward=True)) | dict(placement.stage_replicas(rank))
     instructions: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
         transfer = re.fullmatch(r"([<>=])(\d+):(\d+)", token)
-        if op and int(op[1]) in replica:
-            instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica[int(op[1])]))
+        if op and int(op[1]) in replica_of:
+            instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica_of[int(op[1])]))
         elif transfer:
             instructions.append(Transfer(Move(transfer[1]), int(transfer[2]), int(transfer[3])))
         else:

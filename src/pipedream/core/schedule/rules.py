@@ -1,6 +1,6 @@
-"""The rules that a schedule and its program share: which ops there are, and what each needs.
+"""The rules that a schedule and its program share: the ops, and what each needs.
 
-Update n of a stage (from 1) is one optimizer step, the same on all its replicas, and makes version n. Gradients are
+Update n of a stage (from 1) is one optimizer step, equal on all its replicas, and makes version n. Gradients are
 averaged in one of two ways (docs/exact_rules.md, Normalisation):
 
 - a *flushing* or *accumulating* update divides the sum of gradients by the summed loss weight, once;
@@ -19,7 +19,7 @@ from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.placement import Dispatched, Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation, rate_factor
-from pipedream.core.schedule.op import Kind, Op, data_requirements, ends_backward
+from pipedream.core.schedule.op import Kind, Op, data_requirements, find_last_kind
 from pipedream.core.schedule.weights import DoubleBuffer, WeightRule
 
 
@@ -28,7 +28,7 @@ class UpdateRule:
     """The number of microbatches in each update of each stage.
 
     Attributes:
-        per_update: for each stage, over all replicas.
+        per_update: microbatches for each stage, over all replicas.
         mean_of_rounds: each microbatch is a whole minibatch, normalised by itself (PipeDream).
     """
 
@@ -48,13 +48,13 @@ class UpdateRule:
         return -(-total // self.per_update[stage])
 
     def kept_tensors(self, staleness: int) -> int:
-        """Returns how many tensors are kept for each weight."""
+        """Returns how many tensors compensations keep for each weight."""
         return sum(compensation.kept_tensors(staleness) for compensation in self.compensation)
 
     def matrix_bytes(self, matrices: Sequence[Matrices]) -> tuple[int, int]:
-        """Returns what weights of these shapes need besides `kept_tensors`: kept, and temporarily in an update."""
+        """Returns bytes that weights of these shapes need besides `kept_tensors`: always, and during an update."""
         rows = [rule.matrix_bytes(matrices) for rule in self.compensation]
-        return sum(kept for kept, _ in rows), max((working for _, working in rows), default=0)
+        return sum(kept_bytes for kept_bytes, _ in rows), max((working_bytes for _, working_bytes in rows), default=0)
 
     def at_stage(self, stage: int, delays: Sequence[int]) -> UpdateRule:
         """Returns the rule with the stage's own compensation, given the staleness of all stages."""
@@ -79,14 +79,13 @@ class OpRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """A method's decisions for one plan, except for the order of the ops.
+    """A method's decisions for one plan, except the order of its ops.
 
     Attributes:
         microbatches: m, of a minibatch.
-        kinds: kinds of the ops of each microbatch at each stage.
+        kinds: kinds of op of each microbatch at each stage.
         couples_updates: the updates of all stages wait for each other (clipping by the global norm).
-        norm_delay: D, in updates: with coupled updates, update n is clipped by the global norm of update n - D, and
-            waits for that norm.
+        norm_delay: D: with coupled updates, update n waits for the global norm of update n - D, which clips it.
     """
 
     name: str
@@ -102,18 +101,18 @@ class Rules:
 
     @property
     def trains(self) -> bool:
-        """There are backwards and updates; an evaluation has none."""
+        """Whether there are backwards and updates, unlike in an evaluation."""
         return len(self.kinds) > 1
 
     @property
     def overlaps_updates(self) -> bool:
-        """Updates are made in the memory of the machine while the next minibatch's passes read older weights."""
-        hosts = isinstance(self.placement, Dispatched) or self.plan.optimizer_state == HOST
-        return self.trains and hosts and isinstance(self.weights, DoubleBuffer)
+        """Whether updates on the host overlap the next minibatch's passes, which read older weights."""
+        is_hosted = isinstance(self.placement, Dispatched) or self.plan.optimizer_state == HOST
+        return self.trains and is_hosted and isinstance(self.weights, DoubleBuffer)
 
     @property
     def splits_backward(self) -> bool:
-        """I and W replace B."""
+        """Whether I and W replace B."""
         return Kind.INPUT_GRADIENT in self.kinds
 
     @property
@@ -122,7 +121,7 @@ class Rules:
         return lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
 
     def expected_ops(self, rank: int, total: int) -> tuple[OpRange, ...]:
-        """Returns the work of a rank, in no particular order."""
+        """Returns the ops of a rank, in no particular order."""
         ranges = [
             OpRange(kind, stage, replica, range(replica, total, self.placement.replicas[stage]))
             for kind in self.kinds
@@ -138,26 +137,26 @@ class Rules:
     def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
         """Returns the ops that must be done before an op.
 
-        A pass needs what it reads, and the update that made its version. An update needs the gradients of all its
-        members, and the update before it.
+        A pass needs what it reads, and the update that makes its version. An update needs the gradients of all its
+        microbatches, and the previous update.
         """
         kind, stage, index, replica = op
         if kind is Kind.UPDATE:
-            last = ends_backward(self.kinds)
+            last_kind = find_last_kind(self.kinds)
             members = self.updates.members(stage, index, total)
-            needs = tuple(Op(last, stage, k, self.placement.replica(stage, k)) for k in members)
-            return (*needs, Op(kind, stage, index - 1, replica)) if index > 1 else needs
-        data = data_requirements(op, self.placement, self.kinds)
-        version = self._find_version_awaited(op)
-        return (*data, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else data
+            gradients = tuple(Op(last_kind, stage, k, self.placement.replica(stage, k)) for k in members)
+            return (*gradients, Op(kind, stage, index - 1, replica)) if index > 1 else gradients
+        inputs = data_requirements(op, self.placement, self.kinds)
+        version = self._find_awaited_version(op)
+        return (*inputs, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else inputs
 
-    def _find_version_awaited(self, op: Op) -> int:
+    def _find_awaited_version(self, op: Op) -> int:
         kind, stage, index, _ = op
         if kind is Kind.WEIGHT_GRADIENT or not self.trains:
             return 0
         version = self.weights.forward_version(stage, index)
         if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            # Its forward has already waited for the version that both read.
+            # The forward has already waited for a version that both read.
             newer = self.weights.backward_version(stage, index)
             return newer if newer > version else 0
         return version

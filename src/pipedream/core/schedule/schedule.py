@@ -1,7 +1,7 @@
 """The Schedule: a method's answers to four questions (order, placement, weights, updates), and its paper's claims.
 
-It is drawn, verified, lowered, simulated and run from this one object. A run of n microbatches is the endless order
-without later microbatches: this is how a pipeline drains.
+This one object is drawn, verified, lowered, simulated and run. A run of n microbatches is the endless order without all
+later microbatches; so a pipeline drains.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules
 
 Order = Callable[[int], Iterator[Op]]
-"""Rank -> its ops, endless."""
+"""Rank -> its endless sequence of ops."""
 
-_PATIENCE = 1_000_000
+_MAX_IDLE_OPS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Claims:
     """The paper's closed forms, as functions; None where it has none.
 
-    p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker, with all of its
-    stages added up. A split backward holds a microbatch until its weight gradient.
+    p: workers. m: microbatches per minibatch (in the run, for orders without a flush). s: a worker, with the sum over
+    its stages. A split backward holds a microbatch until its weight gradient.
 
     Attributes:
-        assumption: under which the forms hold.
-        least: p -> fewest microbatches of a minibatch for which bubble, makespan and counts in flight hold.
+        assumption: condition under which the forms hold.
+        least: p -> fewest microbatches of a minibatch for which bubble, makespan and in-flight counts hold.
         bubble: (p, m) -> share of the time that workers wait, over one minibatch of a flushing order.
         ratio: seconds of a backward over those of a forward for which the bubble holds; None for any.
         in_flight: (p, m, s) -> most microbatches in flight.
@@ -60,13 +60,13 @@ class Schedule(Rules):
     def __post_init__(self) -> None:
         if self.updates.compensation:
             check_compensations(
-                self.updates.compensation, self.weights, flushes=self.flushes, reads_one=self._reads_one
+                self.updates.compensation, self.weights, flushes=self.flushes, reads_one_version=self._reads_one_version
             )
-        late = [self.weights.staleness(stage) for stage in range(len(self.plan.stages))] if self.flushes else []
-        if any(late):
+        staleness = [self.weights.staleness(stage) for stage in range(len(self.plan.stages))] if self.flushes else []
+        if any(staleness):
             raise ScheduleError(
                 f"schedule {self.name!r} has flushes=True, but its weight rule {self.weights.name} makes the "
-                f"gradients of its stages {late} updates late; leave flushes=True out, or use the rule Flush"
+                f"gradients of its stages {staleness} updates late; leave flushes=True out, or use the rule Flush"
             )
         if self.updates.mean_of_rounds and self.updates.per_update != self.placement.replicas:
             raise ScheduleError(
@@ -74,18 +74,18 @@ class Schedule(Rules):
                 f"{self.updates.per_update} microbatches for {self.placement.replicas} replicas; leave "
                 "mean_of_rounds=True out"
             )
-        again = [stage.recompute for stage in self.plan.stages]
-        rule = self.weights.backward_rule
-        if rule == "graph" and any(again):
+        recomputes = [stage.recompute for stage in self.plan.stages]
+        backward_rule = self.weights.backward_rule
+        if backward_rule == "graph" and any(recomputes):
             raise ScheduleError(
                 f"schedule {self.name!r}: its backward rule 'graph' goes back through the activations of the forward, "
-                f"but stage {again.index(True)} of the plan recomputes and does not keep them; plan without "
+                f"but stage {recomputes.index(True)} of the plan recomputes and does not keep them; plan without "
                 "recomputation, or give the method the option backward_rule=recompute"
             )
-        if rule == "recompute" and not all(again):
+        if backward_rule == "recompute" and not all(recomputes):
             raise ScheduleError(
                 f"schedule {self.name!r}: its backward rule 'recompute' repeats the forward, but stage "
-                f"{again.index(False)} of its plan does not recompute; set recompute=True on all stages"
+                f"{recomputes.index(False)} of its plan does not recompute; set recompute=True on all stages"
             )
 
     def with_compensation(self, chosen: Any) -> Schedule:
@@ -93,10 +93,10 @@ class Schedule(Rules):
         return replace(self, updates=replace(self.updates, compensation=compensations(chosen)))
 
     @property
-    def _reads_one(self) -> bool:
-        for stage, count in enumerate(self.updates.per_update):
-            settled = self.weights.staleness(stage) + self.cycle // count
-            for update in range(1, settled + self.cycle // count + 1):
+    def _reads_one_version(self) -> bool:
+        for stage, per_update in enumerate(self.updates.per_update):
+            steady = self.weights.staleness(stage) + self.cycle // per_update
+            for update in range(1, steady + self.cycle // per_update + 1):
                 members = self.updates.members(stage, update)
                 if len({self.weights.forward_version(stage, k) for k in members}) > 1:
                     return False
@@ -113,13 +113,13 @@ class Schedule(Rules):
         idle = 0
         while missing:
             op = next(order, None)
-            if op is None or idle > _PATIENCE:
+            if op is None or idle > _MAX_IDLE_OPS:
                 raise ScheduleError(
                     f"schedule {self.name!r}: the order of rank {rank} lacks {missing} ops of a run of {total} "
                     "microbatches; each op of each microbatch must come once"
                 )
-            first = self.updates.members(op.stage, op.index).start if op.kind is Kind.UPDATE else op.index
-            if first >= total:
+            first_microbatch = self.updates.members(op.stage, op.index).start if op.kind is Kind.UPDATE else op.index
+            if first_microbatch >= total:
                 idle += 1
                 continue
             missing -= 1
@@ -127,22 +127,22 @@ class Schedule(Rules):
             yield op
 
     def couple_updates(self) -> Schedule:
-        """Returns the schedule with the updates of all stages waiting for each other; `join_updates` on each rank."""
+        """Returns the schedule with updates that wait for those of all stages; each rank makes its own together."""
         return replace(self.join_updates(), couples_updates=True)
 
     def join_updates(self) -> Schedule:
-        """Returns the schedule in which a rank makes the updates of its stages together, after the last gradient."""
+        """Returns the schedule with the updates of each rank's stages together, after their last gradient."""
 
         def order(rank: int) -> Iterator[Op]:
             stage_replicas = len(self.placement.stage_replicas(rank))
-            due: list[Op] = []
+            updates: list[Op] = []
             for op in self.order(rank):
                 if op.kind is not Kind.UPDATE:
                     yield op
                     continue
-                due.append(op)
-                if len(due) == stage_replicas:
-                    yield from due
-                    due.clear()
+                updates.append(op)
+                if len(updates) == stage_replicas:
+                    yield from updates
+                    updates.clear()
 
         return replace(self, order=order)

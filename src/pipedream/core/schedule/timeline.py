@@ -1,7 +1,7 @@
 """The Timeline: what ran when, simulated or measured, in seconds from the start of the run.
 
-A rank works in spans ``F``, ``B``, ``I``, ``W`` and ``U``, and waits in ``wait``; ``send`` is a message on its way, at
-its sender, and ``step`` an update that a thread of its host makes beside the passes, begun in ``U``.
+A rank computes in spans ``F``, ``B``, ``I``, ``W`` and ``U``, and waits in ``wait``; ``send`` is a message in transit,
+at its sender, and ``step`` an update that a thread of the host makes beside the passes, begun in ``U``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Span(NamedTuple):
     """One piece of a timeline.
 
     Attributes:
-        stage: for a send, the sending one.
+        stage: for a send, the sender's.
         index: microbatch or update.
     """
 
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class GradientVersions(NamedTuple):
-    """The versions at which a gradient was taken, and the one that its update started from."""
+    """The versions at which a gradient was computed, and the one that its update started from."""
 
     stage: int
     microbatch: int
@@ -62,10 +62,10 @@ class Timeline(Tabular, Artifact):
         batch: samples in a minibatch.
         gradient_versions: one for each gradient; () if unknown.
         peak_bytes: peak of tensors, for each rank; () if unknown.
-        peak_versions: distinct weight sets alive at once, for each rank; () if unknown.
-        reserved_bytes: for each rank, what the GPU's allocator, or the process on a CPU, took for these; measured only.
-        shares_memory: the ranks were workers of one process; each figure of bytes is of all of them.
-        memory: for each rank, the bytes held at the start, and at most during each of its ops; () if unknown.
+        peak_versions: most weight versions that exist at once, for each rank; () if unknown.
+        reserved_bytes: for each rank, bytes that the GPU's allocator, or a CPU's process, took for these; if measured.
+        shares_memory: the ranks were workers of one process; each number of bytes is that of all.
+        memory: for each rank, bytes at the start and the most during each of its ops; () if unknown.
     """
 
     FORMAT = 1
@@ -87,8 +87,8 @@ class Timeline(Tabular, Artifact):
 
     def __str__(self) -> str:
         work = self.work()
-        busy = sum(span.end_s - span.start_s for span in work)
-        share = busy / (self.workers * self.makespan_s) if self.makespan_s else 0.0
+        busy_s = sum(span.end_s - span.start_s for span in work)
+        share = busy_s / (self.workers * self.makespan_s) if self.makespan_s else 0.0
         return (
             f"Timeline of {self.name}, {self.source}: {self.workers} workers, {self.microbatches} microbatches, "
             f"{len(work)} ops in {format_seconds(self.makespan_s)}, workers busy {share:.1%} of it"
@@ -108,21 +108,21 @@ class Timeline(Tabular, Artifact):
 
     def between(self, start_s: float, end_s: float) -> Timeline:
         """Returns the spans that touch a window of time."""
-        kept = tuple(span for span in self.spans if span.end_s > start_s and span.start_s < end_s)
-        return replace(self, spans=kept, memory=())
+        spans = tuple(span for span in self.spans if span.end_s > start_s and span.start_s < end_s)
+        return replace(self, spans=spans, memory=())
 
     def versions_read(self) -> Callable[[Span], int | None]:
-        """Returns the function from a pass to the version of the weights that it read; None if that is not known."""
-        tags = {(tag.stage, tag.microbatch): tag for tag in self.gradient_versions}
+        """Returns the function from a pass to the weight version that it read; None if unknown."""
+        by_microbatch = {(read.stage, read.microbatch): read for read in self.gradient_versions}
 
         def version(span: Span) -> int | None:
-            tag = tags.get((span.stage, span.index)) if span.kind in ("F", "B", "I", "W") else None
-            return None if tag is None else tag.forward_version if span.kind == "F" else tag.backward_version
+            read = by_microbatch.get((span.stage, span.index)) if span.kind in ("F", "B", "I", "W") else None
+            return None if read is None else read.forward_version if span.kind == "F" else read.backward_version
 
         return version
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each span; passes also have the version of the weights that they read, if it is known."""
+        """Returns a row for each span; passes also have the weight version that they read, if known."""
         version = self.versions_read()
         return [span._asdict() | {"version": version(span)} for span in self.spans]
 

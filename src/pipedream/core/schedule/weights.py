@@ -1,7 +1,7 @@
-"""Weight rules: which weights a forward reads, and which its backward.
+"""Weight rules: the weights that a forward and its backward read.
 
-A rule answers with static version numbers, counted from the last drain; version n is made by update n. So a program's
-staleness and memory are known before it runs, and what the runtime reads is compared with them.
+A rule returns static version numbers, counted from the last drain; update n makes version n. So the staleness and
+memory of a program are known before it runs, and the runtime checks the versions that it reads.
 
 If a backward reads a newer version than its forward, one of these holds:
 
@@ -42,11 +42,11 @@ class WeightPrediction:
     - *difference*: d_t = w_t - w_{t-1}, the last update itself, of any optimizer (Kosson et al., LWP^w).
     - *average*: d_t = gamma d_{t-1} + (1 - gamma)(w_t - w_{t-1}), gamma = decay^(1/|T|) (PipeMare, MLSys 2021, T2).
 
-    T < 0 goes back towards weights that are gone. Before the first update d = 0.
+    T < 0 goes back towards weights that no longer exist. Before the first update d = 0.
 
     Attributes:
-        decay: the part that is left of an average after |T| updates; exp(-2) is PipeMare's, which makes its correction
-            exact to first order.
+        decay: the share of an average that remains after |T| updates; exp(-2), PipeMare's, makes its correction exact
+            to first order.
     """
 
     by: str
@@ -60,7 +60,7 @@ class WeightPrediction:
             raise ValueError(f"a prediction needs a finite horizon for each stage, found {self.horizons}")
         if not 0 < self.decay < 1:
             raise ValueError(f"an average's decay lies between 0 and 1, found {self.decay}")
-        # So that 1 and 1.0 are the same in a file.
+        # So that 1 and 1.0 are equal in a file.
         object.__setattr__(self, "horizons", tuple(map(float, self.horizons)))
 
     def gamma(self, stage: int) -> float:
@@ -87,7 +87,7 @@ class WeightRule(NamedKind, ABC):
 
     @abstractmethod
     def forward_version(self, stage: int, microbatch: int) -> int:
-        """Returns the version that a forward reads; it never falls as the microbatches of a replica grow."""
+        """Returns the version that a forward reads; it never decreases over the microbatches of a replica."""
 
     def backward_version(self, stage: int, microbatch: int) -> int:
         return self.forward_version(stage, microbatch)
@@ -98,9 +98,9 @@ class WeightRule(NamedKind, ABC):
         """Returns the versions up to `newest` that the coming forwards of a replica read.
 
         Args:
-            microbatch: that of the next forward.
+            microbatch: of the next forward.
             step: the stage's number of replicas.
-            total: in the run; None while unknown.
+            total: microbatches in the run; None while unknown.
         """
         coming = count(microbatch, step) if total is None else range(microbatch, total, step)
         versions = (self.forward_version(stage, k) for k in coming)
@@ -108,14 +108,14 @@ class WeightRule(NamedKind, ABC):
 
     @abstractmethod
     def versions(self, stage: int) -> int:
-        """Returns the most alive at once, with the newest and kept predictions."""
+        """Returns the most versions that exist at once, including the newest and kept predictions."""
 
     @abstractmethod
     def staleness(self, stage: int) -> int:
         """Returns the most updates between the version a gradient is taken at and the one it updates."""
 
     def mean_staleness(self, stage: int) -> float:
-        """Returns the mean over an update's microbatches."""
+        """Returns the mean staleness over an update's microbatches."""
         return float(self.staleness(stage))
 
     def predictions(self, stage: int) -> tuple[WeightPrediction, ...]:
@@ -131,7 +131,7 @@ class WeightRule(NamedKind, ABC):
 
     @property
     def held_until(self) -> Kind | None:
-        """The last pass for which a version is kept that is not the newest; None with one set of weights."""
+        """The last pass that keeps a version other than the newest; None with one set of weights."""
         return Kind.BACKWARD if self.backward_rule == "stash" else None
 
     def backward_reader(self, versions: Any) -> Callable[[Any], Any] | None:
@@ -148,7 +148,7 @@ class WeightRule(NamedKind, ABC):
 
 @dataclass(frozen=True)
 class Flush(WeightRule):
-    """The newest weights: an update waits until nothing is in flight. GPipe, 1F1B, Flush, DDP."""
+    """The newest weights, where an update waits until nothing is in flight. GPipe, 1F1B, DDP."""
 
     name: ClassVar[str] = "flush"
     per_update: int
@@ -207,34 +207,34 @@ class VerticalSync(WeightRule):
         return cycle * (first * newest // cycle) // self.replicas[stage]
 
     def versions(self, stage: int) -> int:
-        # Only multiples of L / r_s are ever read: those from the stamp of the oldest round in flight on, and
-        # the newest if it is not a multiple.
-        count = self.replicas[stage]
-        step = lcm(*self.replicas) // count
+        # Only multiples of L / r_s are read: those since the stamp of the oldest round in flight, and the newest
+        # version if it is no multiple.
+        replicas = self.replicas[stage]
+        step = lcm(*self.replicas) // replicas
         return max(
-            len(range(self.forward_version(stage, newest * count), newest + 1, step)) + (newest % step > 0)
-            for newest in self._find_settled(stage)
+            len(range(self.forward_version(stage, newest * replicas), newest + 1, step)) + (newest % step > 0)
+            for newest in self._find_steady(stage)
         )
 
     def staleness(self, stage: int) -> int:
         # The stamp does not change for a cycle while the stage keeps updating.
         return max(
-            newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._find_settled(stage)
+            newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._find_steady(stage)
         )
 
     def mean_staleness(self, stage: int) -> float:
-        newest, count = self._find_settled(stage), self.replicas[stage]
-        members = range(newest.start * count, newest.stop * count)
-        return sum(k // count - self.forward_version(stage, k) for k in members) / len(members)
+        updates, replicas = self._find_steady(stage), self.replicas[stage]
+        members = range(updates.start * replicas, updates.stop * replicas)
+        return sum(k // replicas - self.forward_version(stage, k) for k in members) / len(members)
 
     @property
     def _rounds_late(self) -> int:
-        """Rounds of the input stage; they cover (W_s + update_delay_s) r_s of every stage."""
-        each = zip(self.warmup, self.update_delay, self.replicas, strict=True)
-        return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in each)
+        """Rounds of the input stage that cover (W_s + update_delay_s) r_s of every stage."""
+        rows = zip(self.warmup, self.update_delay, self.replicas, strict=True)
+        return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in rows)
 
-    def _find_settled(self, stage: int) -> range:
-        """One cycle of updates of a stage after the warm-up."""
+    def _find_steady(self, stage: int) -> range:
+        """Returns one cycle of a stage's updates after the warm-up."""
         cycle = lcm(*self.replicas)
         first = ((self._rounds_late + 1) * self.replicas[0] // cycle + 2) * cycle
         return range(first // self.replicas[stage], (first + cycle) // self.replicas[stage])
@@ -267,7 +267,7 @@ class Latest(WeightRule):
 
     The optimizer writes the only set while microbatches are in flight: update n of a stage follows the last backward of
     its microbatches (or, with an update delay, the next forward), so which version is newest at an op is arithmetic.
-    With the rule 'stash', the backward reads what its forward has read.
+    Under the rule 'stash' the backward reads what its forward read.
 
     Attributes:
         per_update: over all replicas; at least their number.
@@ -287,9 +287,9 @@ class Latest(WeightRule):
     shares_prediction: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        ahead, back = self.forward_prediction, self.backward_prediction
+        forward, backward = self.forward_prediction, self.backward_prediction
         lengths = {len(row) for row in (self.warmup, self.replicas, self.update_delay, self.per_update)}
-        lengths |= {len(prediction.horizons) for prediction in (ahead, back) if prediction is not None}
+        lengths |= {len(prediction.horizons) for prediction in (forward, backward) if prediction is not None}
         if len(lengths) != 1:
             raise ValueError(f"each argument needs one number per stage, found {sorted(lengths)} numbers")
         if any(count < replicas for count, replicas in zip(self.per_update, self.replicas, strict=True)):
@@ -298,7 +298,7 @@ class Latest(WeightRule):
             )
         if self.backward_rule not in BACKWARD_RULES:
             raise ValueError(f"a backward rule is {', '.join(BACKWARD_RULES)}, found {self.backward_rule!r}")
-        if self.backward_rule == "stash" and (back is not None or self.shares_prediction > 1):
+        if self.backward_rule == "stash" and (backward is not None or self.shares_prediction > 1):
             raise ValueError(
                 "with the rule 'stash' each backward reads what its own forward has read, and has no prediction of its "
                 "own"
@@ -308,14 +308,14 @@ class Latest(WeightRule):
                 f"a prediction is shared by the {self.per_update} microbatches of an update, "
                 f"not {self.shares_prediction}"
             )
-        if ahead is not None and back is not None and ahead.by == back.by == AVERAGE:
+        if forward is not None and backward is not None and forward.by == backward.by == AVERAGE:
             raise ValueError("only one of the two predictions can use an average: each would need its own")
 
     def forward_version(self, stage: int, microbatch: int) -> int:
         replicas = self.replicas[stage]
-        group = microbatch - microbatch % self.shares_prediction
-        first = microbatch if self.shares_prediction == 1 else group + (microbatch - group) % replicas
-        return max(0, (first - self._count_late(stage)) // self.per_update[stage])
+        group_start = microbatch - microbatch % self.shares_prediction
+        reader = microbatch if self.shares_prediction == 1 else group_start + (microbatch - group_start) % replicas
+        return max(0, (reader - self._count_late_microbatches(stage)) // self.per_update[stage])
 
     def backward_version(self, stage: int, microbatch: int) -> int:
         if self.backward_rule == "stash":
@@ -327,17 +327,17 @@ class Latest(WeightRule):
             return 1 if self.kept_until(stage) is None else 2
         if self.kept_until(stage) is None:
             return self.staleness(stage) + 1
-        # A prediction for each version that was read in flight, and the weights themselves.
+        # A prediction for each version read in flight, and the weights themselves.
         return -(-self.warmup[stage] * self.replicas[stage] // self.per_update[stage]) + 2
 
     def staleness(self, stage: int) -> int:
-        return -(-self._count_late(stage) // self.per_update[stage])
+        return -(-self._count_late_microbatches(stage) // self.per_update[stage])
 
     def mean_staleness(self, stage: int) -> float:
-        late, count = self._count_late(stage), self.per_update[stage]
-        if self.shares_prediction == 1:  # after the warm-up, each with weights of its own
-            return late / count
-        return sum(-((i % self.replicas[stage] - late) // count) for i in range(count)) / count
+        late, per_update = self._count_late_microbatches(stage), self.per_update[stage]
+        if self.shares_prediction == 1:  # after the warm-up, each reads its own weights
+            return late / per_update
+        return sum(-((i % self.replicas[stage] - late) // per_update) for i in range(per_update)) / per_update
 
     def kept_until(self, stage: int) -> Kind | None:
         if self.forward_prediction is None or not self.forward_prediction.horizons[stage]:
@@ -347,20 +347,20 @@ class Latest(WeightRule):
         return Kind.FORWARD if self.shares_prediction > self.replicas[stage] else None
 
     def buffers(self, stage: int) -> int:
-        ways = {prediction.by for prediction in self.predictions(stage)} - {VELOCITY}
-        # The weights are set aside while a prediction occupies their storage.
-        aside = AVERAGE in ways or (self.backward_rule != "stash" and bool(self.predictions(stage)))
-        return aside + len(ways)
+        computed_from = {prediction.by for prediction in self.predictions(stage)} - {VELOCITY}
+        # The weights are copied while a prediction occupies their storage.
+        has_copy = AVERAGE in computed_from or (self.backward_rule != "stash" and bool(self.predictions(stage)))
+        return has_copy + len(computed_from)
 
-    def _count_late(self, stage: int) -> int:
+    def _count_late_microbatches(self, stage: int) -> int:
         return (self.warmup[stage] + self.update_delay[stage]) * self.replicas[stage]
 
 
 @dataclass(frozen=True)
 class NewerBackward(WeightRule):
-    """Several versions, and a backward that reads the newest; for the order nF1B.
+    """Several versions, and backwards that read the newest; for the order nF1B.
 
-    A forward is W_s r_s microbatches ahead of the backward next to it, no more than in earlier stages.
+    A forward is W_s r_s microbatches ahead of the next backward, at most as many as in earlier stages.
 
     Attributes:
         per_update: m, over all replicas, at every stage.
@@ -380,7 +380,7 @@ class NewerBackward(WeightRule):
             raise ValueError(
                 f"an update holds a microbatch of each replica, found {self.per_update} of {self.replicas}"
             )
-        late = [self._count_late(stage) for stage in range(len(self.warmup))]
+        late = [self._count_late_microbatches(stage) for stage in range(len(self.warmup))]
         if sorted(late, reverse=True) != late:
             raise ValueError(f"no stage may have more warm-up microbatches than an earlier one, found {late}")
         if self.backward_rule not in BACKWARD_RULES[1:]:
@@ -389,7 +389,7 @@ class NewerBackward(WeightRule):
     def backward_version(self, stage: int, microbatch: int) -> int:
         return microbatch // self.per_update
 
-    def _count_late(self, stage: int) -> int:
+    def _count_late_microbatches(self, stage: int) -> int:
         return self.warmup[stage] * self.replicas[stage]
 
 
@@ -407,16 +407,16 @@ class Stamped(NewerBackward):
     name: ClassVar[str] = "stamped"
 
     def forward_version(self, stage: int, microbatch: int) -> int:
-        return max(0, (microbatch - self._count_late(0)) // self.per_update)
+        return max(0, (microbatch - self._count_late_microbatches(0)) // self.per_update)
 
     def versions(self, stage: int) -> int:
-        return -(-(self._count_late(0) - self._count_late(stage)) // self.per_update) + 1
+        return -(-(self._count_late_microbatches(0) - self._count_late_microbatches(stage)) // self.per_update) + 1
 
     def staleness(self, stage: int) -> int:
-        return -(-self._count_late(0) // self.per_update)
+        return -(-self._count_late_microbatches(0) // self.per_update)
 
     def mean_staleness(self, stage: int) -> float:
-        return self._count_late(0) / self.per_update
+        return self._count_late_microbatches(0) / self.per_update
 
     @property
     def held_until(self) -> Kind:

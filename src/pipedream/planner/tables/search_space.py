@@ -252,7 +252,7 @@ class SearchSpace(PlaceSums):
             "versions": occupancy.versions,
             "in_flight": occupancy.in_flight,
             "deferred": occupancy.deferred,
-            **place_state(occupancy.apart, occupancy.double_buffered, self.cluster, on_gpus),
+            **place_state(occupancy.on_host, occupancy.double_buffered, self.cluster, on_gpus),
             "per_update": -(-self.microbatches // replicas),
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,

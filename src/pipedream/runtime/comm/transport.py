@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Carries
-from pipedream.core.schedule.occupancy import most_in_flight
+from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections
@@ -206,7 +206,7 @@ class Transport:
         received their activations. The end of a stream is one more message. So waiting for an older message never
         waits for work still to be done.
         """
-        in_flight = [max(counts) for counts in zip(*map(most_in_flight, self._programs), strict=True)]
+        in_flight = [max(counts) for counts in zip(*map(count_most_in_flight, self._programs), strict=True)]
         return [in_flight[min(channel.source, channel.target)] + 1 for channel in self._channels]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipedream.core.checkpoint import Checkpoint, Position
-from pipedream.core.schedule.phase import Phase, next_border, phase_after
+from pipedream.core.schedule.phase import Phase, find_next_end, phase_after
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data.splitter import AdaptBatch
 from pipedream.runtime.results.results import Done
@@ -96,7 +96,7 @@ class Training:
         until = self.epoch + self._count_epochs(epochs, until_epoch)
         opened: int | None = None
         while True:
-            end = next_border(self._phases[self.phase :], self.epoch, until)
+            end = find_next_end(self._phases[self.phase :], self.epoch, until)
             if end != opened:
                 self._streams.open_feed(
                     loader, adapt, first_epoch=self.epoch, epochs=end, skip=self.epoch_batches, state=state
