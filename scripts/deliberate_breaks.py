@@ -316,8 +316,8 @@ BREAKS = (
     Break(
         "planner: the full depth forgets what replicas have in common",
         "core/plan/depth.py",
-        "here + 2 * after - 2 * gcd(here, after) + ceil(",
-        "here + 2 * after + ceil(",
+        "r_s + 2 * r_u - 2 * gcd(r_s, r_u) + ceil(",
+        "r_s + 2 * r_u + ceil(",
         ("simulator/test_periods.py::test_rings_are_as_deep_as_what_lies_between_replicas",),
     ),
     Break(

@@ -102,17 +102,17 @@ class TestDepth:
             depth.check_in_flight(deep, replicas, update_delay)
 
     @given(replica_counts, st.data())
-    def test_fitting_lies_between_and_adds_nothing_that_is_not_upstream(
+    def test_fitted_counts_lie_between_and_add_nothing_that_is_not_upstream(
         self, replicas: tuple[int, ...], data: st.DataObject
     ) -> None:
         update_delay = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
         slots = tuple(data.draw(st.floats(0, 4)) for _ in replicas[1:])
         low, high = depth.noam(replicas, update_delay), depth.full(replicas, slots, update_delay)
         most = tuple(data.draw(st.integers(a, b + 2)) for a, b in zip(low, high, strict=True))
-        fitting = depth.fitting(low, high, most, replicas)
-        assert all(a <= b <= min(c, d) for a, b, c, d in zip(low, fitting, high, most, strict=True))
-        depth.check_in_flight(fitting, replicas, update_delay)
-        assert depth.fitting(low, high, high, replicas) == high, "where all fits it is full"
+        counts = depth.fit_counts(low, high, most, replicas)
+        assert all(a <= b <= min(c, d) for a, b, c, d in zip(low, counts, high, most, strict=True))
+        depth.check_in_flight(counts, replicas, update_delay)
+        assert depth.fit_counts(low, high, high, replicas) == high, "where all fits it is full"
 
 
 class TestWeights:

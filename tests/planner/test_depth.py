@@ -121,7 +121,7 @@ def test_auto_is_never_slower_than_noam(seed: int) -> None:
         cuts = tuple(range(1, len(counts)))
         base, full = space.build_plan(cuts, counts), space.build_plan(cuts, counts).with_depth("full")
         room = tuple(draw.randint(a, b) for a, b in zip(base.in_flight, full.in_flight, strict=True))
-        between = depth.fitting(base.in_flight, full.in_flight, room, counts)
+        between = depth.fit_counts(base.in_flight, full.in_flight, room, counts)
         spans = [
             simulate(lower(build("pipedream", base.with_depth(which))), costs(base), 240).makespan_s
             for which in ("noam", between, "full")

@@ -11,9 +11,9 @@ from pipedream.core.plan.cost import Numbers
 HOST, DISK = "host", "disk"
 
 WINDOW_SHARE = 1 / 8
-"""Of a microbatch's moved bytes: what may be in memory still to be written, and again what was read ahead."""
+"""Share of a microbatch's moved bytes that may wait in memory to be written; as many may have been read ahead."""
 
-_PARTS = 1 << 10  # so that bytes stay whole numbers
+_PARTS = 1 << 10  # of a byte count: an integer, so that bytes stay whole
 
 
 def share_of(whole_bytes: Numbers, share: float) -> Numbers:
@@ -22,13 +22,13 @@ def share_of(whole_bytes: Numbers, share: float) -> Numbers:
 
 
 def window_bytes(moved_bytes: Numbers) -> Numbers:
-    """Returns what is in memory of the bytes of a microbatch that move."""
+    """Returns how many of a microbatch's moved bytes are in memory."""
     return share_of(moved_bytes, 2 * WINDOW_SHARE)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The place: the worker's own memory (''), 'host' or 'disk'."""
+    """Where activations wait: in the worker's own memory (''), 'host' or 'disk'."""
 
     kind: str = ""
     folder: str | None = None

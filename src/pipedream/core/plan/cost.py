@@ -1,8 +1,8 @@
-"""Seconds of messages, of gradient sums and of a stage at its Site (docs/cost_models.md).
+"""Seconds of messages, gradient sums, and a stage at its Site (docs/cost_models.md).
 
 Legend: b bytes, B bandwidth of a link in one direction (bytes/s), l latency (s), n workers; numbers or arrays.
 
-A stage with r replicas takes the greatest of these: messages overlap with compute, and depth hides their latency.
+A stage with r replicas takes the longest of these, as messages overlap with compute and depth hides their latency:
 
     compute     (forward + backward + update + what the backward does not hide of the sum over its replicas) / r
     port        of each level that its messages cross: the bytes of a minibatch through one port / bandwidth
@@ -23,16 +23,16 @@ from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.model.collective import EXCHANGE
 
 Numbers = float | NDArray[Any]
-"""The planner computes many stages at once."""
+"""One value, or an array: the planner computes many stages at once."""
 
-# As in torch's DistributedDataParallel, a small first bucket starts the network early. The last one is never hidden,
-# so buckets should be small (benchmarks/reduction_overlap), but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s,
+# As in torch's DistributedDataParallel, a small first bucket starts the network early. Nothing hides the last one, so
+# buckets should be small (benchmarks/reduction_overlap), but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s,
 # 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 PLAIN_SUMS = SumCosts()
 GPU_BUCKET_BYTES = 25 << 20
-"""Between GPUs, where latency counts for more; that of torch's DistributedDataParallel."""
+"""Between GPUs, where latency counts for more; as in torch's DistributedDataParallel."""
 
 
 def transfer_s(size_bytes: Numbers, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> Numbers:
@@ -41,7 +41,7 @@ def transfer_s(size_bytes: Numbers, bandwidth_bytes_per_s: float, latency_s: flo
 
 
 def all_reduce_bytes(size_bytes: Numbers, workers: Numbers, *, how: str = "ring") -> Numbers:
-    """Returns the bytes that each worker sends, and receives."""
+    """Returns the bytes that each worker sends in an all-reduce; it receives as many."""
     if np.ndim(workers) == 0 and workers == 1:
         return 0.0
     return 2.0 * size_bytes if how == "tree" else 2.0 * size_bytes * (workers - 1) / workers
@@ -60,11 +60,11 @@ class SumLink(NamedTuple):
 
     @classmethod
     def across(cls, cluster: Cluster, level: int) -> SumLink:
-        """Returns the links of sums that cross a level of a cluster."""
+        """Returns the links for sums that cross a level of a cluster."""
         return cls(*cluster.sum_link(level), cluster.sums)
 
-    def all_reduce_s(self, size_bytes: Numbers, workers: Numbers, sent: SumCosts = PLAIN_SUMS) -> Numbers:
-        """Returns the seconds of an all-reduce, without what overlaps.
+    def all_reduce_s(self, size_bytes: Numbers, workers: Numbers, costs: SumCosts = PLAIN_SUMS) -> Numbers:
+        """Returns the seconds of an all-reduce that overlaps with nothing.
 
         'ring': 2 (n - 1) (l + b / (n B)) (Patarasuk and Yuan 2009; the bytes as in PipeDream, section 3.1).
 
@@ -73,17 +73,17 @@ class SumLink(NamedTuple):
         """
         if np.ndim(workers) == 0 and workers == 1:
             return 0.0
-        size_bytes, latency_s = size_bytes * sent.share, self.latency_s * sent.messages
+        size_bytes, latency_s = size_bytes * costs.share, self.latency_s * costs.messages
         if self.how == "tree":
-            ups = np.ceil(np.log2(workers))
-            return (workers > 1) * 2 * (ups * latency_s + size_bytes / self.bytes_per_s)
+            tree_levels = np.ceil(np.log2(workers))
+            return (workers > 1) * 2 * (tree_levels * latency_s + size_bytes / self.bytes_per_s)
         return 2 * (workers - 1) * (latency_s + size_bytes / (workers * self.bytes_per_s))
 
     def collective_s(self, kind: str, count: int, size_bytes: Numbers, ranks: int) -> Numbers:
         """Returns the seconds of several collectives (`core.model.collective.Collective`).
 
-        An all-gather, a reduce-scatter and an all-to-all take (n - 1) (l + b / (n B)) each: n - 1 steps, each with a
-        part. An exchange, whose bytes are all for others, takes (n - 1) l + b / B.
+        An all-gather, a reduce-scatter or an all-to-all takes (n - 1) (l + b / (n B)): n - 1 steps with a part each. An
+        exchange, whose bytes all go to other ranks, takes (n - 1) l + b / B.
         """
         if kind == EXCHANGE:
             return count * (ranks - 1) * self.latency_s + size_bytes / self.bytes_per_s
@@ -92,47 +92,47 @@ class SumLink(NamedTuple):
         return (ranks - 1) * (count * self.latency_s + size_bytes / (ranks * self.bytes_per_s))
 
     def buckets(
-        self, size_bytes: Numbers, workers: Numbers, sent: SumCosts = PLAIN_SUMS
+        self, size_bytes: Numbers, workers: Numbers, costs: SumCosts = PLAIN_SUMS
     ) -> tuple[tuple[Numbers, Numbers], ...]:
         """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and the rest.
 
-        For each: the share of the gradients up to it, and the seconds of it and all later ones. Both are linear between
-        the first and the last 4 MiB bucket, so those in between never decide and are left out. A sum that does not
-        overlap is one bucket. Buckets are divided by the bytes of the weights, whatever is sent of them.
+        For each bucket: the share of the gradients up to its end, and the seconds of it and all later ones. Both are
+        linear from the first to the last 4 MiB bucket, so those in between never decide and are omitted. A sum without
+        overlap is one bucket. Compression does not change the buckets: they count the bytes of weights.
         """
-        if not sent.overlaps:
-            return ((1.0, self.all_reduce_s(size_bytes, workers, sent)),)
+        if not costs.overlaps:
+            return ((1.0, self.all_reduce_s(size_bytes, workers, costs)),)
         if np.ndim(workers) == 0 and workers == 1:
             return ()
-        link = self._replace(bytes_per_s=self.bytes_per_s / sent.share)
+        link = self._replace(bytes_per_s=self.bytes_per_s / costs.share)
         size = np.asarray(size_bytes, dtype=float)
         first = np.minimum(size, FIRST_BUCKET_BYTES)
-        left = size - first
-        whole = np.floor(left / BUCKET_BYTES)
-        rest = left - whole * BUCKET_BYTES
-        later_s = np.where(rest > 0, link.all_reduce_s(rest, workers), 0.0)
+        after_first = size - first
+        full = np.floor(after_first / BUCKET_BYTES)
+        last_bytes = after_first - full * BUCKET_BYTES
+        later_s = np.where(last_bytes > 0, link.all_reduce_s(last_bytes, workers), 0.0)
         bucket_s = link.all_reduce_s(BUCKET_BYTES, workers)
-        below = np.maximum(size, 1.0)
-        start = np.where(size > 0, first / below, 1.0), link.all_reduce_s(first, workers) + whole * bucket_s + later_s
+        divisor = np.maximum(size, 1.0)
+        start = np.where(size > 0, first / divisor, 1.0), link.all_reduce_s(first, workers) + full * bucket_s + later_s
         buckets = [start]
-        for count in (whole, np.minimum(whole, 1.0)):
-            ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / below
+        for count in (full, np.minimum(full, 1.0)):
+            ready = (FIRST_BUCKET_BYTES + (full - count + 1) * BUCKET_BYTES) / divisor
             tail_s = count * bucket_s + later_s
-            buckets.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
+            buckets.append((np.where(full > 0, ready, start[0]), np.where(full > 0, tail_s, start[1])))
         return (*buckets, (1.0, later_s))
 
     def visible_s(
-        self, size_bytes: Numbers, backward_s: Numbers, workers: Numbers, sent: SumCosts = PLAIN_SUMS
+        self, size_bytes: Numbers, backward_s: Numbers, workers: Numbers, costs: SumCosts = PLAIN_SUMS
     ) -> Numbers:
         """Returns the seconds of a sum that its last backward does not hide: max_k (T_k - (1 - q_k) D).
 
-        Gradients become ready evenly over the backward, counted in bytes. q_k is the share of the bytes in buckets up
-        to k, T_k the seconds of bucket k and all later ones, D those of the backward.
+        Gradient bytes become ready evenly over the backward. q_k is the share of the bytes in buckets up to k, T_k the
+        seconds of bucket k and all later ones, D those of the backward.
         """
-        visible: Numbers = 0.0
-        for ready, tail_s in self.buckets(size_bytes, workers, sent):
-            visible = np.maximum(visible, tail_s - (1 - ready) * backward_s)
-        return visible + sent.work_s_per_byte * size_bytes
+        visible_s: Numbers = 0.0
+        for ready, tail_s in self.buckets(size_bytes, workers, costs):
+            visible_s = np.maximum(visible_s, tail_s - (1 - ready) * backward_s)
+        return visible_s + costs.work_s_per_byte * size_bytes
 
 
 FREE_LINK = SumLink()
@@ -140,7 +140,7 @@ FREE_LINK = SumLink()
 
 @dataclass(frozen=True)
 class PortLoad:
-    """Seconds per byte at a port: of a stage's input (and its gradient), of its output, of its weights."""
+    """Seconds per byte at a port, for a stage's input (and its gradient), its output and its weights."""
 
     before: float
     after: float
@@ -148,14 +148,14 @@ class PortLoad:
 
 
 def busiest_ports(ports: Iterable[PortLoad]) -> tuple[PortLoad, ...]:
-    """Returns the ports that no other one dominates, in a fixed order."""
-    kept: list[PortLoad] = []
+    """Returns the ports that no other port dominates, in a fixed order."""
+    undominated: list[PortLoad] = []
     for port in sorted(set(ports), key=lambda port: (port.before, port.after, port.weights), reverse=True):
-        mine = (port.before, port.after, port.weights)
-        others = ((other.before, other.after, other.weights) for other in kept)
-        if any(mine) and not any(all(a <= b for a, b in zip(mine, other, strict=True)) for other in others):
-            kept.append(port)
-    return tuple(kept)
+        load = (port.before, port.after, port.weights)
+        others = ((other.before, other.after, other.weights) for other in undominated)
+        if any(load) and not any(all(a <= b for a, b in zip(load, other, strict=True)) for other in others):
+            undominated.append(port)
+    return tuple(undominated)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Site:
     Attributes:
         speed: speed of the slowest worker, relative to the profile's device.
         memory_bytes: memory of the smallest worker; None: unlimited.
-        ports: the `busiest_ports` that their messages cross.
+        ports: the `busiest_ports` that messages cross.
     """
 
     replicas: int
@@ -179,23 +179,23 @@ class Site:
     def of(cls, cluster: Cluster, workers: Sequence[int], before: int | None = None, after: int | None = None) -> Site:
         """Returns the site of a stage on some workers of a cluster.
 
-        `before` is the last worker of the previous stage, `after` the first of the next; None at the model's ends. What
-        other stages send through the same port is unknown here (`ports_s` counts it).
+        `before` is the last worker of the previous stage, `after` the first of the next; None at the model's ends.
+        Messages of other stages through the same port are unknown here (`ports_s` counts them).
         """
         count = len(workers)
-        summed = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # once in as many minibatches
-        summed *= cluster.sum_costs.share
+        sum_bytes = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # one sum per `count` minibatches
+        sum_bytes *= cluster.sum_costs.share
         ports: dict[PortLoad, None] = {}
         for number, level in enumerate(cluster.levels):
-            inside = Counter(cluster.component(number, worker) for worker in workers)
+            members_by_component = Counter(cluster.component(number, worker) for worker in workers)
             sides = [None if side is None else cluster.component(number, side) for side in (before, after)]
             rate = level.link_bytes_per_s
-            for component, members in inside.items():
+            for component, members in members_by_component.items():
                 share = members / count
                 first, second = (
                     share * cluster.message_share / rate if side not in (None, component) else 0.0 for side in sides
                 )
-                ports[PortLoad(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
+                ports[PortLoad(first, second, sum_bytes / rate if len(members_by_component) > 1 else 0.0)] = None
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
         return cls(
             count,
@@ -207,7 +207,7 @@ class Site:
         )
 
     def sum_s(self, parameter_bytes: Numbers, backward_s: Numbers) -> Numbers:
-        """Returns the seconds of a sum that a backward does not hide, and of the processor's work for it."""
+        """Returns the seconds of a sum that a backward does not hide, with the processor's work for it."""
         if self.replicas == 1:
             return 0.0
         return self.sum_link.visible_s(parameter_bytes, backward_s / self.speed, self.replicas, self.sum_costs)
@@ -215,7 +215,7 @@ class Site:
     def compute_s(
         self, forward_s: Numbers, backward_s: Numbers, update_s: Numbers, parameter_bytes: Numbers
     ) -> Numbers:
-        """Returns the seconds per minibatch, with the sums that it waits for."""
+        """Returns the seconds of compute per minibatch, with the visible part of sums."""
         passes_s = (forward_s + backward_s + update_s) / self.speed
         return (passes_s + self.sum_s(parameter_bytes, backward_s)) / self.replicas
 
@@ -236,7 +236,7 @@ class Site:
         before_bytes: Numbers = 0,
         after_bytes: Numbers = 0,
     ) -> Numbers:
-        """Returns the seconds per minibatch of the slowest part."""
+        """Returns the seconds per minibatch: of compute, or of the busiest port if that is slower."""
         compute_s = self.compute_s(forward_s, backward_s, update_s, parameter_bytes)
         return np.maximum(compute_s, self.port_s(parameter_bytes, before_bytes, after_bytes))
 
@@ -249,30 +249,30 @@ def ports_s(
 ) -> dict[tuple[int, int], float]:
     """Returns the seconds per minibatch of each port in use, by (level, component), over all stages of a plan.
 
-    Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas with
-    the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches. `taken` has each stage's workers.
+    Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so each pair of replicas that are
+    equal modulo gcd(r, r') exchanges one in lcm(r, r') minibatches. `taken` has each stage's workers.
     """
     ports: defaultdict[tuple[int, int], float] = defaultdict(float)
     edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)
     for workers, received_bytes, sent_bytes, size in zip(taken, edges, edges[1:], parameter_bytes, strict=False):
-        carried = (received_bytes + sent_bytes) * cluster.message_share
-        carried += float(all_reduce_bytes(size, len(workers), how=cluster.sums))
+        port_bytes = (received_bytes + sent_bytes) * cluster.message_share
+        port_bytes += float(all_reduce_bytes(size, len(workers), how=cluster.sums))
         for worker in workers:
-            ports[0, worker] += carried / len(workers) / cluster.levels[0].link_bytes_per_s
+            ports[0, worker] += port_bytes / len(workers) / cluster.levels[0].link_bytes_per_s
     for number, level in enumerate(cluster.levels[1:], 1):
-        inside = [[cluster.component(number, worker) for worker in workers] for workers in taken]
+        components_by_stage = [[cluster.component(number, worker) for worker in workers] for workers in taken]
         rate = level.link_bytes_per_s
-        for here, there, size in zip(inside, inside[1:], output_bytes, strict=False):
-            step, every = gcd(len(here), len(there)), lcm(len(here), len(there))
-            for remainder in range(step):
-                senders, receivers = Counter(here[remainder::step]), Counter(there[remainder::step])
-                for sender, sent in senders.items():
-                    for receiver, received in receivers.items():
+        for sending, receiving, size in zip(components_by_stage, components_by_stage[1:], output_bytes, strict=False):
+            remainders, cycle = gcd(len(sending), len(receiving)), lcm(len(sending), len(receiving))
+            for remainder in range(remainders):
+                senders, receivers = Counter(sending[remainder::remainders]), Counter(receiving[remainder::remainders])
+                for sender, sending_count in senders.items():
+                    for receiver, receiving_count in receivers.items():
                         if sender != receiver:
-                            seconds = sent * received / every * size * cluster.message_share / rate
+                            seconds = sending_count * receiving_count / cycle * size * cluster.message_share / rate
                             ports[number, sender] += seconds
                             ports[number, receiver] += seconds
-        for components, size in zip(inside, parameter_bytes, strict=True):
+        for components, size in zip(components_by_stage, parameter_bytes, strict=True):
             if len(set(components)) > 1:
                 count = len(components)
                 for component in set(components):

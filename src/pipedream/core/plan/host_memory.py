@@ -1,4 +1,4 @@
-"""What stages keep in a machine's memory beside that of their workers: weights on loan to GPUs, and snapshots."""
+"""Memory of machines that stages need beside their workers': weights that are lent to GPUs, and snapshots."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ def check_host_memory(stages: Sequence[Stage], versions: Sequence[int] | None, f
     """Raises a PlanError if the stages of a machine need more of its memory than is free (None: unknown).
 
     Args:
-        versions: sets of weights of each stage; None: copies of the trained ones, for an optimizer.
+        versions: sets of weights of each stage; None for copies of the trained ones, for an optimizer.
     """
     trained = [stage.trained_bytes for stage in stages]
     weights, frozen = sum(trained), 0 if versions is None else sum(stage.frozen_bytes for stage in stages)
     versions = versions or [1] * len(stages)
-    sets = frozen + sum(size * count for size, count in zip(trained, versions, strict=True))
-    state = sum(stage.optimizer_bytes for stage in stages)
-    need = weights + sets + state  # one set of gradients
-    if free_bytes is None or need <= free_bytes:
+    version_bytes = frozen + sum(size * count for size, count in zip(trained, versions, strict=True))
+    state_bytes = sum(stage.optimizer_bytes for stage in stages)
+    need_bytes = weights + version_bytes + state_bytes  # with one set of gradients, as large as `weights`
+    if free_bytes is None or need_bytes <= free_bytes:
         return
-    smaller = {
-        "one version of the weights (a method without delay) needs": 2 * weights + frozen + state,
-        "an optimizer without state needs": weights + sets,
+    smaller_bytes = {
+        "one version of the weights (a method without delay) needs": 2 * weights + frozen + state_bytes,
+        "an optimizer without state needs": weights + version_bytes,
     }
-    fits = {words: size for words, size in smaller.items() if size <= free_bytes}
+    fits = {words: size for words, size in smaller_bytes.items() if size <= free_bytes}
     if not fits and 2 * weights + frozen <= free_bytes:
         fits = {"with one version of the weights an optimizer without state needs": 2 * weights + frozen}
     advice = ", ".join(f"{words} {format_bytes(size)}" for words, size in fits.items())
     raise PlanError(
         f"weights, gradients and optimizer state of {len(stages)} stages were to be kept in the memory of one machine "
-        f"and need {format_bytes(need)}, {format_bytes(need - free_bytes)} more than the {format_bytes(free_bytes)} "
-        f"that are free; {advice or 'nothing smaller fits: use a smaller model'}"
+        f"and need {format_bytes(need_bytes)}, {format_bytes(need_bytes - free_bytes)} more than the "
+        f"{format_bytes(free_bytes)} that are free; {advice or 'nothing smaller fits: use a smaller model'}"
     )
 
 
 def count_saved_bytes(plan: Plan) -> list[int]:
-    """Returns what each rank saves of weights and optimizer state, at most: those of its stages' first replicas."""
+    """Returns the most bytes of weights and optimizer state that each rank saves: of stages whose replica 0 it is."""
     meshes = plan.placement.meshes(plan.meshes)
     return [size for size, mesh in zip(_count_saved(plan), meshes, strict=True) for _ in range(mesh.size)]
 
 
 def _count_saved(plan: Plan) -> list[int]:
-    """Returns what a rank of each worker saves."""
+    """Returns the bytes that each rank of each worker saves."""
     saved_bytes = [0] * plan.workers
     for stage, workers in zip(plan.stages, plan.placement.ranks, strict=True):
         saved_bytes[workers[0]] += stage.parameter_bytes + stage.optimizer_bytes
@@ -56,11 +56,11 @@ def _count_saved(plan: Plan) -> list[int]:
 
 
 OWN_COPIES, NEXT_COPIES = 3, 2
-"""Of its own state a worker keeps two snapshots, and what the next one is written from; of its neighbour's two."""
+"""A worker keeps two snapshots of its own state and the source of the next one, and two of its neighbour's."""
 
 
 def find_neighbours(machines: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Returns for each rank one of the next machine, in a ring; nothing for a single machine.
+    """Returns for each rank one of the next machine in a ring; {} for a single machine.
 
     Args:
         machines: the ranks of each.
@@ -68,14 +68,14 @@ def find_neighbours(machines: Sequence[Sequence[int]]) -> dict[int, int]:
     if len(machines) == 1:
         return {}
     return {
-        rank: following[index % len(following)]
-        for ranks, following in zip(machines, [*machines[1:], machines[0]], strict=True)
+        rank: next_ranks[index % len(next_ranks)]
+        for ranks, next_ranks in zip(machines, [*machines[1:], machines[0]], strict=True)
         for index, rank in enumerate(ranks)
     }
 
 
 def count_snapshot_bytes(plan: Plan) -> list[list[int]]:
-    """Returns the bytes of snapshots that each replica of each stage keeps; a neighbour's count at its first stage."""
+    """Returns the snapshot bytes of each replica of each stage; a worker's first stage counts its neighbour's."""
     saved_bytes, cluster = _count_saved(plan), plan.cluster
     workers = sorted(set(plan.worker_order)) or range(plan.workers)
     starts = cluster.starts(1) if len(cluster.levels) > 1 else range(cluster.workers + 1)
@@ -94,7 +94,7 @@ def count_snapshot_bytes(plan: Plan) -> list[list[int]]:
 
 
 def check_snapshots(need_bytes: int, free_bytes: int) -> int:
-    """Returns the bytes of the snapshots on one machine; raises a PlanError if more than are free."""
+    """Returns the bytes of the snapshots on one machine; raises a PlanError if they exceed the free bytes."""
     if need_bytes > free_bytes:
         raise PlanError(
             f"snapshots were to be kept in the memory of one machine and need {format_bytes(need_bytes)}, "
@@ -105,9 +105,9 @@ def check_snapshots(need_bytes: int, free_bytes: int) -> int:
 
 
 def add_snapshots(plan: Plan) -> Plan:
-    """Returns a plan whose peaks do not count snapshots yet with those of its cluster.
+    """Returns a plan without snapshots with those of its cluster added.
 
-    They are in the memory of the machine: the worker's own, unless that is a GPU's.
+    Its peaks count them unless the workers are GPUs: snapshots are in the memory of the machine.
     """
     if not plan.cluster.snapshots:
         return plan
@@ -115,7 +115,7 @@ def add_snapshots(plan: Plan) -> Plan:
 
 
 def drop_snapshots(plan: Plan) -> Plan:
-    """Returns a plan whose peaks count what its workers hold themselves."""
+    """Returns a plan without snapshots in its peaks."""
     return _with_snapshots(plan, [0] * len(plan.stages))
 
 

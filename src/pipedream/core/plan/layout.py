@@ -1,8 +1,8 @@
 """The Layout: which dimension of a mesh shards which dimension of a tensor, by names (Mesh-TensorFlow, section 3).
 
-A rule `d_ff:model` shards the dimension `d_ff` of every tensor that has one over the mesh dimension `model`. What no
-rule shards is on all ranks. A layout moves numbers and does not change them. At the Boundary between two stages the
-tensors that cross it may be sharded differently on both sides.
+A rule `d_ff:model` shards the dimension `d_ff` of every tensor that has one over the mesh dimension `model`. All ranks
+have what no rule shards. A layout moves numbers and does not change them. At the Boundary between two stages, the two
+sides may shard the tensors that cross it differently.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ BATCH = "batch"
 _OUT = ":out"
 _UNNAMED = "-"
 _CUT = "cut"
-"""The dimensions of a mesh for a found layout are cut1, cut2, and so on."""
+"""Prefix of the mesh dimensions for a layout that was searched for: cut1, cut2, and so on."""
 
 
-class _Halves(Protocol):
+class _Halving(Protocol):
     @property
     def schemes(self) -> Mapping[str, int | None]: ...
 
 
-class _Found(Protocol):
+class _FoundPartition(Protocol):
     @property
-    def cuts(self) -> Sequence[_Halves]: ...
+    def cuts(self) -> Sequence[_Halving]: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Layout:
             divides, or None. They count on meshes such as ``cut1:2,cut2:2``, where rules do not.
 
     Raises:
-        PlanError: text that is not of this form, or a tensor dimension on two mesh dimensions.
+        PlanError: malformed text, or a tensor dimension on two mesh dimensions.
     """
 
     rules: str = ""
@@ -66,11 +66,11 @@ class Layout:
         object.__setattr__(self, "rules", ",".join(f"{cut}:{over}" for cut, over in self._parse()))
 
     @classmethod
-    def of(cls, partition: _Found) -> Layout:
+    def of(cls, partition: _FoundPartition) -> Layout:
         """Returns the layout of a `Partition`, for a mesh with a dimension for each of its cuts: ``cut1:2,cut2:2``.
 
-        Weights rest as they were found to, together with their versions, gradients and optimizer states. Each layer
-        runs by operators whose indices are chosen for that (`pipedream.layouts`).
+        Between uses, weights are sharded by these cuts, as are their versions, gradients and optimizer states. Each
+        layer runs by operators with matching indices (`pipedream.layouts`).
         """
         tensors = partition.cuts[0].schemes if partition.cuts else {}
         return cls(cuts={name: tuple(cut.schemes[name] for cut in partition.cuts) for name in tensors})
@@ -81,13 +81,13 @@ class Layout:
         return f"p_{parameter}".replace(".", "_")
 
     def uses_cuts(self, mesh: Mesh) -> bool:
-        """Whether `cuts` count on a mesh.
+        """Returns whether `cuts` count on a mesh.
 
         Raises:
-            PlanError: only some of its dimensions are cuts, or are not the first ones, of two ranks each.
+            PlanError: only some of its dimensions are cuts, or they are not the first ones with two ranks each.
         """
         count = max(map(len, self.cuts.values()), default=0)
-        expected = {f"{_CUT}{at + 1}": 2 for at in range(count)}
+        expected = {f"{_CUT}{i + 1}": 2 for i in range(count)}
         if not expected or not mesh.dimensions.keys() & expected.keys():
             return False
         if list(mesh.dimensions.items()) != list(expected.items())[: len(mesh.dimensions)] or self.shard_weights:
@@ -103,15 +103,15 @@ class Layout:
         """Returns the placements of a parameter, see `placements`."""
         if self.uses_cuts(mesh):
             cuts = self.cuts.get(self.tensor_of(name)) or self.cuts.get(name) or ()
-            placed = (*cuts, *[None] * len(mesh.dimensions))[: len(mesh.dimensions)]
-            for over, cut in zip(mesh.dimensions, placed, strict=True):
-                times = 2 ** placed[: list(mesh.dimensions).index(over) + 1].count(cut)
-                if cut is not None and (cut >= len(shape) or shape[cut] % times):
+            placements = (*cuts, *[None] * len(mesh.dimensions))[: len(mesh.dimensions)]
+            for over, cut in zip(mesh.dimensions, placements, strict=True):
+                divisor = 2 ** placements[: list(mesh.dimensions).index(over) + 1].count(cut)
+                if cut is not None and (cut >= len(shape) or shape[cut] % divisor):
                     raise PlanError(
                         f"the layout shards dimension {cut} of {name!r} over {over!r}, but its shape is "
                         f"{tuple(shape)}; describe and partition this model, with sizes that the ranks divide"
                     )
-            return placed
+            return placements
         names = self.names_of(name)
         if names is None:
             return (None,) * len(mesh.dimensions)
@@ -164,13 +164,13 @@ class Layout:
                 f"{tensor} has {len(words)} names ({names}), but {len(shape)} dimensions {tuple(shape)}; name each "
                 "dimension once, in order"
             )
-        placed: dict[str, int] = {}
+        dimension_of: dict[str, int] = {}
         for dimension, name in enumerate(words):
             over = self.over.get(name)
             if over not in mesh.dimensions:
                 continue
-            if over in placed:
-                first = words[placed[over]]
+            if over in dimension_of:
+                first = words[dimension_of[over]]
                 raise PlanError(
                     f"{tensor} ({names}) would be sharded twice over {over!r}, by the rules {first}:{over} and "
                     f"{name}:{over}; remove one of them, or use another name in this tensor"
@@ -180,14 +180,14 @@ class Layout:
                     f"{tensor} has {shape[dimension]} of {name!r}, which {over}:{mesh.dimensions[over]} of the mesh "
                     f"does not divide; choose another size, or remove the rule {name}:{over}"
                 )
-            placed[over] = dimension
-        return tuple(placed.get(over) for over in mesh.dimensions)
+            dimension_of[over] = dimension
+        return tuple(dimension_of.get(over) for over in mesh.dimensions)
 
     def of_model(self, model: Any) -> Layout:
-        """Returns it with the names that modules have for their own parameters, where it has none itself.
+        """Returns the layout, completed with the names that modules have for their own parameters.
 
         Args:
-            model: a module, some of whose modules may have ``layout_names``: parameter -> names of its dimensions.
+            model: its modules may have ``layout_names``: parameter -> names of its dimensions.
         """
         model_names = {
             f"{path}.{name}".removeprefix("."): names
@@ -206,7 +206,7 @@ class Layout:
         A batch that does not divide, such as a smaller last one, is not sharded.
 
         Args:
-            names: None if only dimension 0 is known, as the batch where it counts the samples.
+            names: None if only dimension 0 is known: the batch, if its size is `samples`.
         """
         if self.uses_cuts(mesh):
             parts = len(mesh.dimensions) if shape and shape[0] == samples and samples % mesh.size == 0 else 0
@@ -219,9 +219,9 @@ class Layout:
             words[words.index(BATCH)] = _UNNAMED
         return self.placements(" ".join(words), shape, mesh, tensor)
 
-    def candidates(self, shapes: Mapping[str, Sequence[int]], samples: int | None, most: int) -> dict[Mesh, str]:
-        """Returns the meshes of up to `most` ranks over the dimensions that the rules name, each with why it is not
-        legal for a model, or ''.
+    def candidates(self, shapes: Mapping[str, Sequence[int]], samples: int | None, max_ranks: int) -> dict[Mesh, str]:
+        """Returns the meshes of up to `max_ranks` ranks over the rules' dimensions -> why it is not legal for a model,
+        or ''.
 
         Args:
             shapes: shapes of the model's parameters.
@@ -229,7 +229,8 @@ class Layout:
         """
         dimensions = list(dict.fromkeys([*self.over.values(), *([self.shard_weights] if self.shard_weights else [])]))
         cuts = range(1, max(map(len, self.cuts.values()), default=0) + 1)
-        meshes = [*every_mesh(dimensions, most), *(Mesh(_format_halves(count)) for count in cuts if 2**count <= most)]
+        halvings = (Mesh(_format_halves(count)) for count in cuts if 2**count <= max_ranks)
+        meshes = [*every_mesh(dimensions, max_ranks), *halvings]
         return {mesh: self._find_problem(mesh, shapes, samples) for mesh in meshes}
 
     def _find_problem(self, mesh: Mesh, shapes: Mapping[str, Sequence[int]], samples: int | None) -> str:
@@ -237,17 +238,17 @@ class Layout:
         used = {self.shard_weights, batch}
         for name, shape in shapes.items():
             try:
-                placed = self.parameter(name, shape, mesh)
+                placements = self.parameter(name, shape, mesh)
             except PlanError as error:
                 return str(error)
-            used |= {over for over, cut in zip(mesh.dimensions, placed, strict=True) if cut is not None}
+            used |= {over for over, cut in zip(mesh.dimensions, placements, strict=True) if cut is not None}
         if samples is not None and batch in mesh.dimensions and samples % mesh.dimensions[batch]:
             return f"a minibatch of {samples} samples cannot be sharded over {batch}:{mesh.dimensions[batch]}"
         unused = [over for over in mesh.dimensions if over not in used]
         return f"nothing of the model is sharded over {unused[0]!r}" if unused and not self.uses_cuts(mesh) else ""
 
     def rules_on(self, mesh: Mesh) -> str:
-        """Returns the rules that have an effect on a mesh, or ``found`` for cuts."""
+        """Returns the rules that affect a mesh, or ``found`` for cuts."""
         if self.uses_cuts(mesh):
             return "found"
         return ",".join(f"{cut}:{over}" for cut, over in self.over.items() if over in mesh.dimensions)
@@ -262,8 +263,8 @@ class Layout:
         return exact or next((names for pattern, names in self.names.items() if fnmatchcase(tensor, pattern)), None)
 
     def check(self, parameters: Iterable[str], layers: Iterable[str], meshes: Iterable[Mesh]) -> None:
-        """Raises a `PlanError` for a name or a pattern that matches nothing, a mesh dimension without a rule, and words
-        that are almost those of another tensor or mesh.
+        """Raises a `PlanError` for a name or pattern that matches nothing, a mesh dimension without a rule, and words
+        that resemble those of a tensor or mesh.
 
         Args:
             parameters, layers: the names that the model has.
@@ -273,10 +274,10 @@ class Layout:
         tensors = [*parameters, *(f"{layer}{_OUT}" for layer in layers)]
         for pattern in self.names:
             if not any(fnmatchcase(name, pattern) for name in tensors):
-                near = get_close_matches(pattern, tensors, n=1, cutoff=0.3)
+                close = get_close_matches(pattern, tensors, n=1, cutoff=0.3)
                 raise PlanError(
                     f"the layout names the dimensions of {pattern!r}, which matches no parameter and no layer's "
-                    f"output (LAYER{_OUT}){f'; did you mean {near[0]!r}?' if near else ''}"
+                    f"output (LAYER{_OUT}){f'; did you mean {close[0]!r}?' if close else ''}"
                 )
         parameter_tensors = {tensor for name in parameters for tensor in (name, self.tensor_of(name))}
         if any(map(self.uses_cuts, meshes)) and not parameter_tensors & self.cuts.keys():
@@ -286,17 +287,17 @@ class Layout:
             )
         words = {BATCH, *(word for names in self.names.values() for word in names.split())}
         for cut, over in self.over.items():
-            if cut not in words and (near := get_close_matches(cut, words, n=1, cutoff=0.75)):
+            if cut not in words and (close := get_close_matches(cut, words, n=1, cutoff=0.75)):
                 raise PlanError(
                     f"the layout has the rule {cut}:{over}, but no tensor has a dimension {cut!r}; did you mean "
-                    f"{near[0]!r}?"
+                    f"{close[0]!r}?"
                 )
         dimensions = [over for mesh in meshes for over in mesh.dimensions]
         if self.shard_weights not in dimensions and (
-            near := get_close_matches(self.shard_weights, dimensions, n=1, cutoff=0.75)
+            close := get_close_matches(self.shard_weights, dimensions, n=1, cutoff=0.75)
         ):
             raise PlanError(
-                f"the layout has shard_weights={self.shard_weights!r}, which no mesh has; did you mean {near[0]!r}?"
+                f"the layout has shard_weights={self.shard_weights!r}, which no mesh has; did you mean {close[0]!r}?"
             )
         used = {*self.over.values(), *([self.shard_weights] if self.shard_weights else [])}
         for mesh in meshes:
@@ -310,19 +311,19 @@ class Layout:
 
 
 def _format_halves(count: int) -> str:
-    return ",".join(f"{_CUT}{at + 1}:2" for at in range(count))
+    return ",".join(f"{_CUT}{i + 1}:2" for i in range(count))
 
 
-_MARK = "|"  # begins no structure of `runtime.comm.values`
+_CROSSINGS_MARK = "|"  # no structure of `runtime.comm.values` begins with it
 
 
 def boundary_bytes(sender_ranks: int, sent: Numbers, receiver_ranks: int, received: Numbers) -> Numbers:
-    """Returns the bytes that the busiest rank at a boundary sends, or receives, for a minibatch: activations one way.
+    """Returns the bytes that the busiest rank at a boundary sends, or receives, for a minibatch one way.
 
-    Each rank receives its part. Those that send it, activations or gradients, take turns (`mesh.pieces`).
+    Each rank receives its part, from ranks that take turns sending (`mesh.pieces`).
 
     Args:
-        sent, received: bytes of the part that a rank of the one stage, and of the other, has of the value.
+        sent, received: bytes of the value that a rank of the sending, and of the receiving, stage has.
     """
     forwards, back = received * receiver_ranks / sender_ranks, sent * sender_ranks / receiver_ranks
     return np.ceil(np.maximum(np.maximum(sent, received), np.maximum(forwards, back)))
@@ -341,13 +342,13 @@ class Crossing(NamedTuple):
     received: tuple[int | None, ...]
 
     def reversed(self) -> Crossing:
-        """Returns that of the tensor's gradient."""
+        """Returns the crossing of the tensor's gradient."""
         return Crossing(self.shape, self.received, self.sent)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Two stages that may have different meshes.
+    """The boundary of two stages, which may have different meshes.
 
     Attributes:
         layer: last layer of the first stage; the layout may name the dimensions of its output.
@@ -360,7 +361,7 @@ class Boundary:
     receiver: Mesh
 
     def crossings(self, shapes: Sequence[Sequence[int]], samples: int) -> list[Crossing]:
-        """Returns how each tensor crosses; names apply to those with as many dimensions.
+        """Returns the crossing of each tensor; names apply to tensors with as many dimensions.
 
         Raises:
             PlanError: no tensor has as many dimensions as names, or the layout is not legal for one.
@@ -382,20 +383,20 @@ class Boundary:
         return crossings
 
     def whole(self, shape: Sequence[int]) -> Crossing:
-        """Returns the crossing of a tensor that all ranks of both stages have."""
+        """Returns the crossing of a tensor that is not sharded at either stage."""
         sent, received = ((None,) * len(mesh.dimensions) for mesh in (self.sender, self.receiver))
         return Crossing(tuple(shape), sent, received)
 
 
 def with_crossings(structure: str, crossings: Sequence[Crossing]) -> str:
     """Returns the structure of a message with the crossings of its tensors, for `read_crossings`."""
-    return f"{_MARK}{json.dumps(crossings)}{_MARK}{structure}" if crossings else structure
+    return f"{_CROSSINGS_MARK}{json.dumps(crossings)}{_CROSSINGS_MARK}{structure}" if crossings else structure
 
 
 @lru_cache(maxsize=1024)
 def read_crossings(structure: str) -> tuple[tuple[Crossing, ...], str]:
     """Returns the crossings, () if there are none, and the structure without them."""
-    if not structure.startswith(_MARK):
+    if not structure.startswith(_CROSSINGS_MARK):
         return (), structure
-    _, text, rest = structure.split(_MARK, 2)
+    _, text, rest = structure.split(_CROSSINGS_MARK, 2)
     return tuple(Crossing(*map(tuple, row)) for row in json.loads(text)), rest

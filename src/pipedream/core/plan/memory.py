@@ -4,15 +4,15 @@ Under 1F1B stage s holds W_s + 1 minibatches in flight, and as many versions of 
 stashing (PipeDream, section 3.3), two under double buffering (PipeDream-2BW, section 3.1), one under a
 flush. The newest version is the optimizer's own copy.
 
-A worker needs most at one of three moments:
+A worker's memory peaks at one of three moments:
 
-    backward    all in flight, one of them in its backward. Gradients appear as activations go; if they are added to
-                the sums of earlier microbatches, all sums exist already, and the largest gradient exists twice.
-    forward     all in flight, the newest in its forward; sums of gradients if an update is still to come.
-    update      all gradients, what the optimizer needs besides them, and one microbatch fewer in flight.
+    backward    all are in flight, one in its backward. Gradients appear as activations are freed; if they are added to
+                sums of earlier microbatches, all sums already exist, and the largest gradient exists twice.
+    forward     all are in flight, the newest in its forward; sums of gradients exist before an update.
+    update      all gradients, the optimizer's temporaries, and one microbatch fewer in flight.
 
-Weights that are in the memory of the machine (RoundPipe) are on a GPU for a slot alone, a stage's passes of one
-minibatch; those of the slot before may not have gone yet. Updates need nothing of the GPU.
+Weights in the memory of the machine (RoundPipe) are on a GPU only for a slot, a stage's passes of one minibatch; those
+of the previous slot may still be there. Updates need no memory of the GPU.
 
 Between the halves of a split backward, a microbatch keeps part of its activations and the gradients of the layers'
 outputs, which a profile does not contain: `DEFERRED_SHARE` times the activations are counted. (Measured: 0.1 for a
@@ -35,10 +35,10 @@ from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
 DEVICE = "device"
 OPTIMIZER_STATES = (DEVICE, HOST)
-"""Where an optimizer and its state are: with the weights, or in the memory of the machine."""
+"""Places of an optimizer and its state: beside the weights, or in the memory of the machine."""
 
 DEFERRED_SHARE = 2
-"""Upper bound."""
+"""An upper bound, see above."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Peers:
     """The workers that one replica of a stage exchanges messages with.
 
     Attributes:
-        before, after: number of them in the neighbouring stages.
+        before, after: their numbers in the previous and the next stage.
         waiting: gradients sent to the previous stage that may be unread.
     """
 
@@ -60,7 +60,7 @@ class Peers:
 def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, ...]:
     """Returns the peers of one replica of each stage.
 
-    With n in flight there may be n + 1 unread gradients: before a forward all other backwards have ended.
+    With n in flight there may be n + 1 unread gradients, as all other backwards have ended before a forward.
     """
     peers = []
     for s, count in enumerate(replicas):
@@ -75,13 +75,13 @@ class StageSizes:
     """Bytes that a stage's layers need; activations and messages are for one microbatch.
 
     Attributes:
-        received_bytes, sent_bytes: bytes of its messages on both sides; 0 at the model's ends.
+        received_bytes, sent_bytes: bytes of a message from the previous, and to the next stage; 0 at the model's ends.
         loaded_bytes: bytes of minibatches loaded ahead at the model's input.
-        working_bytes, update_working_bytes: bytes that a pass or an update needs besides what is kept.
-        frozen_bytes: those of `parameter_bytes` that are not trained: there is one version of them, and no gradient.
-        relief_bytes: bytes that a backward which makes all gradients itself needs less than activations, gradients and
-            working bytes together, since activations go before the last gradient comes. For a microbatch at least its
-            share of a minibatch's, because gradients are as large.
+        working_bytes, update_working_bytes: temporary bytes of a pass or an update.
+        frozen_bytes: those of `parameter_bytes` that are not trained: they have one version, and no gradient.
+        relief_bytes: by how much a backward that makes all gradients itself needs less than the sum of activations,
+            gradients and working bytes, as activations are freed before the last gradient exists. A microbatch has at
+            least its share of a minibatch's relief, because gradients are as large.
     """
 
     parameter_bytes: Numbers
@@ -103,7 +103,7 @@ class StageSizes:
 
 
 ELSEWHERE = ("host_bytes", "moved_bytes", "snapshot_bytes")
-"""Kinds of bytes that are not in the worker's memory; snapshots are, if it is the machine's (`add_snapshots`)."""
+"""Kinds of bytes outside of the worker's memory; a CPU's snapshots are within it (`add_snapshots`)."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class StageMemory:
 
     Attributes:
         optimizer_bytes: includes what compensations keep.
-        activation_bytes: with recomputation inputs, and one microbatch's activations.
-        message_bytes: bytes of posted receives, and of messages that may still have to leave.
+        activation_bytes: with recomputation, inputs and one microbatch's activations.
+        message_bytes: bytes of posted receives, and of messages that may not have been sent yet.
         host_bytes: weights, gradients and optimizer state in the memory of the machine, beside that of a GPU.
-        moved_bytes: activations that wait elsewhere, on disk or in the memory of the machine (`Plan.activations`).
+        moved_bytes: activations on disk or in the memory of the machine (`Plan.activations`).
         snapshot_bytes: snapshots in the memory of the machine (`Cluster.snapshots`), on the fullest replica.
     """
 
@@ -132,7 +132,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The sum of what the worker has, or an array of them."""
+        """Bytes of the worker's memory, or an array of them."""
         total: int = sum(getattr(self, field.name) for field in fields(self) if field.name not in ELSEWHERE)
         return total
 
@@ -150,70 +150,69 @@ def moments(
     kept_tensors: int = 0,
     matrix_bytes: tuple[Numbers, Numbers] = (0, 0),
     deferred: int = 0,
-    apart: bool = False,
+    on_host: bool = False,
     offload: float = 0.0,
     hosted: bool = False,
     on_gpus: bool = False,
     overlaps: bool = False,
 ) -> tuple[StageMemory, ...]:
-    """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
+    """Returns what one replica of a stage holds at its peaks: in the first backward, in further passes, in the update.
 
     Args:
         per_update: microbatches of the replica in one update.
-        peers: None: one worker in the previous stage, which holds one microbatch more, and one in the next.
-        kept_tensors: number that compensations keep for each weight; an update temporarily needs one more.
-        matrix_bytes: what they keep besides, such as bases, and what they need in an update before the step.
+        peers: None for one worker in the previous stage, with one microbatch more in flight, and one in the next.
+        kept_tensors: tensors that compensations keep for each weight; an update temporarily needs one more.
+        matrix_bytes: further bytes that they keep, such as bases, and that they need in an update before the step.
         deferred: microbatches that wait for their weight gradients.
-        apart: weights are in the memory of the machine, and the worker is a GPU.
-        offload: share of the activations that wait elsewhere, but for two windows of them.
-        hosted: the optimizer steps copies of the weights in the memory of the machine, which is also that of a worker
-            without a GPU.
+        on_host: weights are in the memory of the machine, and the worker is a GPU.
+        offload: share of the activations that wait elsewhere, except for two windows of them.
+        hosted: the optimizer steps copies of the weights in the memory of the machine; without a GPU, the worker's own.
         overlaps: a thread makes each update from its gradients beside the passes of the next minibatch.
     """
-    whole, moved = sizes.trained_bytes, share_of(sizes.activation_bytes, offload)
+    trained, moved = sizes.trained_bytes, share_of(sizes.activation_bytes, offload)
     waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved
     running = sizes.activation_bytes - moved + window_bytes(moved)  # of the microbatch whose pass runs
-    messages = message_bytes(sizes, in_flight, recompute, peers)
+    unread = message_bytes(sizes, in_flight, recompute, peers)
 
-    def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
-        stash = whole * (versions - 1)
-        state = sizes.optimizer_bytes + kept_tensors * whole + matrix_bytes[0] + hosted * whole
-        weights, host = whole + sizes.frozen_bytes, 0 * whole
-        if apart or (hosted and on_gpus):  # with a place for the gradients
-            host, state = whole + state + apart * (weights + stash), 0 * whole
-            stash = (not apart) * stash
-        kinds = weights * (1 + apart), stash, state, gradients, activations, messages, working, host, in_flight * moved
+    def build(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
+        stash = trained * (versions - 1)
+        state = sizes.optimizer_bytes + kept_tensors * trained + matrix_bytes[0] + hosted * trained
+        weights, host = trained + sizes.frozen_bytes, 0 * trained
+        if on_host or (hosted and on_gpus):  # with a place for the gradients
+            host, state = trained + state + on_host * (weights + stash), 0 * trained
+            stash = (not on_host) * stash
+        kinds = weights * (1 + on_host), stash, state, gradients, activations, unread, working, host, in_flight * moved
         return StageMemory(*cast(tuple[int, ...], kinds))
 
-    def most(count: int) -> Numbers:
+    def sum_activations(count: int) -> Numbers:
         if deferred:
             later = min(deferred, count)
             deferred_bytes = DEFERRED_SHARE * sizes.activation_bytes - moved
             return (count - later) * waiting + later * deferred_bytes + (running - waiting) * (offload > 0)
         return (count - 1) * waiting + running if count else 0 * running
 
-    step_bytes = sizes.update_working_bytes + whole * (kept_tensors + matrix_bytes[0] > 0)
-    step_bytes = 0 * whole if hosted and on_gpus else np.maximum(step_bytes, matrix_bytes[1])
+    step_bytes = sizes.update_working_bytes + trained * (kept_tensors + matrix_bytes[0] > 0)
+    step_bytes = 0 * trained if hosted and on_gpus else np.maximum(step_bytes, matrix_bytes[1])
     is_overlapped = overlaps and not (peers is not None and peers.sums)  # replicas agree on an update first
-    older = is_overlapped * whole  # gradients of the update that a thread makes
+    overlapped = is_overlapped * trained  # gradients of the update that a thread makes
     working = sizes.working_bytes + bucket_bytes(sizes, peers) + is_overlapped * step_bytes
     relief = 0 if deferred else sizes.relief_bytes - share_of(sizes.relief_bytes, offload)
-    late = np.minimum(relief, whole)  # gradients still to come at the peak
-    worst = [at(older + whole - late, most(in_flight), working - (relief - late))]
+    late = np.minimum(relief, trained)  # gradients still to come at the peak
+    peaks = [build(overlapped + trained - late, sum_activations(in_flight), working - (relief - late))]
     # Passes while other microbatches have sums; a flush ends before there are new ones.
-    further = min(in_flight, per_update - 1) if flushes else in_flight
+    later_count = min(in_flight, per_update - 1) if flushes else in_flight
     if per_update > 1:
-        worst.append(at(older + whole, most(further), working + sizes.largest_parameter_bytes))
+        peaks.append(build(overlapped + trained, sum_activations(later_count), working + sizes.largest_parameter_bytes))
     if per_update > 1 or update_delay:
-        worst.append(at(older + whole, most(further), working))
-    if apart:
-        return tuple(worst)
-    left = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
-    return (*worst, at(whole, left, step_bytes))
+        peaks.append(build(overlapped + trained, sum_activations(later_count), working))
+    if on_host:
+        return tuple(peaks)
+    remaining_bytes = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
+    return (*peaks, build(trained, remaining_bytes, step_bytes))
 
 
 def read_optimizer_state(value: str | None) -> str:
-    """Returns one of `OPTIMIZER_STATES`, by default on the device; raises a PlanError for another word."""
+    """Returns one of `OPTIMIZER_STATES`, by default the device; raises a PlanError for any other value."""
     if value not in (None, *OPTIMIZER_STATES):
         raise PlanError(f"optimizer_state={value!r} was asked for; give {' or '.join(OPTIMIZER_STATES)}")
     return value or DEVICE
@@ -223,22 +222,22 @@ def place_state(dispatched: bool, double_buffered: bool, cluster: Cluster, on_gp
     """Returns the arguments of `moments` that say where weights and optimizers are.
 
     Args:
-        dispatched: as in RoundPipe.
-        double_buffered: as in 2BW.
+        dispatched: ranks share the weights, as in RoundPipe.
+        double_buffered: updates are one step late, as in 2BW.
     """
-    hosted, apart = cluster.hosts_optimizers and not dispatched, dispatched and bool(on_gpus)
-    overlaps = double_buffered and (hosted or (dispatched and not apart))
-    return {"apart": apart, "hosted": hosted, "on_gpus": bool(on_gpus), "overlaps": overlaps}
+    hosted, on_host = cluster.hosts_optimizers and not dispatched, dispatched and bool(on_gpus)
+    overlaps = double_buffered and (hosted or (dispatched and not on_host))
+    return {"on_host": on_host, "hosted": hosted, "on_gpus": bool(on_gpus), "overlaps": overlaps}
 
 
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:
-    """Returns the worst of the `moments`; numbers only."""
+    """Returns the largest of the `moments`; for single values."""
     worst = max(moments(sizes, **how), key=lambda moment: int(moment.total_bytes))
     return StageMemory(*(int(getattr(worst, field.name)) for field in fields(worst)))
 
 
 def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
-    """Returns the greatest of the `moments`."""
+    """Returns the most bytes over the `moments`; for arrays too."""
     first, *others = (moment.total_bytes for moment in moments(sizes, **how))
     for other in others:
         first = np.maximum(first, other)
@@ -248,24 +247,24 @@ def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
 def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
     """Returns the bytes of the largest of `parts` parts of a minibatch: ceil(samples / parts) samples.
 
-    With fewer samples than parts they are equal.
+    With fewer samples than parts, parts are equal.
     """
-    largest, all_ = (-(-samples // parts), samples) if samples >= parts else (1, parts)
-    return -(-whole_bytes * largest // all_)
+    largest, total = (-(-samples // parts), samples) if samples >= parts else (1, parts)
+    return -(-whole_bytes * largest // total)
 
 
 def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Numbers:
-    """Returns the bytes of one bucket."""
+    """Returns the bytes of one bucket of gradients; 0 without sums over replicas."""
     return np.minimum(FIRST_BUCKET_BYTES, sizes.trained_bytes) if peers is not None and peers.sums else 0
 
 
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Numbers:
     """Returns the bytes of posted receives, messages that may be unread, and loaded minibatches.
 
-    As many may be unread as the other stage has in flight, plus one. Without recomputation outputs are kept anyway,
-    except the last one.
+    Unread messages are as many as the other stage has in flight, plus one. Without recomputation activations include
+    the outputs, except the last one.
     """
-    joined = peers or Peers(waiting=in_flight + 2)
-    received = joined.before * joined.posted + joined.waiting
-    sent = joined.after * (joined.posted + 1) + (in_flight if recompute else 0)
+    neighbours = peers or Peers(waiting=in_flight + 2)
+    received = neighbours.before * neighbours.posted + neighbours.waiting
+    sent = neighbours.after * (neighbours.posted + 1) + (in_flight if recompute else 0)
     return received * sizes.received_bytes + sent * sizes.sent_bytes + sizes.loaded_bytes

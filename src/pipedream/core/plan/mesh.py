@@ -1,7 +1,6 @@
 """The Mesh: the ranks of one worker, in a grid with named dimensions (Mesh-TensorFlow, Shazeer et al. 2018, 3).
 
-With the profile of one of its ranks on a cluster (`profile_of_rank`), plans and simulations need no other rule for
-meshes.
+Plans and simulations use the profile of one of its ranks on a cluster (`profile_of_rank`), and no other rule.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Mesh:
     """Ranks in a grid, counted row by row.
 
     Attributes:
-        text: each dimension's name and size, such as ``data:2,model:2``; '' or '-' is a single rank.
+        text: the dimensions' names and sizes, such as ``data:2,model:2``; '' or '-' is a single rank.
 
     Raises:
         PlanError: text that is not of this form, a dimension that occurs twice, or a size below 1.
@@ -61,11 +60,11 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Its number of ranks."""
+        """The number of ranks."""
         return prod(self.dimensions.values())
 
     def coordinates(self) -> list[tuple[int, ...]]:
-        """Returns each rank's place in every dimension."""
+        """Returns each rank's coordinate in every dimension."""
         return list(product(*(range(size) for size in self.dimensions.values())))
 
     def __str__(self) -> str:
@@ -73,7 +72,7 @@ class Mesh:
 
 
 class Piece(NamedTuple):
-    """A part of a tensor that one rank sends to another; both counted within their mesh."""
+    """A part of a tensor that one rank sends to another; each is numbered within its mesh."""
 
     sender: int
     receiver: int
@@ -81,7 +80,7 @@ class Piece(NamedTuple):
 
 
 def pairs_of(text: str) -> list[tuple[str, str, str]]:
-    """Returns each part of a text such as ``a:b, c:d``, and its two words."""
+    """Returns each part of a text such as ``a:b, c:d``, with its two words."""
     pairs = []
     for part in text.split(",") if text.strip() else ():
         first, _, second = part.partition(":")
@@ -90,10 +89,10 @@ def pairs_of(text: str) -> list[tuple[str, str, str]]:
 
 
 def meshes_of(text: str, stages: int | None = None) -> tuple[Mesh, ...]:
-    """Returns the mesh of each stage, from a text such as ``data:2/model:2/-``; a single one is that of all.
+    """Returns the mesh of each stage, from a text such as ``data:2/model:2/-``; a single mesh is for all stages.
 
     Args:
-        stages: their number; None if it is that of the text.
+        stages: their number; None for that of the text.
 
     Raises:
         PlanError: another number of meshes.
@@ -109,14 +108,14 @@ def meshes_of(text: str, stages: int | None = None) -> tuple[Mesh, ...]:
     return meshes * stages if len(meshes) == 1 else meshes
 
 
-def every_mesh(dimensions: Sequence[str], most: int) -> list[Mesh]:
-    """Returns the meshes of 2, 4, 8, ... ranks, up to `most`, over some of these dimensions, each a power of two.
+def every_mesh(dimensions: Sequence[str], max_ranks: int) -> list[Mesh]:
+    """Returns the meshes of 2, 4, 8, ... up to `max_ranks` ranks over some of these dimensions, all powers of two.
 
     >>> [mesh.text for mesh in every_mesh(["data", "model"], 4)]
     ['data:2', 'model:2', 'data:4', 'model:4', 'data:2,model:2']
     """
-    sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
-    grids = [grid for grid in product(sizes, repeat=len(dimensions)) if 1 < prod(grid) <= most]
+    sizes = [1 << power for power in range(max_ranks.bit_length()) if 1 << power <= max_ranks]
+    grids = [grid for grid in product(sizes, repeat=len(dimensions)) if 1 < prod(grid) <= max_ranks]
     grids.sort(key=lambda grid: (prod(grid), sum(size > 1 for size in grid), [-size for size in grid]))
     rows = ([(name, size) for name, size in zip(dimensions, grid, strict=True) if size > 1] for grid in grids)
     return [Mesh(",".join(f"{name}:{size}" for name, size in row)) for row in rows]
@@ -138,25 +137,24 @@ def box_of(
 ) -> Box:
     """Returns the part of a tensor that a rank has.
 
-    A dimension that does not divide is sharded as `torch.chunk` does: into parts of the same size, then a smaller one,
-    then empty ones. One that several dimensions of the mesh shard is sharded by the first of them, its parts by the
-    next.
+    A dimension that does not divide is sharded as by `torch.chunk`: into parts of the same size, then a smaller one,
+    then empty ones. Where several dimensions of the mesh shard it, each shards the parts of the one before.
 
     Args:
-        placements: for each dimension of the mesh the dimension of the tensor that it shards, or None.
-        sizes: sizes of the mesh.
-        coordinates: place of the rank.
+        placements: for each dimension of the mesh, the dimension of the tensor that it shards, or None.
+        sizes: ranks in each dimension of the mesh.
+        coordinates: of the rank.
     """
     box = [range(size) for size in shape]
-    for cut, parts, at in zip(placements, sizes, coordinates, strict=True):
+    for cut, parts, coordinate in zip(placements, sizes, coordinates, strict=True):
         if cut is not None:
             part = -(-len(box[cut]) // parts)
-            box[cut] = box[cut][at * part : (at + 1) * part]
+            box[cut] = box[cut][coordinate * part : (coordinate + 1) * part]
     return tuple(box)
 
 
 def overlap(box: Box, other: Box) -> Box | None:
-    """Returns what two parts of a tensor have in common; None if that is nothing."""
+    """Returns the intersection of two parts of a tensor; None if it is empty."""
     common = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, other, strict=True))
     return common if all(common) else None
 
@@ -167,12 +165,12 @@ def count_elements(box: Box | None) -> int:
 
 
 def slice_of(box: Box) -> tuple[slice, ...]:
-    """Returns where a part of a tensor is in the whole."""
+    """Returns the slices of a part within its tensor."""
     return tuple(slice(values.start, values.stop) for values in box)
 
 
 def slice_within(box: Box, around: Box) -> tuple[slice, ...]:
-    """Returns where a part of a tensor is in a larger part."""
+    """Returns the slices of a part within a larger part."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, around, strict=True))
 
 
@@ -183,9 +181,9 @@ def pieces(
     receiver: Mesh,
     received: Sequence[int | None],
 ) -> list[Piece]:
-    """Returns what the ranks of one mesh send so that each rank of another gets exactly its part of a tensor.
+    """Returns the pieces that ranks of one mesh send so that each rank of another gets exactly its part of a tensor.
 
-    Each element comes from one rank that has it. Where several have it, the receivers take turns between them.
+    Each element comes from one rank that has it. Where several have it, receivers take turns among them.
 
     Args:
         sent, received: placements of the tensor on both meshes, see `Layout.placements`.
@@ -196,16 +194,16 @@ def pieces(
         owners.setdefault(box, []).append(rank)
     to_send = []
     for rank, coordinates in enumerate(receiver.coordinates()):
-        mine = box_of(shape, received, list(receiver.dimensions.values()), coordinates)
+        needed = box_of(shape, received, list(receiver.dimensions.values()), coordinates)
         for box, ranks in owners.items():
-            part = overlap(mine, box)
+            part = overlap(needed, box)
             if part is not None:
                 to_send.append(Piece(ranks[rank % len(ranks)], rank, part))
     return to_send
 
 
 def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple[int, ...] | None = None) -> Profile:
-    """Returns what one rank of a mesh needs, its collectives included.
+    """Returns the profile of one rank of a mesh, with its collectives.
 
     Args:
         cluster: its workers are ranks.
@@ -214,8 +212,8 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
     Raises:
         PlanError: the profile does not know the mesh.
     """
-    measured = next((rank for rank in profile.ranks if Mesh(rank.mesh) == mesh), None)
-    if measured is None:
+    rank_profile = next((rank for rank in profile.ranks if Mesh(rank.mesh) == mesh), None)
+    if rank_profile is None:
         meshes = ", ".join(rank.mesh for rank in profile.ranks) or "none"
         raise PlanError(
             f"a plan with the mesh {mesh} was asked for, but the profile has no measurement of one of its ranks "
@@ -224,8 +222,8 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
     levels = reach_of(mesh, cluster) if reach is None else reach
     level = dict(zip(mesh.dimensions, levels, strict=True))
 
-    def seconds(rows: Iterable[Collective], *, fixed: bool = False) -> float:
-        """`fixed`: only what a smaller microbatch does not save."""
+    def sum_seconds(rows: Iterable[Collective], *, fixed: bool = False) -> float:
+        """Returns the seconds of collectives; `fixed`: only those that a smaller microbatch does not save."""
         total_s = 0.0
         for row in rows:
             size_bytes = row.size_bytes if row.of_weights or not fixed else 0
@@ -240,15 +238,15 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
     ) -> LayerProfile:
         return replace(
             layer,
-            forward_s=layer.forward_s + seconds(forward),
-            backward_s=layer.backward_s + seconds(backward),
-            forward_fixed_s=layer.forward_fixed_s + seconds(forward, fixed=True),
-            backward_fixed_s=layer.backward_fixed_s + seconds(backward, fixed=True),
+            forward_s=layer.forward_s + sum_seconds(forward),
+            backward_s=layer.backward_s + sum_seconds(backward),
+            forward_fixed_s=layer.forward_fixed_s + sum_seconds(forward, fixed=True),
+            backward_fixed_s=layer.backward_fixed_s + sum_seconds(backward, fixed=True),
         )
 
-    rank = profile.of_rank(measured)
-    layers = tuple(map(with_collectives, measured.layers, measured.forward, measured.backward))
-    return replace(rank, layers=layers, update_s=rank.update_s + seconds(measured.update))
+    rank = profile.of_rank(rank_profile)
+    layers = tuple(map(with_collectives, rank_profile.layers, rank_profile.forward, rank_profile.backward))
+    return replace(rank, layers=layers, update_s=rank.update_s + sum_seconds(rank_profile.update))
 
 
 def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
@@ -260,8 +258,8 @@ def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
     """
     sizes = list(mesh.dimensions.values())
     reaches = []
-    for at, size in enumerate(sizes):
-        step = prod(sizes[at + 1 :])
+    for i, size in enumerate(sizes):
+        step = prod(sizes[i + 1 :])
         last = min(first + (size - 1) * step, cluster.workers - 1)
         reaches.append(cluster.reach(*range(first, last + 1, step)))
     return tuple(reaches)

@@ -1,7 +1,7 @@
-"""Messages: how the tensors that cross from one worker to another are encoded, and what that costs.
+"""Messages: how tensors that go from one worker to another are encoded, and what that costs.
 
-Only floating-point tensors with a gradient are encoded, and their gradients: masks, tables of angles, integers and
-targets travel as they are, and so do tensors below `LEAST_BYTES`.
+Only floating-point tensors with a gradient are encoded, and their gradients. Masks, tables of angles, integers, targets
+and tensors below `LEAST_BYTES` are sent unchanged.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.placement import Carries
 
 BLOCK = 64
-"""Values that share a scale, in int8 and int4."""
+"""Values of int8 and int4 that share a scale."""
 
 LEAST_BYTES = 1024
-"""Of a tensor that is encoded. Plans count smaller ones as if they were."""
+"""Size from which on tensors are encoded. Plans count smaller ones as encoded, too."""
 
 _SCALE_BITS = 32 / BLOCK
 BITS = {"full": 64.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8 + _SCALE_BITS, "int4": 4 + _SCALE_BITS}
-"""Bits of a value on the wire, scales included, if it has no fewer itself; "full" has no limit."""
+"""Most bits of a value on the wire, scales included; "full" has no limit."""
 
 ENCODINGS = tuple(BITS)
 
@@ -32,7 +32,7 @@ class Messages:
     """The encodings of activations and of gradients, see `ENCODINGS`.
 
     Attributes:
-        value_bits: of a value that is not encoded.
+        value_bits: bits of a value that is not encoded.
     """
 
     activations: str = "full"
@@ -49,7 +49,7 @@ class Messages:
 
     @classmethod
     def read(cls, value: str | Sequence[str] | Messages | None, value_bits: int = 32) -> Messages:
-        """Returns what a user has written: ``"int8"``, ``"int8,bfloat16"`` or ``("int8", "bfloat16")``.
+        """Reads a user's choice: ``"int8"``, ``"int8,bfloat16"`` or ``("int8", "bfloat16")``.
 
         Raises:
             PipelineError: no such encoding.
@@ -71,20 +71,20 @@ class Messages:
         return {Carries.ACTIVATION: self.activations, Carries.GRADIENT: self.gradients}.get(carries, "full")
 
     def on(self, cluster: Cluster) -> Cluster:
-        """Returns a cluster for messages before they are encoded."""
+        """Returns a cluster with the bytes on the wire for each byte before encoding."""
         if not self:
             return cluster
         return replace(cluster, message_shares=(self._share(self.activations), self._share(self.gradients)))
 
     def add_costs(self, runtime: RuntimeCosts) -> RuntimeCosts:
-        """Returns costs for messages before they are encoded, the mean of an activation and its gradient."""
+        """Returns costs for each byte before encoding, the mean of an activation and its gradient."""
         if not self:
             return runtime
-        more_s = sum(
+        added_s = sum(
             runtime.encodings_s_per_byte.get(encoding, 0.0) - (1 - self._share(encoding)) * runtime.message_s_per_byte
             for encoding in (self.activations, self.gradients)
         )
-        return replace(runtime, encoding_s_per_byte=more_s / 2)
+        return replace(runtime, encoding_s_per_byte=added_s / 2)
 
     def _share(self, encoding: str) -> float:
         return min(1.0, BITS[encoding] / self.value_bits)

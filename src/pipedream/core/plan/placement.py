@@ -24,8 +24,8 @@ class Carries(StrEnum):
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
-    INPUT = "input"  # a part of the batch, such as the targets, straight from the input stage
-    STAGE_INPUT = "stage_input"  # what a forward on another rank has read, for its backward
+    INPUT = "input"  # a part of the batch, such as the targets, directly from the input stage
+    STAGE_INPUT = "stage_input"  # the input of a forward on another rank, for its backward
 
 
 class StageReplica(NamedTuple):
@@ -40,7 +40,7 @@ class Placement(Artifact):
     """The table from (stage, replica) to rank.
 
     Attributes:
-        ranks: ``ranks[stage][replica]``; all of 0 to n - 1.
+        ranks: ``ranks[stage][replica]``; they are 0 to n - 1 without a gap.
     """
 
     FORMAT = 1
@@ -59,7 +59,7 @@ class Placement(Artifact):
 
     @classmethod
     def replicated(cls, replicas: tuple[int, ...]) -> Placement:
-        """Returns one stage replica per rank: 2-1 is ranks 0 and 1, then 2."""
+        """Returns one stage replica per rank: in 2-1 ranks 0 and 1, then 2."""
         rows, rank = [], 0
         for count in replicas:
             rows.append(tuple(range(rank, rank + count)))
@@ -80,7 +80,7 @@ class Placement(Artifact):
 
     @cached_property
     def cycle(self) -> int:
-        """Microbatches of one common round of all stages."""
+        """Microbatches in a common round of all stages."""
         return lcm(*self.replicas)
 
     def replica(self, stage: int, microbatch: int) -> int:
@@ -102,7 +102,7 @@ class Placement(Artifact):
         """Returns the mesh of each worker.
 
         Raises:
-            PlanError: a worker has stages with different ones.
+            PlanError: a worker has stages with different meshes.
         """
         meshes: dict[int, Mesh] = {}
         for mesh, row in zip(of_stages, self.ranks, strict=True):
@@ -114,7 +114,7 @@ class Placement(Artifact):
                     )
         return tuple(meshes[worker] for worker in sorted(meshes))
 
-    # -- overridden in `Dispatched` ----------------------------------------------------------------------
+    # -- `Dispatched` overrides these ---------------------------------------------------------------------
 
     def forward_rank(self, stage: int, microbatch: int) -> int:
         return self.rank_of(stage, microbatch)
@@ -128,7 +128,7 @@ class Placement(Artifact):
         return self.ranks[0]
 
     def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
-        """Returns sender and receiver of what a channel carries (`program.Channel`)."""
+        """Returns sender and receiver of a channel's message (`program.Channel`)."""
         return self.rank_of(source, microbatch), self.rank_of(target, microbatch)
 
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
@@ -144,9 +144,9 @@ class Placement(Artifact):
 
 @dataclass(frozen=True)
 class Dispatched(Placement):
-    """Stages without replicas, whose weights are in memory that all ranks share.
+    """Stages without replicas, with weights in memory that all ranks share.
 
-    A stage's backwards and updates are on one rank, its *home*, and its forwards on that of `forwards`.
+    A stage's backwards and updates run on one rank, its *home*, and its forwards on its rank in `forwards`.
     """
 
     forwards: tuple[int, ...]
@@ -171,9 +171,9 @@ class Dispatched(Placement):
         return self.forwards[:1]
 
     def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
-        sends = self.rank_of if carries == Carries.GRADIENT else self.forward_rank
-        receives = self.rank_of if carries in (Carries.GRADIENT, Carries.STAGE_INPUT) else self.forward_rank
-        return sends(source, microbatch), receives(target, microbatch)
+        find_sender = self.rank_of if carries == Carries.GRADIENT else self.forward_rank
+        find_receiver = self.rank_of if carries in (Carries.GRADIENT, Carries.STAGE_INPUT) else self.forward_rank
+        return find_sender(source, microbatch), find_receiver(target, microbatch)
 
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
         if not forward:
@@ -186,5 +186,5 @@ class Dispatched(Placement):
         )
 
     def __str__(self) -> str:
-        each = enumerate(zip(self.ranks, self.forwards, strict=True))
-        return "\n".join(f"stage {s}: home on rank {home}, forwards on rank {there}" for s, ((home,), there) in each)
+        rows = enumerate(zip(self.ranks, self.forwards, strict=True))
+        return "\n".join(f"stage {s}: home on rank {home}, forwards on rank {other}" for s, ((home,), other) in rows)

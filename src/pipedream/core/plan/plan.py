@@ -1,6 +1,6 @@
 """The Plan: which layers form a stage, how many workers share it, how deep the pipeline is filled.
 
-It has its stages' predicted seconds and bytes, so that it can be simulated without its profile.
+It includes its stages' predicted seconds and bytes, so that it can be simulated without its profile.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class Plan(Tabular, Artifact):
         update_delay: for each stage, 0 (the update follows its backward) or 1 (the next forward comes between).
         model: its class, or ''.
         batch: samples in a minibatch.
-        unit: the unit of the stages' seconds and bytes: 'minibatch', or 'microbatch' for a plan without a profile.
-        depth_mode: says how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
-        note: the planner's promise.
-        worker_order: the cluster's worker for each replica, stage by stage; () for their own order. A worker may have
-            several stages (chunks).
-        bound_s: proven lower bound of `slowest_stage_s`, for all plans of the note's space; 0 if nothing is proved.
-        schedule: the method that it was planned for, or ''.
+        unit: of the stages' seconds and bytes: 'minibatch', or 'microbatch' for a plan without a profile.
+        depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
+        note: what the planner promises.
+        worker_order: the cluster's worker of each replica, stage by stage; () for 0, 1, 2 ... A worker may have several
+            stages (chunks).
+        bound_s: proven lower bound of `slowest_stage_s` over all plans of the note's space; 0 if nothing is proved.
+        schedule: the method of the plan, or ''.
         microbatches: parts of a minibatch.
         tied_weights: weights that several stages hold.
-        graph: the graph of a model that runs by its own forward, to find its layers again; None for a chain of modules.
+        graph: the graph of a model that runs by its own forward, which locates its layers; None for a chain of modules.
         runtime: seconds that the runtime adds to the stages' seconds.
         sums: how the replicas of a stage agree, see `SumMethod`.
-        messages: how what crosses between workers is encoded.
-        activations: where `Stage.offload` of them wait: 'host' or 'disk:FOLDER' (`core.plan.activations`).
-        optimizer_state: 'device', or 'host': optimizers and their state are in the memory of the machine.
+        messages: how messages between workers are encoded.
+        activations: where the share `Stage.offload` of them waits: 'host' or 'disk:FOLDER' (`core.plan.activations`).
+        optimizer_state: 'device', or 'host' for optimizers and their state in the memory of the machine.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
-        PlanError: sums that are not known, or without replicas.
+        PlanError: unknown sums, or sums without replicas.
     """
 
     FORMAT = 1
@@ -131,7 +131,7 @@ class Plan(Tabular, Artifact):
         replicas: tuple[int, ...] | None = None,
         order: tuple[int, ...] = (),
     ) -> Plan:
-        """Returns a plan of equal stages, for studies and pictures, in seconds per microbatch and message one way."""
+        """Returns a plan of equal stages, for studies and pictures; seconds are of a microbatch, and of a message."""
         counts = replicas or (1,) * stages
         cluster = Cluster.flat(len(set(order)) or sum(counts), 1 / transfer_s if transfer_s else 1e30)
         rows = tuple(
@@ -159,7 +159,7 @@ class Plan(Tabular, Artifact):
 
     @property
     def ranks(self) -> int:
-        """Processes: the ranks of all workers."""
+        """The number of processes: ranks of all workers."""
         return sum(mesh.size for mesh in self.placement.meshes(self.meshes))
 
     @property
@@ -183,7 +183,7 @@ class Plan(Tabular, Artifact):
         return replace(self, stages=tuple(replace(stage, mesh=stage_mesh.text) for stage, stage_mesh in pairs))
 
     def with_layout(self, layout: Layout) -> Self:
-        """Returns the plan with, for each stage, the rules that have an effect on its mesh."""
+        """Returns the plan in which each stage has the rules that affect its mesh."""
         pairs = zip(self.stages, self.meshes, strict=True)
         return replace(self, stages=tuple(replace(stage, layout=layout.rules_on(mesh)) for stage, mesh in pairs))
 
@@ -202,8 +202,8 @@ class Plan(Tabular, Artifact):
 
     def workers_of(self, stage: int) -> tuple[int, ...]:
         first = sum(self.replicas[:stage])
-        taken = range(first, first + self.replicas[stage])
-        return tuple(self.worker_order[worker] for worker in taken) if self.worker_order else tuple(taken)
+        positions = range(first, first + self.replicas[stage])
+        return tuple(self.worker_order[worker] for worker in positions) if self.worker_order else tuple(positions)
 
     @property
     def is_shared(self) -> bool:
@@ -211,21 +211,21 @@ class Plan(Tabular, Artifact):
 
     @property
     def worker_bytes(self) -> dict[int, int]:
-        """Cluster's worker -> peak bytes: an upper bound, the sum over its stages."""
+        """Worker of the cluster -> upper bound of its peak bytes, the sum over its stages."""
         return {w: sum_peaks([self.stages[s] for s in stages]) for w, stages in self.costs.stages_by_worker.items()}
 
     @cached_property
     def costs(self) -> PlanCosts:
         """Predicted seconds of messages, sums and stages."""
-        taken = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
+        workers = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
         cluster, runtime = self.messages.on(self.cluster), self.messages.add_costs(self.runtime)
         sums, value_bytes = self.sum_method, self.messages.value_bits / 8
-        # A plan that is being searched for has what the sums of the whole model take in its cluster.
-        each = (
+        # While a plan is being searched for, its cluster has the sum costs of the whole model.
+        sum_costs = (
             self.cluster.sum_costs if sums.is_exact else sums.costs(stage.trained_bytes, stage.matrices, value_bytes)
             for stage in self.stages
         )
-        return PlanCosts(self.stages, taken, cluster, self.tied_weights, runtime, tuple(each))
+        return PlanCosts(self.stages, workers, cluster, self.tied_weights, runtime, tuple(sum_costs))
 
     @property
     def slowest_stage_s(self) -> float:
@@ -238,10 +238,10 @@ class Plan(Tabular, Artifact):
         return self.costs.period_s
 
     def on(self, cluster: Cluster) -> Self:
-        """Returns the same stages on another cluster, without what was proved about the plan.
+        """Returns the same stages on another cluster, without the proven bound.
 
         Raises:
-            PlanError: it has too few workers.
+            PlanError: the cluster has too few workers.
         """
         try:
             return replace(self, cluster=cluster, bound_s=0.0, note="")
@@ -254,9 +254,9 @@ class Plan(Tabular, Artifact):
     def first_stage_over_memory(self) -> int | None:
         """The first stage whose worker has too little memory."""
         if self.is_shared:
-            needs, memories = self.worker_bytes, self.cluster.memories
-            full = {w for w, need in needs.items() if (limit := memories[w]) is not None and need > limit}
-            return next((s for s in range(len(self.stages)) if full.intersection(self.workers_of(s))), None)
+            peaks, memories = self.worker_bytes, self.cluster.memories
+            overfull = {w for w, peak in peaks.items() if (limit := memories[w]) is not None and peak > limit}
+            return next((s for s in range(len(self.stages)) if overfull.intersection(self.workers_of(s))), None)
         for s, (stage, site) in enumerate(zip(self.stages, self.costs.sites, strict=True)):
             if site.memory_bytes is not None and stage.peak_bytes > site.memory_bytes:
                 return s
@@ -266,15 +266,15 @@ class Plan(Tabular, Artifact):
     def gap(self) -> float | None:
         """The share by which the period may exceed the best plan's; None if nothing is proved.
 
-        A plan faster than its bound was edited after planning.
+        A plan that is faster than its bound was edited after planning.
         """
         gap = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
         return None if gap < -NO_GAP else max(gap, 0.0)
 
     def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
-        """Returns the method and its microbatches: as given, else the plan's, else PipeDream.
+        """Returns the given method and microbatches, else the plan's, else PipeDream.
 
-        The plan's microbatches are for its own method only.
+        The plan's microbatches are only for its own method.
         """
         if self.schedule and schedule in (None, self.schedule):
             return self.schedule, microbatches or self.microbatches
@@ -333,7 +333,7 @@ class Plan(Tabular, Artifact):
 
 
 def move_activations(plan: Plan, place: str) -> Plan:
-    """Returns a plan with its activations in another place; all of them, if it has not chosen how many.
+    """Returns a plan with its activations in another place: the planned share, or else all.
 
     Args:
         place: 'host' or 'disk:FOLDER'; '' leaves them on the device.
@@ -349,7 +349,7 @@ def move_activations(plan: Plan, place: str) -> Plan:
 
 
 def _check_order(plan: Plan) -> None:
-    """Raises a `ValueError` if replicas are not on workers of their own."""
+    """Raises a `ValueError` if replicas of a stage share a worker, or workers do not exist."""
     if plan.worker_order and len(plan.worker_order) != sum(plan.replicas):
         raise ValueError(
             f"the order names a worker for each of {sum(plan.replicas)} replicas, found {plan.worker_order}"
@@ -375,36 +375,36 @@ def _format_plan(plan: Plan) -> str:
         ("in flight", lambda s, stage: str(plan.in_flight[s])),
         ("peak", lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
     ]
-    words = [f"in flight: microbatches at depth {plan.depth_mode}, {depth.DEPTH_MODES[plan.depth_mode]}"]
+    legend = [f"in flight: microbatches at depth {plan.depth_mode}, {depth.DEPTH_MODES[plan.depth_mode]}"]
     if plan.microbatches == 1 and len(set(plan.rate_factors)) > 1:  # otherwise there is one rate
         columns.insert(-1, ("lr factor", lambda s, stage: format_number(plan.rate_factors[s])))
-        words.append("lr factor: on the learning rate, as an update covers a minibatch of each replica")
+        legend.append("lr factor: on the learning rate, as an update covers a minibatch of each replica")
     if plan.cluster.kinds:
-        taken = [dict.fromkeys(plan.cluster.devices[w] for w in plan.workers_of(s)) for s in range(len(plan.stages))]
-        columns.append(("on", lambda s, stage: "+".join(taken[s])))
+        devices = [dict.fromkeys(plan.cluster.devices[w] for w in plan.workers_of(s)) for s in range(len(plan.stages))]
+        columns.append(("on", lambda s, stage: "+".join(devices[s])))
     if any(plan.update_delay):
         columns.insert(7, ("delay", lambda s, stage: str(plan.update_delay[s])))
-        words.append("delay: 1 if the next forward runs before the update")
+        legend.append("delay: 1 if the next forward runs before the update")
     if max(plan.replicas) > 1:
         sync_s = plan.costs.sync_s
         columns.insert(4, ("all-reduce", lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-"))
     if plan.microbatches > 1 and any(stage.fixed_s for stage in plan.stages):
         columns.insert(3, ("fixed", lambda s, stage: format_seconds(stage.fixed_s)))
-        words.append("fixed: of both passes, for each microbatch after the first, however small")
+        legend.append("fixed: of both passes, for each microbatch after the first, however small")
     if plan.ranks > plan.workers:
         meshes = [str(mesh) for mesh in plan.meshes]
         columns.insert(1, ("mesh", lambda s, stage: meshes[s]))
-        words.append("mesh: the ranks of each worker, - is one")
+        legend.append("mesh: the ranks of each worker, - is one")
     rows = [["stage", "layers", *(name for name, _ in columns)]]
     for s, stage in enumerate(plan.stages):
         rows.append([str(s), _describe_span(stage), *(cell(s, stage) for _, cell in columns)])
     runtime, proof = str(plan.runtime or ""), "" if plan.gap is None else _describe_proof(plan, plan.gap)
     notes = filter(None, [*_describe_exchange(plan), runtime, plan.note, proof])
-    return "\n".join([head, align(rows, "rlr"), "; ".join(words), *notes])
+    return "\n".join([head, align(rows, "rlr"), "; ".join(legend), *notes])
 
 
 def _describe_exchange(plan: Plan) -> list[str]:
-    """Returns lines on tied weights and on what is approximated."""
+    """Returns lines about tied weights, approximations, and what is kept outside of the workers' memory."""
     lines = [
         f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
         for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)

@@ -12,14 +12,16 @@ from pipedream.core.plan.cost import Site, SumLink, ports_s, transfer_s
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 
 NO_GAP = 2e-6
-"""A relative gap between a plan and its bound up to which the plan counts as optimal."""
+"""Relative gap to the bound up to which a plan counts as optimal."""
 
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """Predicted seconds of a plan; per stage or boundary in the order of the model.
+    """Predicted seconds of a plan, for each stage or boundary in the order of the model.
 
-    `taken` are each stage's workers, `sum_costs` what its replicas' sums take.
+    Attributes:
+        taken: workers of each stage.
+        sum_costs: of the sums over each stage's replicas.
     """
 
     stages: tuple[Stage, ...]
@@ -54,7 +56,7 @@ class PlanCosts:
 
     @property
     def transfers_s(self) -> tuple[float, ...]:
-        """One-way seconds across each boundary, over the outermost level that a message crosses."""
+        """Seconds one way across each boundary, over the outermost level that messages cross."""
         return tuple(
             float(
                 transfer_s(
@@ -67,9 +69,9 @@ class PlanCosts:
 
     @property
     def round_trips_s(self) -> tuple[float, ...]:
-        """Seconds, for each boundary, of sending an activation and its gradient, including queues at ports."""
+        """Seconds of sending an activation and its gradient across each boundary, with queues at ports."""
         counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
-        inside = [
+        largest_groups = [
             [max(Counter(cluster.component(level, w) for w in self.taken[s]).values()) for s in range(len(counts))]
             for level in range(1, len(cluster.levels))
         ]
@@ -80,22 +82,22 @@ class PlanCosts:
             queue_s += -(-counts[s + 2] // counts[s + 1]) * transfers_s[s + 1] if s < last else 0.0
             queue_s += max(
                 (
-                    (most[s] + most[s + 1] - 2)
+                    (largest_group[s] + largest_group[s + 1] - 2)
                     * self.stages[s].output_bytes
                     * cluster.message_share
                     / level.link_bytes_per_s
-                    for most, level in zip(inside, cluster.levels[1:], strict=True)
+                    for largest_group, level in zip(largest_groups, cluster.levels[1:], strict=True)
                 ),
                 default=0.0,
             )
-            # All replicas that exchange messages with a worker may share its port at once.
-            sharing = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
-            round_trips.append(2 * seconds * sharing + queue_s)
+            # All replicas that exchange messages with a worker may use its port at once.
+            port_users = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
+            round_trips.append(2 * seconds * port_users + queue_s)
         return tuple(round_trips)
 
     @property
     def sync_s(self) -> tuple[float, ...]:
-        """Seconds of each stage's all-reduce, including the hidden part."""
+        """Seconds of each stage's all-reduce, with the hidden part."""
         return tuple(
             float(site.sum_link.all_reduce_s(stage.trained_bytes, stage.replicas, site.sum_costs))
             for stage, site in zip(self.stages, self.sites, strict=True)
@@ -103,7 +105,7 @@ class PlanCosts:
 
     @property
     def tied_s(self) -> tuple[float, ...]:
-        """Seconds by which the sums of tied weights at least delay an update of each stage (`least_sum_s`)."""
+        """Least seconds by which the sums of tied weights delay each stage's update (`least_sum_s`)."""
         seconds = [(tied, least_sum_s(self.cluster, tied.parameter_bytes)) for tied in self.tied]
         return tuple(sum(sum_s for tied, sum_s in seconds if s in tied.stages) for s in range(len(self.stages)))
 
@@ -124,7 +126,7 @@ class PlanCosts:
 
     @property
     def tied_sums_s(self) -> tuple[float, ...]:
-        """Seconds of each of the sums over all holders of `tied`, on idle links."""
+        """Seconds on idle links of each sum over all holders of `tied`."""
         cluster, workers = self.cluster, [{w for s in tied.stages for w in self.taken[s]} for tied in self.tied]
         return tuple(
             float(SumLink.across(cluster, cluster.reach(*holders)).all_reduce_s(tied.parameter_bytes, len(holders)))
@@ -153,10 +155,10 @@ class PlanCosts:
 
     @property
     def period_s(self) -> float:
-        """Predicted seconds per unit of the full pipeline: of its slowest stage's compute, or of its busiest port.
+        """Predicted seconds per unit of the full pipeline: of the slowest stage's compute, or of the busiest port.
 
-        Longer than `slowest_stage_s`, which the planner minimises, if stages share a machine's or a rack's port. A
-        worker with several stages takes the sum over them, each with the longer of its compute and its messages.
+        Exceeds `slowest_stage_s`, which the planner minimises, if stages share the port of a machine or a rack. For a
+        worker with several stages it is the sum over them, each with the longer of compute and messages.
         """
         if len(self.stages_by_worker) < sum(self.replicas):
             seconds = self.periods_s
@@ -167,6 +169,6 @@ class PlanCosts:
             float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + added_s, stage.trained_bytes))
             for site, stage, added_s in zip(self.sites, self.stages, self.added_s, strict=True)
         )
-        sent = [stage.output_bytes for stage in self.stages]
-        summed = [s.trained_bytes * costs.share for s, costs in zip(self.stages, self.sum_costs, strict=True)]
-        return max(*compute_s, *ports_s(self.cluster, self.taken, sent, summed).values())
+        sent_bytes = [stage.output_bytes for stage in self.stages]
+        summed_bytes = [s.trained_bytes * costs.share for s, costs in zip(self.stages, self.sum_costs, strict=True)]
+        return max(*compute_s, *ports_s(self.cluster, self.taken, sent_bytes, summed_bytes).values())

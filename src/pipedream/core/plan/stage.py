@@ -1,4 +1,4 @@
-"""The Stage: consecutive layers of a plan, with their predicted seconds and bytes; weights that several stages hold."""
+"""The Stage: consecutive layers of a plan, with predicted seconds and bytes; and weights that several stages hold."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Stage:
     Attributes:
         first, last: the layers first <= i < last.
         update_s: seconds of the optimizer's step and `copy_s`.
-        copy_s: seconds of copying the weights, if a version of them is still to be read.
-        output_bytes: bytes of the value it sends on.
-        activation_bytes: kept between its forward and its backward.
-        working_bytes: bytes that a pass needs besides.
-        peak_bytes: predicted, under the plan's schedule; 0 if unknown.
+        copy_s: seconds of copying the weights, if the old version is still needed.
+        output_bytes: bytes of the value that it sends on.
+        activation_bytes: bytes kept between its forward and its backward.
+        working_bytes: temporary bytes of a pass.
+        peak_bytes: predicted peak under the plan's schedule; 0 if unknown.
         names: the layers' names.
-        forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small.
+        forward_fixed_s, backward_fixed_s: the part that every microbatch takes, whatever its size.
         forward_launch_s, backward_launch_s: seconds that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
         offload: share of its activations that wait elsewhere (`Plan.activations`).
-        gathered_bytes: those of them for sharded weights, whatever the number of samples.
+        gathered_bytes: those of `working_bytes` for sharded weights, for any number of samples.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
-        memory: the parts of its peak.
+        memory: the peak by kinds of bytes.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
         matrices: its trained weights of two or more dimensions; () if unknown.
         frozen_bytes: those of `parameter_bytes` that are not trained.
@@ -89,7 +89,7 @@ class Stage:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 
     def sizes(self, parts: int = 1, received_bytes: int = 0, *, samples: int = 1, is_last: bool = False) -> StageSizes:
-        """Returns what its layers need for the largest of `parts` microbatches in a unit of `samples`."""
+        """Returns the bytes of the largest of `parts` microbatches in a unit of `samples` samples."""
 
         def part(whole_bytes: int) -> int:
             return int(part_bytes(whole_bytes, parts, samples))
@@ -110,7 +110,7 @@ class Stage:
 
     @property
     def slot_bytes(self) -> int:
-        """What is on a GPU only while its passes run; 0 unless the GPU has copies of its weights."""
+        """Bytes on a GPU only while its passes run; 0 unless the GPU has copies of its weights."""
         memory = self.memory
         is_copied = memory.weight_bytes > self.parameter_bytes
         return is_copied * (memory.weight_bytes + memory.gradient_bytes + memory.working_bytes)
@@ -121,7 +121,7 @@ class Stage:
         return self.parameter_bytes - self.frozen_bytes
 
     def split_s(self, microbatches: int) -> tuple[float, float]:
-        """Returns the seconds of both passes for one of m equal parts: fixed + (all - fixed) / m."""
+        """Returns the seconds of both passes of one of m equal microbatches: fixed + (all - fixed) / m."""
         return (
             self.forward_fixed_s + (self.forward_s - self.forward_fixed_s) / microbatches,
             self.backward_fixed_s + (self.backward_s - self.backward_fixed_s) / microbatches,
@@ -129,7 +129,7 @@ class Stage:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of a microbatch's passes, with the repeated forward, that no smaller one saves."""
+        """Seconds of a microbatch's passes, with a repeated forward, that do not depend on its size."""
         return self.backward_fixed_s + self.forward_fixed_s * (1 + self.recompute)
 
     @property
@@ -138,7 +138,7 @@ class Stage:
 
     @property
     def redone_s(self) -> float:
-        """Seconds of the backward, with the repeated forward."""
+        """Seconds of the backward, with a repeated forward if the stage recomputes."""
         return self.backward_s + (self.forward_s if self.recompute else 0.0)
 
     @property
@@ -148,9 +148,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """Weights that the same stages hold, e.g. an embedding and an output layer that share a matrix.
+    """Weights that several stages hold, e.g. an embedding and an output layer that share a matrix.
 
-    Each holder keeps its own copy, gradient and optimizer state; the first of `stages` counts them in the norm. At an
+    Each holder has its own copy, gradient and optimizer state; the first of `stages` counts them in the norm. At an
     update the holders sum their gradients, so that the copies stay equal.
 
     Attributes:
@@ -176,16 +176,15 @@ class TiedWeights:
 
 
 def sum_peaks(stages: Sequence[Stage]) -> int:
-    """Returns the peak bytes of a worker with these stages; of weights that a GPU copies it has those of one stage."""
-    slots = sorted(stage.slot_bytes for stage in stages)
-    return sum(stage.peak_bytes for stage in stages) - sum(slots[:-1])
+    """Returns the peak bytes of a worker with these stages; a GPU copies the weights of one stage at a time."""
+    slots_bytes = sorted(stage.slot_bytes for stage in stages)
+    return sum(stage.peak_bytes for stage in stages) - sum(slots_bytes[:-1])
 
 
 def least_sum_s(cluster: Cluster, parameter_bytes: int) -> float:
-    """Returns the least seconds of a sum over holders, which are at least two, on the cluster's fastest links.
+    """Returns the least seconds of a sum over holders of a weight: two of them, on the cluster's fastest links.
 
-    The planner adds them to the update of each holder, as work of a worker of speed 1: who the other holders are is
-    known only of a whole plan.
+    The planner adds them to the update of each holder, as work at speed 1; only a whole plan knows the other holders.
     """
     rates, latencies = zip(*(cluster.sum_link(level) for level in range(len(cluster.levels))), strict=True)
     link = SumLink(max(rates), min(latencies), cluster.sums)

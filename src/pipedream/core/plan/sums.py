@@ -41,9 +41,9 @@ class SumMethod:
     """How the replicas of a stage agree.
 
     Attributes:
-        rank: of PowerSGD's factors.
+        rank: rank of PowerSGD's factors.
         period: updates from one average of the weights to the next.
-        rate, momentum: of DiLoCo's outer steps.
+        rate, momentum: learning rate and momentum of DiLoCo's outer steps.
     """
 
     name: str = FULL
@@ -55,26 +55,26 @@ class SumMethod:
     @classmethod
     def read(cls, text: str) -> Self:
         """Reads a text such as ``powersgd:4``. Raises a `PlanError` if it is not one of `_METHODS`."""
-        head, *settings = str(text).split(",")  # whatever a recipe says
+        head, *settings = str(text).split(",")  # a recipe may give anything
         name, has_number, number = head.partition(":")
         if name not in _NUMBERS and (name not in (FULL, *_SIXTEEN_BITS) or has_number or settings):
             raise PlanError(f"sums={text!r} is not known; write one of {', '.join(_METHODS)}")
         if name not in _NUMBERS:
             return cls(name)
         if not (number.isdecimal() and int(number)):
-            what = "rank" if name == "powersgd" else "number of updates between averages"
-            raise PlanError(f"sums={text!r} has no {what}; write {name}: and a whole number from 1 on")
+            missing = "rank" if name == "powersgd" else "number of updates between averages"
+            raise PlanError(f"sums={text!r} has no {missing}; write {name}: and a whole number from 1 on")
         chosen: dict[str, float] = {}
         for setting in settings:
             key, _, value = setting.partition("=")
-            most = {"lr": inf, "momentum": 1.0}.get(key)
+            end = {"lr": inf, "momentum": 1.0}.get(key)
             try:
-                fits = (
-                    name == "diloco" and most is not None and 0 <= float(value) < most and (float(value) or key != "lr")
+                is_valid = (
+                    name == "diloco" and end is not None and 0 <= float(value) < end and (float(value) or key != "lr")
                 )
             except ValueError:
-                fits = False
-            if not fits:
+                is_valid = False
+            if not is_valid:
                 raise PlanError(
                     f"sums={text!r} has the setting {setting!r}; only diloco has settings, lr=NUMBER above 0 and "
                     "momentum=NUMBER from 0 to below 1"
@@ -85,16 +85,16 @@ class SumMethod:
     def __str__(self) -> str:
         if self.name not in _NUMBERS:
             return self.name
-        usual = {field.name: field.default for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
         settings = [
             f",{key}={getattr(self, attribute):g}"
             for key, attribute in _SETTINGS.items()
-            if getattr(self, attribute) != usual[attribute]
+            if getattr(self, attribute) != defaults[attribute]
         ]
         return f"{self.name}:{getattr(self, _NUMBERS[self.name])}{''.join(settings)}"
 
     def check_replicas(self, replicas: Sequence[int]) -> Self:
-        """Returns itself. Raises a `PlanError` if no stage has replicas, which could agree."""
+        """Returns the method. Raises a `PlanError` if it is approximate and no stage has replicas."""
         if not self.is_exact and max(replicas) == 1:
             raise PlanError(
                 f"sums={str(self)!r} was asked for, but no stage of the plan {'-'.join(map(str, replicas))} has "
@@ -104,17 +104,17 @@ class SumMethod:
 
     @property
     def is_exact(self) -> bool:
-        """The result is that of one process, to rounding in the gradients' own precision."""
+        """Whether the result is that of one process, up to rounding."""
         return self.name == FULL
 
     @property
     def averages_weights(self) -> bool:
-        """Each replica updates by its own gradients, and the weights are averaged once in a period."""
+        """Whether each replica updates by its own gradients, and weights are averaged once in a period."""
         return self.name in ("every", "diloco")
 
     @property
     def has_outer_steps(self) -> bool:
-        """An outer optimizer makes a step of each average."""
+        """Whether an outer optimizer makes a step from each average."""
         return self.name == "diloco"
 
     @property
@@ -129,9 +129,9 @@ class SumMethod:
         return self.is_low_rank and self.rank <= greatest_rank(shape)
 
     def costs(self, parameter_bytes: float, matrices: Iterable[Matrices], value_bytes: float = 4.0) -> SumCosts:
-        """Returns what sums of some weights take; of averages, at an update in the mean.
+        """Returns the costs of sums for some weights; of averages, the mean per update.
 
-        Where their shapes are unknown, as in an older plan, they count as one square matrix.
+        Weights of unknown shapes, as in older plans, count as one square matrix.
         """
         if self.averages_weights:
             per_update = 1 / self.period
@@ -145,10 +145,10 @@ class SumMethod:
         side = round((parameter_bytes / value_bytes) ** 0.5)
         shapes = list(matrices) or [Matrices(side, side, 1, round(side * side * value_bytes))]
         compressed = [m for m in shapes if self.compresses((m.rows, m.columns))]
-        size_bytes = sum(m.size_bytes for m in compressed)
+        compressed_bytes = sum(m.size_bytes for m in compressed)
         factor_bytes = max(value_bytes, 4) * sum(m.tensors * self.rank * (m.rows + m.columns) for m in compressed)
-        share = (parameter_bytes - size_bytes + factor_bytes) / max(parameter_bytes, 1)
-        return SumCosts(share, 3.0, False, _FACTORS_S * size_bytes / max(parameter_bytes, 1), 1)
+        share = (parameter_bytes - compressed_bytes + factor_bytes) / max(parameter_bytes, 1)
+        return SumCosts(share, 3.0, False, _FACTORS_S * compressed_bytes / max(parameter_bytes, 1), 1)
 
     @property
     def sent_dtype(self) -> str:

@@ -10,20 +10,20 @@ from pipedream.core.plan.sums import FULL
 
 
 def drop_worker(plan: Plan, rank: int) -> Plan | None:
-    """Returns the plan with one replica fewer in the stages of a rank; None if one of them has no other.
+    """Returns the plan with one replica fewer in the stages of a rank; None if one of them has no other replica.
 
-    Layers and predicted figures of the stages stay. Counts in flight that were given, or chosen by memory, are raised
-    where they would not be legal.
+    The stages keep their layers and predictions. In-flight counts that a user gave, or that memory limited, are raised
+    where they are not legal.
     """
     if plan.ranks > plan.workers:  # a mesh that loses a rank cannot go on
         return None
     order = plan.worker_order or tuple(range(plan.workers))
     worker = sorted(set(order))[rank]
-    places = range(len(plan.stages))
-    counts = tuple(plan.replicas[s] - (worker in plan.workers_of(s)) for s in places)
+    stages = range(len(plan.stages))
+    counts = tuple(plan.replicas[s] - (worker in plan.workers_of(s)) for s in stages)
     if min(counts) < 1:
         return None
-    delays = tuple(plan.update_delay[s] if counts[s] > 1 and len(places) > 1 else 0 for s in places)
+    delays = tuple(plan.update_delay[s] if counts[s] > 1 and len(stages) > 1 else 0 for s in stages)
     reduced = replace(
         plan,
         stages=tuple(replace(stage, replicas=count) for stage, count in zip(plan.stages, counts, strict=True)),

@@ -401,7 +401,7 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
         beside = [stage.peak_bytes - stage.memory.total_bytes for stage in low.stages]
         most = [_find_most_in_flight(space, high, s, size) for s, size in enumerate(beside)]
         while True:
-            depth = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
+            depth = depths.fit_counts(low.in_flight, high.in_flight, tuple(most), plan.replicas)
             deep = space.with_bytes(plan.with_depth(depth))
             if depth == low.in_flight or deep.first_stage_over_memory is None:
                 return replace(deep, depth_mode="auto")
