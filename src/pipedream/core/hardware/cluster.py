@@ -1,8 +1,8 @@
-"""The Cluster: the workers' number, speed and memory, and how fast they communicate (docs/cost_models.md).
+"""The Cluster: number, speed and memory of workers, and how fast they communicate (docs/cost_models.md).
 
 The network is a tree. ``levels`` are innermost first: for example, level 0 joins workers to machines, level 1 machines
-to racks. Each *component* that a level joins has one full-duplex port into it: a worker its own at level 0, all workers
-of a machine a shared one at level 1.
+to racks. Each *component* that a level joins has one full-duplex port into it: at level 0 each worker its own, at level
+1 all workers of a machine a common one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
 MOST_WORKERS = 100_000
-"""More than any cluster has; a file with more is damaged, and planning for it would take all memory."""
+"""More than any cluster has. A file with more is damaged, and planning for it would take all memory."""
 
 
 LOOPBACK = (2e9, 50e-6)
@@ -32,13 +32,13 @@ class Level:
     """One level of the network.
 
     Attributes:
-        width: components in a group (at most, if unequal).
-        bandwidth_bytes_per_s: at which a component sends.
+        width: components in a group (in the largest, if unequal).
+        bandwidth_bytes_per_s: rate at which a component sends.
         latency_s: seconds of one message.
-        receive_bytes_per_s: None: as it sends.
-        sum_bytes_per_s: measured bandwidth of an all-reduce, 2 (n - 1) / n of its bytes over its seconds; None: that of
-            the links.
-        sizes: sizes of unequal groups, e.g. machines of 4, 4 and 2 workers; (): all have `width`.
+        receive_bytes_per_s: rate at which it receives; None if it is the same.
+        sum_bytes_per_s: measured bandwidth of an all-reduce, 2 (n - 1) / n of its bytes over its seconds; None for
+            that of the links.
+        sizes: sizes of unequal groups, e.g. machines of 4, 4 and 2 workers; () if all have `width`.
     """
 
     width: int
@@ -69,12 +69,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Workers:
-    """Consecutive workers that are alike.
+    """Consecutive identical workers.
 
     Attributes:
         device: in words.
         speed: relative to the profile's device.
-        memory_bytes: None: unlimited.
+        memory_bytes: of each; None if unlimited.
     """
 
     count: int
@@ -92,14 +92,14 @@ class Workers:
 
 
 class SumCosts(NamedTuple):
-    """What the sums of a stage's replicas take, beside its bytes of weights (`SumMethod.costs`).
+    """Costs of the sums over a stage's replicas, relative to its weights (`SumMethod.costs`).
 
     Attributes:
-        share: bytes sent for each byte of the weights, at an update on average.
-        messages: messages for each one of a plain sum, whose latency counts.
+        share: bytes sent for each byte of the weights, the mean per update.
+        messages: messages for each one of a plain sum, for the latency.
         overlaps: sums begin inside the backward.
         work_s_per_byte: seconds of the processor for each byte of the weights.
-        kept_tensors: that a replica keeps for each weight.
+        kept_tensors: tensors that a replica keeps for each weight.
     """
 
     share: float = 1.0
@@ -115,20 +115,20 @@ class Cluster(Artifact):
 
     Attributes:
         levels: innermost first.
-        memory_bytes: memory of one worker; None: unlimited.
+        memory_bytes: memory of one worker; None if unlimited.
         device: in words.
-        kinds: the workers in order, if they differ, with their own memory and device; () if all are alike.
+        kinds: the workers in order, each kind with its memory and device; () if all are identical.
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.SumLink`).
-        host_bytes: memory of each machine beside its GPUs; None: unknown.
-        sum_costs: what sums over replicas take.
-        disk_bytes_per_s: at which a worker writes to its disk, and reads from it, while all of its machine do; None if
+        host_bytes: memory of each machine beside its GPUs; None if unknown.
+        sum_costs: costs of sums over replicas.
+        disk_bytes_per_s: rate at which a worker writes to its disk, and reads, while all of its machine do; None if
             unknown.
         host_bytes_per_s: the same between a GPU and the memory of its machine.
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
         activations: where activations may wait (`Plan.activations`).
-        hosts_optimizers: they are in the memory of the machines.
-        snapshots: whose workers keep: '' nobody's, 'own' of one machine, 'next' also of the machine before it, in a
-            ring. Workers joined on one level then have a machine each.
+        hosts_optimizers: optimizers are in the memory of the machines.
+        snapshots: which ones workers keep: '' none, 'own' those of their machine, 'next' also those of the previous
+            machine in a ring. On one level, each worker then has its own machine.
 
     Raises:
         ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
@@ -186,7 +186,7 @@ class Cluster(Artifact):
     def local(cls, workers: int | None = None, memory_bytes: int | None = None) -> Cluster:
         """Returns this machine, with workers on its CPU; `pipedream.probe.probe_gpus` returns its GPUs.
 
-        Loopback is assumed to have what `LOOPBACK` says.
+        Links have the assumed bandwidth and latency of `LOOPBACK`.
 
         Args:
             workers: by default one for each core.
@@ -229,7 +229,7 @@ class Cluster(Artifact):
         )
 
     def reach(self, *workers: int) -> int:
-        """Returns the outermost level between these workers."""
+        """Returns the outermost level that messages between these workers cross."""
         rows = self._components
         return max(level for level, row in enumerate(rows) if not level or len({row[w] for w in workers}) > 1)
 
@@ -261,7 +261,7 @@ class Cluster(Artifact):
 
     @cached_property
     def memories(self) -> tuple[int | None, ...]:
-        """Each worker's bytes; None: unlimited."""
+        """Each worker's bytes of memory; None if unlimited."""
         return tuple(kind.memory_bytes for kind in self._all_kinds for _ in range(kind.count))
 
     @property
@@ -283,13 +283,13 @@ class Cluster(Artifact):
         """Returns the cluster with slower links: longer latencies, and bandwidths divided by the factor."""
         return self.with_links(lambda rate: rate / factor, factor)
 
-    def with_links(self, change: Callable[[float], float], longer: float) -> Cluster:
-        """Returns the cluster with other bandwidths, and latencies that are longer by a factor."""
+    def with_links(self, change: Callable[[float], float], latency_factor: float) -> Cluster:
+        """Returns the cluster with changed bandwidths, and with latencies multiplied by a factor."""
         levels = tuple(
             replace(
                 level,
                 bandwidth_bytes_per_s=change(level.bandwidth_bytes_per_s),
-                latency_s=level.latency_s * longer,
+                latency_s=level.latency_s * latency_factor,
                 receive_bytes_per_s=level.receive_bytes_per_s and change(level.receive_bytes_per_s),
                 sum_bytes_per_s=level.sum_bytes_per_s and change(level.sum_bytes_per_s),
             )
@@ -298,22 +298,22 @@ class Cluster(Artifact):
         return replace(self, levels=levels)
 
     def of_meshes(self, ranks: int) -> Cluster:
-        """Returns a cluster whose workers are each as many consecutive workers of this one.
+        """Returns a cluster whose workers are meshes of `ranks` consecutive workers of this one.
 
         Speed and memory stay those of one rank.
 
         Raises:
             PlanError: the workers of a machine, or of another group, do not divide into such meshes.
         """
-        levels, left = list(self.levels), ranks
-        while left > 1:
+        levels, remaining = list(self.levels), ranks
+        while remaining > 1:
             first = levels[0]
             sizes = first.sizes or (first.width,)
-            if not any(size % left for size in sizes):
-                groups = tuple(size // left for size in first.sizes)
-                levels[0], left = replace(first, width=first.width // left, sizes=groups), 1
-            elif len(levels) > 1 and not first.sizes and left % first.width == 0:
-                left //= first.width
+            if not any(size % remaining for size in sizes):
+                groups = tuple(size // remaining for size in first.sizes)
+                levels[0], remaining = replace(first, width=first.width // remaining, sizes=groups), 1
+            elif len(levels) > 1 and not first.sizes and remaining % first.width == 0:
+                remaining //= first.width
                 del levels[0]
             else:
                 raise PlanError(
@@ -328,13 +328,13 @@ class Cluster(Artifact):
         return replace(self, levels=tuple(levels), kinds=kinds)
 
     def of_workers(self, ranks: Sequence[int]) -> Cluster:
-        """Returns a cluster whose workers are so many consecutive workers of this one each, all of them in order.
+        """Returns a cluster whose worker i is the next `ranks[i]` workers of this one.
 
         Raises:
-            PlanError: a worker is neither within one machine (or other group) nor whole ones, or its ranks differ.
+            PlanError: a worker is neither within one machine (or other group) nor fills several, or its ranks differ.
         """
         ends = list(accumulate(ranks, initial=0))
-        kept: list[list[int]] = [ends]
+        rows: list[list[int]] = [ends]
         for number in range(1, len(self.levels)):
             starts = self.starts(number)
             for first, last in pairwise(ends):
@@ -343,29 +343,29 @@ class Cluster(Artifact):
                         f"a worker of {last - first} ranks from rank {first} on was asked for, which would be in parts "
                         f"of several machines, {self}; choose meshes that fit into one, or fill several"
                     )
-            kept.append([start for start in starts if start in set(ends)])
+            rows.append([start for start in starts if start in set(ends)])
         levels = []
-        for level, inside, around in zip(self.levels, kept, [*kept[1:], [0, ends[-1]]], strict=True):
-            sizes = tuple(sum(first <= start < last for start in inside) for first, last in pairwise(around))
-            equal = len(set(sizes)) == 1
-            levels.append(replace(level, width=max(sizes), sizes=() if equal else sizes))
+        for level, row, groups in zip(self.levels, rows, [*rows[1:], [0, ends[-1]]], strict=True):
+            sizes = tuple(sum(first <= start < last for start in row) for first, last in pairwise(groups))
+            is_even = len(set(sizes)) == 1
+            levels.append(replace(level, width=max(sizes), sizes=() if is_even else sizes))
         kinds: list[Workers] = []
         for first, last in pairwise(ends) if self.kinds else ():
-            inside_kinds = {(self.devices[w], self.speeds[w], self.memories[w]) for w in range(first, last)}
-            if len(inside_kinds) > 1:
-                raise PlanError(f"a worker of the ranks {first} to {last - 1} was asked for, but these are not alike")
-            kinds.append(Workers(1, *inside_kinds.pop()))
+            worker_kinds = {(self.devices[w], self.speeds[w], self.memories[w]) for w in range(first, last)}
+            if len(worker_kinds) > 1:
+                raise PlanError(f"a worker of the ranks {first} to {last - 1} was asked for, but these differ")
+            kinds.append(Workers(1, *worker_kinds.pop()))
         return replace(self, levels=tuple(levels), kinds=tuple(kinds))
 
     def without(self, worker: int) -> Cluster:
-        """Returns the cluster that is left if one of several workers is lost, and its machine if it was alone there."""
-        places = [[row[w] for w in range(self.workers) if w != worker] for row in self._components]
+        """Returns the cluster without one of its workers, and without its machine if the worker was alone there."""
+        rows = [[row[w] for w in range(self.workers) if w != worker] for row in self._components]
         levels = []
-        for level, inside, around in zip(self.levels, places, [*places[1:], [0] * len(places[0])], strict=True):
-            groups = dict(zip(inside, around, strict=True)).values()  # of each component that is left
+        for level, components, outer_row in zip(self.levels, rows, [*rows[1:], [0] * len(rows[0])], strict=True):
+            groups = dict(zip(components, outer_row, strict=True)).values()  # of each remaining component
             sizes = tuple(Counter(groups).values())
-            equal = len(set(sizes)) == 1
-            levels.append(replace(level, width=max(sizes), sizes=() if equal else sizes))
+            is_even = len(set(sizes)) == 1
+            levels.append(replace(level, width=max(sizes), sizes=() if is_even else sizes))
         kinds: list[Workers] = []
         for kind, first in zip(self.kinds, accumulate((kind.count for kind in self.kinds), initial=0), strict=False):
             count = kind.count - (first <= worker < first + kind.count)
@@ -374,26 +374,26 @@ class Cluster(Artifact):
 
     @property
     def is_flat(self) -> bool:
-        """All workers are alike, on a single level."""
+        """Whether all workers are identical and on a single level."""
         return len(self.levels) == 1 and not self.kinds
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """The slowest level's."""
+        """The bandwidth across all levels."""
         return self.link(len(self.levels) - 1)[0]
 
     @property
     def latency_s(self) -> float:
-        """The slowest level's."""
+        """The latency across all levels."""
         return self.link(len(self.levels) - 1)[1]
 
     def __str__(self) -> str:
-        def memory(size: int | None) -> str:
+        def describe_memory(size: int | None) -> str:
             return "memory not limited" if size is None else f"{format_bytes(size)} each"
 
-        who = " + ".join(
+        workers = " + ".join(
             f"{kind.count} x {kind.device}{f' ({kind.speed:.3g}x)' if kind.speed != 1 else ''}, "
-            f"{memory(kind.memory_bytes)}"
+            f"{describe_memory(kind.memory_bytes)}"
             for kind in self._all_kinds
         )
         links = "; ".join(
@@ -403,4 +403,4 @@ class Cluster(Artifact):
         )
         disk = f"; disk {format_rate(self.disk_bytes_per_s)}" if self.disk_bytes_per_s else ""
         host = f"; memory of the host {format_rate(self.host_bytes_per_s)}" if self.host_bytes_per_s else ""
-        return f"Cluster of {who}; levels: {links}{disk}{host}"
+        return f"Cluster of {workers}; levels: {links}{disk}{host}"

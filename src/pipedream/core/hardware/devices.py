@@ -1,4 +1,4 @@
-"""The Device: an accelerator's data-sheet figures, and the seconds of an operation by the roofline model.
+"""The Device: data-sheet figures of an accelerator, and the seconds of an operation by the roofline model.
 
 An operation of F floating-point operations that reads and writes b bytes takes (Williams, Waterman and Patterson, CACM
 2009, with the overhead of a launch added)
@@ -24,7 +24,7 @@ The shares are assumptions. The best matrix shape reaches 86.9% of the peak on a
 (S. Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7). A model's shapes are
 not the best, so 75% and 70% are assumed, 75% for the other families, 85% of each bandwidth, and 5 us per launch. An
 H200 reached 84% with a product of side 8,192, and 88% of its bandwidth (benchmarks/gpu). The data sheet's memory is in
-powers of ten: what a card has above that is left to its context.
+powers of ten; the rest that a card has is left to its context.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Device(Artifact):
             flops: a multiply-add counts as two.
             moved_bytes: read and written.
             draws: random numbers.
-            share: of what programs reach, for an operation that reaches less.
+            share: of the rates that programs reach, for an operation that reaches less.
         """
         peak = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
         rate = next((rate for size, rate in self.small_bytes_per_s if moved_bytes <= size), self.bytes_per_s)
@@ -107,8 +107,8 @@ class Device(Artifact):
 
     def speed_against(self, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> float:
         """Returns how many times faster than another device it is, by default in matrix products."""
-        mine, others = (sum(device.op_s(*part, dtype, launches=0) for part in work) for device in (self, other))
-        return others / mine
+        own_s, other_s = (sum(device.op_s(*part, dtype, launches=0) for part in work) for device in (self, other))
+        return other_s / own_s
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{dtype} {peak * 1e-12:.4g}" for dtype, peak in self.flops_per_s.items())
@@ -165,9 +165,9 @@ GPU_LINKS = {
 """Name -> links, for the devices above."""
 
 OTHER_LINKS = GpuLinks(None, 15.75e9)
-"""Of other GPUs: PCIe 3.0 x16."""
+"""Links of other GPUs: PCIe 3.0 x16."""
 
-_SHORT = {"v100": "V100-16GB", "a100": "A100-40GB", "h100": "H100-SXM"}
+_FAMILIES = {"v100": "V100-16GB", "a100": "A100-40GB", "h100": "H100-SXM"}
 _CUDA_NAMES = {
     r"V100-SXM2-16GB": "V100-16GB",
     r"V100-SXM2-32GB": "V100-32GB",
@@ -182,15 +182,15 @@ _CUDA_NAMES = {
 def device_named(name: str) -> Device:
     """Returns a device by its name, in any spelling: ``A100-80GB``, ``a100_80gb``, ``rtx4090``.
 
-    A family's name means its smallest device: V100 the V100-16GB. CUDA's names are accepted as they occur in a profile:
+    The name of a family means its smallest device: V100 the V100-16GB. CUDA's names have the form of a profile:
     ``cuda: NVIDIA A100-SXM4-80GB``.
 
     Raises:
         ProfileError: an unknown name.
     """
-    plain_name = _simplify(name)
-    plain_name = _simplify(_SHORT.get(plain_name, plain_name))
-    devices = [device for device_name, device in DEVICES.items() if _simplify(device_name) == plain_name]
+    simple_name = _simplify(name)
+    simple_name = _simplify(_FAMILIES.get(simple_name, simple_name))
+    devices = [device for device_name, device in DEVICES.items() if _simplify(device_name) == simple_name]
     if name.startswith("cuda: "):
         devices = [DEVICES[device_name] for pattern, device_name in _CUDA_NAMES.items() if re.search(pattern, name)]
     if not devices:
@@ -199,7 +199,7 @@ def device_named(name: str) -> Device:
 
 
 def pcie_bytes_per_s(names: Iterable[str]) -> float:
-    """Returns the rate between the memory of a machine and the slowest of some devices; unknown ones have the least."""
+    """Returns the rate between a machine's memory and the slowest of some devices; unknown ones count as slowest."""
     links = []
     for name in set(names):
         with suppress(ProfileError):

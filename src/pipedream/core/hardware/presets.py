@@ -11,7 +11,7 @@ Sources. Machines, devices, memory and networks: PipeDream (SOSP 2019), section 
 B is AWS's p3.16xlarge, C is private); PipeDream-2BW (ICML 2021), section 5 (8 p3.16xlarge). Bandwidths inside a machine
 are the standards', in one direction: PCIe 3.0 has 16 lanes of 8 GT/s with 128 of 130 bits for data; a V100 has six
 NVLinks of 25 GB/s, divided among its neighbours, so that a pair has 25 or 50 of the 150 GB/s. The papers give no
-latencies, so they are 0. Programs reach less; `pipedream probe` measures how much.
+latencies, so they are 0. Programs reach lower rates, which `pipedream probe` measures.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def cluster(name: str, machines: int | None = None) -> Cluster:
             f"cluster {name!r} is neither a file nor known by that name; write a cluster's file, or "
             f"NAME[:MACHINES] as in pipedream-a:4, with one of\n{presets}"
         )
-    most = MOST_WORKERS // PRESETS[name].workers
-    if machines is not None and not 1 <= machines <= most:
-        raise PlanError(f"{machines} machines of cluster {name!r} were asked for; give a number from 1 to {most}")
+    limit = MOST_WORKERS // PRESETS[name].workers
+    if machines is not None and not 1 <= machines <= limit:
+        raise PlanError(f"{machines} machines of cluster {name!r} were asked for; give a number from 1 to {limit}")
     return PRESETS[name].cluster(machines)

@@ -1,7 +1,7 @@
 """A Survey: measurements of a cluster's links and workers, and the Cluster that follows from them.
 
-A message is as fast as the slower of the two ports that it passes; which one that is only shows when one port exchanges
-messages with several at once.
+The slower of its two ports limits a message. Which one that is shows only when one port exchanges messages with several
+at once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
-_SAME_SPEED = 0.15
-_SAME_MEMORY = 0.1
-_FASTER = 1.25
+_SPEED_TOLERANCE = 0.15
+_MEMORY_TOLERANCE = 0.1
+_MIN_PORT_GAIN = 1.25
 """Smaller differences are noise."""
 
-_HALF_DUPLEX = 0.7
-"""Share of its bandwidth that a direction keeps while the other is used; 0.5 on a shared link."""
+_HALF_DUPLEX_SHARE = 0.7
+"""A link is half duplex if a direction keeps less of its bandwidth while the other is used; a shared one keeps 0.5."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One worker; `work_s` is for work that is the same for all. Rates are None if no folder was given, or no GPU."""
+    """One worker; `work_s` is for equal work on all. Rates are None without a folder, or without a GPU."""
 
     machine: str
     device: str
@@ -44,7 +44,7 @@ class Link:
 
     Attributes:
         latency_s: half of a short round trip.
-        alone_bytes_per_s, both_bytes_per_s: while nothing, or as much, is sent the other way.
+        alone_bytes_per_s, both_bytes_per_s: rates while nothing, or as much, is sent the other way.
     """
 
     level: int
@@ -57,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Fan:
-    """One rank that sends to several at once, or receives from several; `ranks` has it first."""
+    """One rank, the first of `ranks`, that sends to the others at once, or receives from them."""
 
     level: int
     sends: bool
@@ -107,11 +107,11 @@ class Survey(Artifact):
         if len(machines) == 1 or max(counts) == 1:
             levels: tuple[Level, ...] = (self._derive_level(0, len(self.workers)),)
         else:
-            uneven = counts if len(set(counts)) > 1 else ()
-            levels = (self._derive_level(0, max(counts), uneven), self._derive_level(1, len(machines)))
+            uneven_counts = counts if len(set(counts)) > 1 else ()
+            levels = (self._derive_level(0, max(counts), uneven_counts), self._derive_level(1, len(machines)))
         kinds = self._derive_kinds()
         first = kinds[0]
-        alike = len(kinds) == 1
+        are_identical = len(kinds) == 1
 
         def find_least(rates: Sequence[float | None]) -> float | None:
             measured = [rate for rate in rates if rate is not None]
@@ -119,9 +119,9 @@ class Survey(Artifact):
 
         return Cluster(
             levels,
-            first.memory_bytes if alike else None,
+            first.memory_bytes if are_identical else None,
             first.device,
-            () if alike else kinds,
+            () if are_identical else kinds,
             disk_bytes_per_s=find_least([worker.disk_bytes_per_s for worker in self.workers]),
             host_bytes_per_s=find_least([worker.host_bytes_per_s for worker in self.workers]),
         )
@@ -132,52 +132,52 @@ class Survey(Artifact):
             if width == 1:
                 return Level(1, 1e30)
             raise PlanError(f"no link of level {number} was measured; probe again with more time")
-        # The planner's ports are full duplex; otherwise each direction gets the bandwidth that is left. Both directions
-        # of a pair must have lost some: in one, acknowledgements may only have queued with what the other sends.
-        kept: dict[frozenset[int], float] = {}
+        # The planner's ports are full duplex; on others each direction gets what it has left. Both directions of a pair
+        # must lose bandwidth: in one alone, acknowledgements may have queued among the messages of the other.
+        kept_shares: dict[frozenset[int], float] = {}
         for link in links:
             pair = frozenset((link.sender, link.receiver))
-            kept[pair] = max(kept.get(pair, 0.0), link.both_bytes_per_s / link.alone_bytes_per_s)
-        half = median(kept.values()) < _HALF_DUPLEX
-        rate = median(link.both_bytes_per_s if half else link.alone_bytes_per_s for link in links)
-        out, into = (
+            kept_shares[pair] = max(kept_shares.get(pair, 0.0), link.both_bytes_per_s / link.alone_bytes_per_s)
+        is_half_duplex = median(kept_shares.values()) < _HALF_DUPLEX_SHARE
+        rate = median(link.both_bytes_per_s if is_half_duplex else link.alone_bytes_per_s for link in links)
+        send_fan, receive_fan = (
             max((fan.bytes_per_s for fan in self.fans if fan.level == number and fan.sends is sends), default=0.0)
             for sends in (True, False)
         )
-        send, receive = rate, rate
-        # If both do, neither port limits a message.
-        if out > _FASTER * rate >= into:
-            send = out
-        elif into > _FASTER * rate >= out:
-            receive = into
+        send_bytes_per_s, receive_bytes_per_s = rate, rate
+        # If both are faster, neither port limits a message.
+        if send_fan > _MIN_PORT_GAIN * rate >= receive_fan:
+            send_bytes_per_s = send_fan
+        elif receive_fan > _MIN_PORT_GAIN * rate >= send_fan:
+            receive_bytes_per_s = receive_fan
         sums = [measured for measured in self.sums if measured.level == number]
         widest = max(sums, key=lambda measured: len(measured.ranks), default=None)
         return Level(
             width,
-            send,
+            send_bytes_per_s,
             lower_quartile([link.latency_s for link in links]),
-            receive if receive != send else None,
+            receive_bytes_per_s if receive_bytes_per_s != send_bytes_per_s else None,
             widest.bytes_per_s if widest else None,
             sizes,
         )
 
     def _derive_kinds(self) -> tuple[Workers, ...]:
-        work = _group_alike([(seen.device, seen.work_s) for seen in self.workers], _SAME_SPEED)
-        memory = _group_alike([("", float(seen.memory_bytes)) for seen in self.workers], _SAME_MEMORY)
+        speeds = _group_similar([(seen.device, seen.work_s) for seen in self.workers], _SPEED_TOLERANCE)
+        memories = _group_similar([("", float(seen.memory_bytes)) for seen in self.workers], _MEMORY_TOLERANCE)
 
         def members(groups: Sequence[int], rank: int) -> list[Seen]:
             return [seen for seen, group in zip(self.workers, groups, strict=True) if group == groups[rank]]
 
         def work_s(rank: int) -> float:
-            return median(seen.work_s for seen in members(work, rank))
+            return median(seen.work_s for seen in members(speeds, rank))
 
-        runs = [list(run) for _, run in groupby(range(len(work)), lambda rank: (work[rank], memory[rank]))]
+        runs = [list(run) for _, run in groupby(range(len(speeds)), lambda rank: (speeds[rank], memories[rank]))]
         return tuple(
             Workers(
                 len(run),
                 self.workers[run[0]].device,
                 work_s(0) / work_s(run[0]),
-                min(seen.memory_bytes for seen in members(memory, run[0])),
+                min(seen.memory_bytes for seen in members(memories, run[0])),
             )
             for run in runs
         )
@@ -223,32 +223,32 @@ def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Returns the lower quartile: noise, as of other processes, only ever adds seconds."""
+    """Returns the lower quartile, as noise (other processes) only adds seconds."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> float:
     """Returns bytes per second from repeated times at two message sizes, the smaller one first.
 
-    The cost that is independent of the size cancels out; if noise hides the difference, it is counted.
+    Costs that do not depend on the size cancel out, unless noise hides the difference.
     """
     small_s, large_s = map(lower_quartile, seconds)
-    more_bytes, more_s = sizes_bytes[1] - sizes_bytes[0], large_s - small_s
-    whole = sizes_bytes[1] / large_s
-    rate = more_bytes / more_s if more_s > 0 else whole
-    return rate if rate < 2 * whole else whole
+    added_bytes, added_s = sizes_bytes[1] - sizes_bytes[0], large_s - small_s
+    large_rate = sizes_bytes[1] / large_s
+    rate = added_bytes / added_s if added_s > 0 else large_rate
+    return rate if rate < 2 * large_rate else large_rate
 
 
-def _group_alike(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
-    """The group of each value: the same word, and about the same number."""
+def _group_similar(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
+    """Returns the group of each value: values with one word, and about one number."""
     groups: list[tuple[str, float]] = []
-    numbers = []
+    indices = []
     for word, number in values:
-        for group, (other, first) in enumerate(groups):
-            if word == other and abs(number / first - 1) < tolerance:
-                numbers.append(group)
+        for group, (group_word, group_number) in enumerate(groups):
+            if word == group_word and abs(number / group_number - 1) < tolerance:
+                indices.append(group)
                 break
         else:
-            numbers.append(len(groups))
+            indices.append(len(groups))
             groups.append((word, number))
-    return numbers
+    return indices

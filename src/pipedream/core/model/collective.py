@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a mesh inside a stage: predicted, and in a run."""
+"""Collectives among the ranks of a mesh inside a stage, predicted or measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipedream.core.units import format_bytes
 
 EXCHANGE = "exchange"
-"""The kind of a layout that was found: each rank sends others the pieces that they lack."""
+"""Kind of collective in layouts that were searched for: each rank sends others the pieces that they lack."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Collective:
     Attributes:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all or exchange.
         over: the dimension, or several joined by +.
-        count: number of them.
-        size_bytes: their sum; for each, the greater of what a rank gives and gets.
-        of_weights: whether it moves weights or their gradients, so that they are the same for any number of samples.
+        count: number of collectives.
+        size_bytes: their sum; each counts the greater of the bytes that a rank contributes and receives.
+        of_weights: they move weights or their gradients, so that their bytes do not depend on the samples.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Collective:
 
     @classmethod
     def sums(cls, rows: Iterable[Collective]) -> tuple[Collective, ...]:
-        """Returns one of each kind, in a fixed order."""
+        """Returns the sum of each kind, in a fixed order."""
         totals: dict[tuple[str, str, bool], list[int]] = {}
         for row in rows:
             total = totals.setdefault((row.kind, row.over, row.of_weights), [0, 0])
@@ -51,12 +51,12 @@ Passes = dict[str, tuple[Collective, ...]]
 
 @dataclass(frozen=True)
 class StageCollectives:
-    """Those of a stage's first microbatch and of its first update, at the first rank of its mesh.
+    """Collectives of a stage's first microbatch and first update, at the first rank of its mesh.
 
     Attributes:
-        measured: "forward", "backward" and "update" -> one of each kind and dimension; in a backward also those of the
+        measured: "forward", "backward" and "update" -> one of each kind and dimension; a backward includes those of its
             recomputation.
-        predicted: the same, of the stage run without data; None if it cannot run so.
+        predicted: the same of the stage run without data; None if it cannot run without.
         problem: why it cannot.
     """
 

@@ -1,8 +1,8 @@
 """The layers of a model, and which layer reads which output.
 
-Layers, which the planner may not split, are in an order in which they can run; edge ``(i, j)`` means that j reads the
+The planner does not split layers, which are in an order in which they can run; edge ``(i, j)`` means that j reads the
 output of i. Capture returns chains, ``(0, 1), (1, 2), ...``, because a stage is an interval of the order of execution:
-whatever is read after a cut crosses it (`Value`). The planner takes any graph (`planner.cuts`).
+all values that are read after a cut cross it (`Value`). The planner takes any graph (`planner.cuts`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Layer:
     """One layer of a model.
 
     Attributes:
-        name: the user's own (``features.3``), unique in the graph.
+        name: the user's name (``features.3``), unique in the graph.
         kind: class of the module (``Conv2d``).
         parameters: names of its parameters and buffers in the user's state dict.
     """
@@ -36,10 +36,10 @@ class ValueSite:
     """A place where a module takes or returns a value.
 
     Attributes:
-        call: its name; "" for the model itself.
+        call: name of the module's call; "" for the model.
         end: "in" or "out".
         path: path of the value in the arguments or the output (``0/hidden_states``).
-        moment: in the order of execution.
+        moment: position in the order of execution.
     """
 
     call: str
@@ -53,9 +53,9 @@ class Call:
     """One call of a module in the model's forward.
 
     Attributes:
-        name: path of the module, from its second call on with the number (``relu@2``).
+        name: path of the module, with a number from its second call on (``relu@2``).
         start, end: moments.
-        hides: another stage cannot skip it as one, only the calls inside.
+        hides: another stage cannot skip this call, only the calls inside.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Value:
 
     @property
     def name(self) -> str:
-        """The place where it is seen first: 'input labels', 'h.0 output', 'h.0.mlp argument 0'."""
+        """The first place where the value occurs: 'input labels', 'h.0 output', 'h.0.mlp argument 0'."""
         first = self.sites[0]
         role = "output" if first.end == "out" else "argument" if first.call else "input"
         return f"{first.call} {role} {first.path}".strip()
@@ -104,20 +104,20 @@ class LayerGraph(Artifact):
     Attributes:
         edges: index pairs (producer, consumer), producer before consumer.
         ties: groups of layers that share a trained parameter or state; a cut should not separate a group.
-        whole: ties that no method can train in separate stages: what is shared changes without an update, or is
-            different parameters of one storage.
-        loss_weight: the weight that the model's own loss is a mean over, found on a sample
-            (`runtime.results.losses.LossWeight`); empty if it is not known.
-        calls: the calls of a model that runs by its own forward, in the order of their starts; layer i begins with the
-            call of its name. Empty for a chain of modules.
+        whole: ties that no method can train in separate stages: the shared state changes without an update, or
+            different parameters share one storage.
+        loss_weight: what the model's own loss is a mean over, found on a sample (`runtime.results.losses.LossWeight`);
+            empty if unknown.
+        calls: calls of a model that runs by its own forward, in the order of their starts; layer i begins with the call
+            of its name. Empty for a chain of modules.
         values: values that cross cuts, if there are calls.
-        glue: parameters and buffers that are used outside calls of the modules that hold them.
-        replayed: functions whose results are sent to later stages, which lack the numbers to compute them.
-        seeded: paths of modules before each call of which the random generator is seeded.
-        draws_in_python: the forward draws from the generators of Python or NumPy, which are then seeded for it.
-        inputs: where the model's inputs have tensors ("0", "input_ids").
-        evaluation: the same layers with the calls and values of a forward in evaluation mode, for a model that returns
-            there what those of training cannot give.
+        glue: parameters and buffers that are used outside of calls of their modules.
+        replayed: functions whose results are sent to later stages, which lack the inputs to compute them.
+        seeded: paths of modules whose calls are preceded by seeding the random generator.
+        draws_in_python: the forward draws from the generators of Python or NumPy, which are then seeded, too.
+        inputs: paths of the tensors in the model's inputs ("0", "input_ids").
+        evaluation: the layers with the calls and values of a forward in evaluation mode, if those of training do not
+            give what the model returns there.
 
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
@@ -150,11 +150,11 @@ class LayerGraph(Artifact):
         for group in self.ties:
             if not group or min(group) < 0 or max(group) >= count:
                 raise ValueError(f"tie {group} names a layer that is not among the {count}")
-        if strange := set(self.whole) - set(self.ties):
-            raise ValueError(f"whole names {min(strange)}, which is not one of the ties")
+        if unknown := set(self.whole) - set(self.ties):
+            raise ValueError(f"whole names {min(unknown)}, which is not one of the ties")
 
     def encoded(self) -> dict[str, Any]:
-        """Returns JSON values; the field that few graphs have is left out of the others."""
+        """Returns JSON values, without `evaluation` where there is none."""
         names = [field.name for field in fields(self) if field.name != "evaluation" or self.evaluation is not None]
         return encode_attributes(self, *names)
 
@@ -165,9 +165,9 @@ class LayerGraph(Artifact):
         return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, whole)
 
     def cuts(self) -> tuple[int, ...]:
-        """Returns the cuts that the runtime supports; i is the cut between layers i - 1 and i.
+        """Returns the cuts that the runtime supports; cut i is between layers i - 1 and i.
 
-        Only the output of layer i - 1 crosses it, and no tied group has members on both sides.
+        Only the output of layer i - 1 crosses it, and no tied group has layers on both sides.
         """
         return tuple(
             i
@@ -189,12 +189,12 @@ class Crossing:
 
     @property
     def bytes(self) -> int:
-        """Sent forward, for the minibatch that was captured."""
+        """Bytes sent forward, for the captured minibatch."""
         return sum(value.bytes for value in self.values)
 
     @property
     def gradient_bytes(self) -> int:
-        """Sent back."""
+        """Bytes of gradients sent back."""
         return sum(value.bytes for value in self.values if value.gradient)
 
 
@@ -208,22 +208,22 @@ def crossings(graph: LayerGraph) -> tuple[Crossing, ...]:
 
 
 def layer_table(graph: LayerGraph, refused: Mapping[str, str]) -> str:
-    """Returns a row for each layer, with what crosses the cut before it; then where there is no cut, and why."""
-    across = {crossing.layer: crossing for crossing in crossings(graph)}
+    """Returns a row for each layer with what crosses the cut before it, then why other places are no cuts."""
+    crossing_before = {crossing.layer: crossing for crossing in crossings(graph)}
     rows = [("", "layer", "kind", "sent", "returned", "what crosses the cut before it")]
     for i, layer in enumerate(graph.layers):
-        crossing = across.get(i, Crossing(i, ()))
+        crossing = crossing_before.get(i, Crossing(i, ()))
         names = [value.name for value in crossing.values[:_SHOWN_VALUES]]
-        more = len(crossing.values) - len(names)
-        shown = ", ".join([*names, *([f"{more} more"] if more else [])])
-        sent, back = (format_bytes(size) if size else "-" for size in (crossing.bytes, crossing.gradient_bytes))
-        rows.append((str(i), layer.name, layer.kind, sent, back, shown))
+        more_count = len(crossing.values) - len(names)
+        shown = ", ".join([*names, *([f"{more_count} more"] if more_count else [])])
+        sent, returned = (format_bytes(size) if size else "-" for size in (crossing.bytes, crossing.gradient_bytes))
+        rows.append((str(i), layer.name, layer.kind, sent, returned, shown))
     lines = [align(rows, "rllrrl")]
-    shared = "share a weight; only methods whose stages all make the same updates put them in different stages"
-    whole = "share state that changes without an update, and stay in one stage"
+    share_weight = "share a weight; only methods whose stages all make the same updates put them in different stages"
+    share_state = "share state that changes without an update, and stay in one stage"
     for group in graph.ties:
         names = [graph.layers[i].name for i in group]
-        lines.append(f"{', '.join(names)}: {whole if group in graph.whole else shared}")
+        lines.append(f"{', '.join(names)}: {share_state if group in graph.whole else share_weight}")
     lines += [f"no cut before {call}: {reason}" for call, reason in list(refused.items())[:_SHOWN_REASONS]]
     if len(refused) > _SHOWN_REASONS:
         lines.append(f"and no cut before {len(refused) - _SHOWN_REASONS} more calls")

@@ -26,8 +26,8 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-_SPECIAL = ("Input", "__getitem__")
-_MOST = 1e15  # larger numbers mean a damaged file
+_SPECIAL_KINDS = ("Input", "__getitem__")
+_MAX_NUMBER = 1e15  # larger numbers mean a damaged file
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class GraphNode:
         numbers = (self.forward_ms, self.backward_ms, *self.output_sizes_bytes, self.parameter_bytes)
         fields = (*_FIELDS[:2], *[_FIELDS[2]] * len(self.output_sizes_bytes), _FIELDS[3])
         for field, value in zip(fields, numbers, strict=True):
-            if not 0 <= value <= _MOST:
-                raise ValueError(f"{field} should be a number from 0 to {_MOST:g}, found {value!r}")
+            if not 0 <= value <= _MAX_NUMBER:
+                raise ValueError(f"{field} should be a number from 0 to {_MAX_NUMBER:g}, found {value!r}")
         if self.stage is not None and self.stage < 0:
             raise ValueError(f"stage_id cannot be negative, found {self.stage}")
 
@@ -73,7 +73,7 @@ class GraphNode:
 
     @property
     def is_input(self) -> bool:
-        """It represents the data loader; its time is that of loading."""
+        """Whether the node is the data loader; its time is that of loading."""
         return self.kind.startswith("Input")
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class GraphText:
     """The content of a graph.txt.
 
     Attributes:
-        nodes: in the file's order; the original's answers depend on which source is the first.
+        nodes: in the file's order; the original's results depend on which source is first.
         edges: index pairs (producer, consumer); those into a node are in the order of its arguments.
     """
 
@@ -160,23 +160,23 @@ class GraphText:
             raise ArtifactError(
                 _place_error(source, number, f"the edges form a cycle through {nodes[min(cycle)].name}")
             )
-        joined = {end for edge in edges for end in edge}
+        connected = {end for edge in edges for end in edge}
         for i, node in enumerate(nodes):
-            if i not in joined and len(nodes) > 1 and not node.is_input:
-                why = f"{node.name} has no edge in or out, is the end of the file missing?"
-                raise ArtifactError(_place_error(source, places[node.name][1], why))
+            if i not in connected and len(nodes) > 1 and not node.is_input:
+                reason = f"{node.name} has no edge in or out, is the end of the file missing?"
+                raise ArtifactError(_place_error(source, places[node.name][1], reason))
         return cls(tuple(nodes), tuple(edges))
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
-        """Returns a profile without the loss, the update and what autograd keeps, which the format lacks."""
+        """Returns the graph of a profile; the format has no loss, no update, and no bytes that autograd keeps."""
         names = [_clean(layer.name) for layer in profile.graph.layers]
         unique = names if len(set(names)) == len(names) and all(names) else [f"node{i}" for i in range(len(names))]
         kinds = [_clean(layer.kind) for layer in profile.graph.layers]
         nodes = tuple(
             GraphNode(
                 name,
-                f"Layer({kind})" if kind.startswith(_SPECIAL) else kind,
+                f"Layer({kind})" if kind.startswith(_SPECIAL_KINDS) else kind,
                 cost.forward_s * 1000.0,
                 cost.backward_s * 1000.0,
                 (float(cost.output_bytes),),
@@ -197,17 +197,17 @@ class GraphText:
     def profile(self, model: str = "graph.txt") -> Profile:
         """Returns a Profile with the nodes in an order in which they can run and without the inputs.
 
-        Bytes are rounded; activations are set to the output, which the format lacks, and the batch to 1.
+        Bytes are rounded. Activations, which the format lacks, get the bytes of outputs; the batch is 1.
 
         Raises:
-            ArtifactError: it has only inputs.
+            ArtifactError: the graph has only inputs.
         """
-        read = {target for _, target in self.edges}
-        order = [i for i in in_order(len(self.nodes), self.edges) if i in read or not self.nodes[i].is_input]
+        consumers = {target for _, target in self.edges}
+        order = [i for i in in_order(len(self.nodes), self.edges) if i in consumers or not self.nodes[i].is_input]
         if not order:
             raise ArtifactError(f"{model} has no layer besides its inputs; give the profile of a model")
         places = {node: place for place, node in enumerate(order)}
-        kept = [self.nodes[i] for i in order]
+        nodes = [self.nodes[i] for i in order]
         edges = tuple((places[a], places[b]) for a, b in self.edges if a in places and b in places)
         costs = tuple(
             LayerProfile(
@@ -217,9 +217,9 @@ class GraphText:
                 round(node.parameter_bytes),
                 round(node.output_bytes),
             )
-            for node in kept
+            for node in nodes
         )
-        layers = tuple(Layer(node.name, node.kind) for node in kept)
+        layers = tuple(Layer(node.name, node.kind) for node in nodes)
         return Profile(model, LayerGraph(layers, edges), costs, batch=1, device="unknown")
 
     def __str__(self) -> str:
@@ -249,14 +249,14 @@ def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], 
 
 def _find_cycle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
     pairs = tuple(edges)
-    left = set(range(count)) - set(in_order(count, pairs))
-    producers = {target: source for source, target in pairs if source in left and target in left}
+    remaining = set(range(count)) - set(in_order(count, pairs))
+    producers = {target: source for source, target in pairs if source in remaining and target in remaining}
     walked: list[int] = []
-    node = min(left, default=-1)  # each remaining node has a remaining producer, so walking back ends in a cycle
-    while left and node not in walked:
+    node = min(remaining, default=-1)  # each has a producer among them, so walking back ends in a cycle
+    while remaining and node not in walked:
         walked.append(node)
         node = producers[node]
-    return set(walked[walked.index(node) :]) if left else set()
+    return set(walked[walked.index(node) :]) if remaining else set()
 
 
 def _read_node(line: str) -> GraphNode:
@@ -267,7 +267,7 @@ def _read_node(line: str) -> GraphNode:
     if [field.partition("=")[0] for field in fields] != list(_FIELDS):
         raise ValueError(f"a node has {', '.join(f'{name}=..' for name in _FIELDS)}, found {_shorten(parts[2])!r}")
     forward, backward, sizes, parameters = (field.partition("=")[2] for field in fields)
-    listed = sizes[1:-1].split("; ") if sizes.startswith("[") and sizes.endswith("]") else [sizes]
+    size_texts = sizes[1:-1].split("; ") if sizes.startswith("[") and sizes.endswith("]") else [sizes]
     stage = None
     if len(parts) == 4:
         match = re.fullmatch(r"stage_id=([0-9]{1,9})", parts[3])
@@ -279,7 +279,7 @@ def _read_node(line: str) -> GraphNode:
         parts[1],
         _read_number(_FIELDS[0], forward),
         _read_number(_FIELDS[1], backward),
-        tuple(_read_number(_FIELDS[2], size) for size in listed),
+        tuple(_read_number(_FIELDS[2], size) for size in size_texts),
         _read_number(_FIELDS[3], parameters),
         stage,
     )
@@ -305,13 +305,13 @@ def _read_number(field: str, text: str) -> float:
     return value
 
 
-def _place_error(source: str, number: int, why: str) -> str:
-    return f"{source}, line {number}: {why}; give a profile in JSON, or a whole graph.txt"
+def _place_error(source: str, line: int, reason: str) -> str:
+    return f"{source}, line {line}: {reason}; give a profile in JSON, or a whole graph.txt"
 
 
 def _format_exactly(value: float) -> str:
-    short = f"{value:.3f}"
-    return short if float(short) == value else repr(value)
+    rounded = f"{value:.3f}"
+    return rounded if float(rounded) == value else repr(value)
 
 
 def _shorten(text: str) -> str:

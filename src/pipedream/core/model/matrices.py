@@ -1,4 +1,4 @@
-"""Matrices: weights by their shapes, on which it depends what PowerSGD sends."""
+"""Matrices: weights by shape, which determines what PowerSGD sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Matrices(NamedTuple):
     """Weights of one shape, as matrices of their first dimension and all others.
 
     Attributes:
-        size_bytes: of all together.
+        size_bytes: the sum over all.
     """
 
     rows: int
@@ -23,6 +23,6 @@ def join_matrices(matrices: Iterable[Matrices]) -> tuple[Matrices, ...]:
     """Returns the same weights, each shape once."""
     joined: dict[tuple[int, int], Matrices] = {}
     for rows, columns, tensors, size_bytes in matrices:
-        _, _, others, other_bytes = joined.get((rows, columns), Matrices(rows, columns, 0, 0))
-        joined[rows, columns] = Matrices(rows, columns, others + tensors, other_bytes + size_bytes)
+        _, _, other_tensors, other_bytes = joined.get((rows, columns), Matrices(rows, columns, 0, 0))
+        joined[rows, columns] = Matrices(rows, columns, other_tensors + tensors, other_bytes + size_bytes)
     return tuple(joined.values())

@@ -1,6 +1,6 @@
 """The Profile: seconds and bytes of every layer, and where and how they were measured.
 
-After PipeDream, SOSP 2019, section 3.1, with the spread of each time, what autograd keeps, and the time of the update.
+As in PipeDream, SOSP 2019, section 3.1, with the spread of times, the bytes that autograd keeps, and update times.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ class LayerProfile:
 
     Attributes:
         forward_s, backward_s: medians over the measured runs.
-        forward_spread_s, backward_spread_s: distance between the first and third quartile.
+        forward_spread_s, backward_spread_s: distance between the first and the third quartile.
         activation_bytes: bytes that autograd keeps for its backward, without parameters.
-        forward_fixed_s, backward_fixed_s: the part that a smaller batch does not save; 0 if unknown, negative if a
+        forward_fixed_s, backward_fixed_s: the part that does not depend on the batch; 0 if unknown, negative if a
             smaller batch takes less time per sample.
         forward_launch_s, backward_launch_s: seconds that the host needs to launch the pass on a GPU, which computes
-            meanwhile; the same for any batch. 0 if the host itself computes.
+            meanwhile; equal for any batch, 0 if the host itself computes.
         parameter_bytes: a tied parameter counts in the layer that uses it first (`Profile.tied`).
         frozen_bytes: those of `parameter_bytes` that are not trained (``requires_grad`` is False).
-        arriving_bytes: kept by earlier layers and also from here on: a stage that begins here holds its own copy.
-        leaving_bytes: bytes of its output, kept neither by it nor by an earlier layer: a stage that ends here holds
-            them until its backward.
-        working_bytes: the most that a pass needs beyond what is kept (by it and earlier layers) and its parameters'
-            gradients; with its input and the gradients that pass through.
-        gathered_bytes: those of `working_bytes` that sharded weights need (docs/meshes.md), with any number of samples.
-        backward_bytes: the most that its backward adds to what is kept when it begins, with its parameters' gradients
-            and without what it has released.
-        largest_parameter_bytes: whose gradient is computed before it is accumulated.
+        arriving_bytes: bytes kept both by earlier layers and from here on, of which a stage that begins here holds a
+            copy.
+        leaving_bytes: bytes of its output that neither it nor an earlier layer keeps, and that a stage that ends here
+            holds until its backward.
+        working_bytes: the most that a pass needs beyond what it and earlier layers keep, and its parameters'
+            gradients; includes its input and the gradients that pass through.
+        gathered_bytes: those of `working_bytes` for sharded weights (docs/meshes.md), for any number of samples.
+        backward_bytes: the most that its backward adds to the bytes kept at its start: with its parameters' gradients,
+            without what it has released.
+        largest_parameter_bytes: those of the largest parameter, whose gradient is computed before it is accumulated.
         matrices: its trained weights of two or more dimensions; () if unknown.
         forward_flops, backward_flops: 0 if not counted.
-        moved_bytes: read and written by both passes; 0 if not counted.
+        moved_bytes: bytes read and written by both passes; 0 if not counted.
         half_length_sizes: bytes of its output, and of what autograd keeps, for sequences of half the length; () if it
-            does not run with them.
+            cannot run with them.
     """
 
     forward_s: float
@@ -94,21 +95,21 @@ class LayerProfile:
         return self.parameter_bytes - self.frozen_bytes
 
     def of_length(self, share: float) -> LayerProfile:
-        """Returns it for a share of the length of its sequences (`Profile.of_length`)."""
+        """Returns the costs for a share of the sequences' length (`Profile.of_length`)."""
         output_bytes, kept_bytes = (
-            _scale_bytes(whole, half, share)
-            for whole, half in zip((self.output_bytes, self.activation_bytes), self.half_length_sizes, strict=True)
+            _scale_bytes(full, half, share)
+            for full, half in zip((self.output_bytes, self.activation_bytes), self.half_length_sizes, strict=True)
         )
         factor = max(output_bytes / max(self.output_bytes, 1), kept_bytes / max(self.activation_bytes, 1))
-        names = ("arriving_bytes", "leaving_bytes", "working_bytes")
-        others = {name: ceil(factor * getattr(self, name)) for name in names}
+        scaled_names = ("arriving_bytes", "leaving_bytes", "working_bytes")
+        scaled_bytes = {name: ceil(factor * getattr(self, name)) for name in scaled_names}
         gradient_bytes = min(self.backward_bytes, self.trained_bytes)
-        others["backward_bytes"] = gradient_bytes + ceil(factor * (self.backward_bytes - gradient_bytes))
-        return replace(self, output_bytes=output_bytes, activation_bytes=kept_bytes, **others)
+        scaled_bytes["backward_bytes"] = gradient_bytes + ceil(factor * (self.backward_bytes - gradient_bytes))
+        return replace(self, output_bytes=output_bytes, activation_bytes=kept_bytes, **scaled_bytes)
 
 
 def _scale_bytes(whole: int, half: int, share: float) -> int:
-    """Returns the bytes for a share of a length, from those for all of it and for a half."""
+    """Returns the bytes for a share of a length, from those for the whole and for half of it."""
     if 2 * half > whole:
         return ceil(2 * half - whole + 2 * (whole - half) * share)
     return max(0, ceil((4 * half - whole) * share + 2 * (whole - 2 * half) * share**2))
@@ -121,7 +122,7 @@ class TiedParameters:
     Attributes:
         names: in the user's state dict, one each.
         layers: at least two, in order.
-        trained: otherwise they are frozen: each stage has a copy, but there is nothing to sum.
+        trained: False if they are frozen: each stage has a copy, but there is nothing to sum.
     """
 
     names: tuple[str, ...]
@@ -135,7 +136,7 @@ class RankProfile:
     """The costs of the first rank of a mesh, with its parts of all tensors; see `Profile`.
 
     Attributes:
-        layout: its rules, and the dimension that shards weights.
+        layout: its rules, and the mesh dimension that shards weights.
         layers: without the seconds of collectives.
         forward, backward: collectives of each layer.
         update: collectives of an update.
@@ -161,7 +162,7 @@ class RankProfile:
         _check_not_negative(self)
 
     def __str__(self) -> str:
-        def both(column: tuple[tuple[Collective, ...], ...]) -> str:
+        def describe(column: tuple[tuple[Collective, ...], ...]) -> str:
             totals = Collective.sums(collective for row in column for collective in row)
             return ", ".join(map(str, totals)) or "none"
 
@@ -172,8 +173,8 @@ class RankProfile:
         return (
             f"a rank of {self.mesh} ({self.layout}): forward {format_seconds(passes_s[0])}, backward "
             f"{format_seconds(passes_s[1])}, kept {format_bytes(kept_bytes)}, weights {format_bytes(weight_bytes)}\n"
-            f"  collectives, forward: {both(self.forward)}; backward: {both(self.backward)}; update: "
-            f"{both((self.update,))}"
+            f"  collectives, forward: {describe(self.forward)}; backward: {describe(self.backward)}; update: "
+            f"{describe((self.update,))}"
         )
 
 
@@ -188,22 +189,22 @@ class Profile(Tabular, Artifact):
         input_shapes: shapes of the model's input tensors.
         dtype: the dtype that the layers compute with.
         device: in words (``cpu: EPYC``).
-        runs: whose median was taken; 0 if nothing was run.
-        update_s: one optimizer step over all parameters, and one of the learning-rate schedule.
-        update_fixed_s: the part of it that each stage takes however few parameters it has.
-        copy_s: copying all parameters, as a stage does before an update if the old version is still needed.
+        runs: measured runs, whose median was taken; 0 if nothing was run.
+        update_s: seconds of one optimizer step over all parameters, and of one learning-rate step.
+        update_fixed_s: the part of it that every stage takes, whatever its parameters.
+        copy_s: seconds of copying all parameters, as before an update if the old version is still needed.
         optimizer: its class, or ''.
-        optimizer_bytes: its state after a step.
-        loss_s: its forward and backward.
+        optimizer_bytes: bytes of its state after a step.
+        loss_s: seconds of the loss's forward and backward.
         loss_bytes: bytes that autograd keeps from the loss.
-        loss_working_bytes: bytes that the loss needs beyond what is kept.
-        update_working_bytes: bytes that a step needs beyond weights, gradients and state.
+        loss_working_bytes: temporary bytes of the loss.
+        update_working_bytes: temporary bytes of a step, beyond weights, gradients and state.
         versions: versions of python, torch and this library.
         notes: things that were assumed or not checked.
         tied: parameters that several layers use; in separate stages each has a copy.
         runtime: seconds that the runtime adds on the machine that measured.
-        parts: the fixed seconds come from a second measurement, of a minibatch with 1 / parts of the samples.
-        ranks: the needs of one rank of a mesh, for each mesh that was asked for.
+        parts: the fixed seconds come from a second measurement, with 1 / parts of the samples.
+        ranks: the costs of one rank of each mesh that was asked for.
     """
 
     FORMAT = 1
@@ -261,19 +262,19 @@ class Profile(Tabular, Artifact):
         """Returns the profile for minibatches that are split into this many microbatches.
 
         A layer that takes less time per sample in a small batch gets the total time of its microbatches, and no fixed
-        seconds. Below the smaller measured batch the time per sample is taken to be constant.
+        seconds. Below the smaller measured batch the time per sample counts as constant.
         """
         if all(min(layer.forward_fixed_s, layer.backward_fixed_s) >= 0 for layer in self.layers):
             return self
         parts = min(microbatches, self.parts)
 
-        def seconds(whole_s: float, fixed_s: float) -> tuple[float, float]:
+        def join_fixed(whole_s: float, fixed_s: float) -> tuple[float, float]:
             return (whole_s, fixed_s) if fixed_s >= 0 else (max(0.0, whole_s + (parts - 1) * fixed_s), 0.0)
 
         layers = []
         for layer in self.layers:
-            forward_s, forward_fixed_s = seconds(layer.forward_s, layer.forward_fixed_s)
-            backward_s, backward_fixed_s = seconds(layer.backward_s, layer.backward_fixed_s)
+            forward_s, forward_fixed_s = join_fixed(layer.forward_s, layer.forward_fixed_s)
+            backward_s, backward_fixed_s = join_fixed(layer.backward_s, layer.backward_fixed_s)
             layers.append(
                 replace(
                     layer,
@@ -287,25 +288,25 @@ class Profile(Tabular, Artifact):
 
     @property
     def length(self) -> int:
-        """Length of the sequences, along dimension 1 of the input; 0 if the layers do not run with half of it."""
+        """Length of the sequences, dimension 1 of the input; 0 if the layers cannot run with half of it."""
         shape = self.input_shapes[0] if self.input_shapes else ()
         return shape[1] if len(shape) > 1 and all(layer.half_length_sizes for layer in self.layers) else 0
 
     def of_length(self, length: int) -> Profile:
-        """Returns the profile for shorter sequences: an estimate of its bytes, with the seconds of this one.
+        """Returns the profile for shorter sequences, with estimated bytes and unchanged seconds.
 
-        Bytes are a n + b n^2 of the length n where a half of it more than halves them, as in attention that keeps its
-        scores, else a + b n. Temporaries are taken to fall like what a layer keeps, or like its output if that falls
-        less.
+        Bytes are a n + b n^2 for the length n if half the length needs less than half of them, as in attention that
+        keeps its scores, else a + b n. Temporaries shrink like the bytes that a layer keeps, or like its output if that
+        shrinks less.
         """
         share = length / self.length
         layers = tuple(layer.of_length(share) for layer in self.layers)
-        last = _scale_bytes(self.layers[-1].output_bytes, self.layers[-1].half_length_sizes[0], share)
-        end = last / max(self.layers[-1].output_bytes, 1)
+        last_bytes = _scale_bytes(self.layers[-1].output_bytes, self.layers[-1].half_length_sizes[0], share)
+        output_factor = last_bytes / max(self.layers[-1].output_bytes, 1)
         shapes = tuple(
             (shape[0], length, *shape[2:]) if shape[1:2] == (self.length,) else shape for shape in self.input_shapes
         )
-        loss = {name: ceil(end * getattr(self, name)) for name in ("loss_bytes", "loss_working_bytes")}
+        loss = {name: ceil(output_factor * getattr(self, name)) for name in ("loss_bytes", "loss_working_bytes")}
         return replace(self, layers=layers, input_shapes=shapes, **loss)
 
     @property
@@ -318,7 +319,7 @@ class Profile(Tabular, Artifact):
 
     @property
     def work(self) -> tuple[tuple[int, int], ...]:
-        """(flops, bytes moved) of each layer; ((1, 0),), matrix products only, if not counted."""
+        """(flops, bytes moved) of each layer; ((1, 0),), as of a matrix product, if not counted."""
         counted = tuple((c.forward_flops + c.backward_flops, c.moved_bytes) for c in self.layers)
         return counted if self.flops else ((1, 0),)
 
@@ -345,16 +346,16 @@ class Profile(Tabular, Artifact):
         return sum(layer.trained_bytes for layer in self.layers)
 
     def without_tied_groups(self) -> Profile:
-        """Returns the profile for methods that may hold a weight in several stages: they may separate its layers.
+        """Returns the profile for methods that may hold a weight in several stages, and so separate its layers.
 
-        Groups of layers that no method can separate (`LayerGraph.whole`) remain.
+        Groups that no method can separate (`LayerGraph.whole`) remain.
         """
         return replace(self, graph=replace(self.graph, ties=self.graph.whole))
 
     def ties_in_words(self) -> str:
-        """Returns which layers stay together because of a tied weight, and how to separate them; '' if there are none.
+        """Returns which layers a tied weight keeps together, and how to separate them; '' if there are none.
 
-        Not those that no method can separate.
+        Groups that no method can separate are not listed.
         """
         rows = []
         for group in self.graph.ties:
@@ -373,8 +374,7 @@ class Profile(Tabular, Artifact):
 
     @classmethod
     def of_chain(cls, layers: tuple[LayerProfile, ...], *, batch: int = 1, **rest: object) -> Profile:
-        """Returns a profile of unnamed layers in a line."""
-
+        """Returns a profile of a chain of unnamed layers."""
         graph = LayerGraph.chain(tuple(Layer(f"layer{i}", "Layer") for i in range(len(layers))))
         return cls("chain", graph, layers, batch, **rest)  # type: ignore[arg-type]
 

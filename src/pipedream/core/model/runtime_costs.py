@@ -1,4 +1,4 @@
-"""The runtime's own costs: seconds of a worker's host for each op, message and update, beyond the layers."""
+"""Costs of the runtime: seconds of a worker's host for each op, message and update, beyond the layers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RuntimeCosts:
         message_s, message_s_per_byte: seconds of each message, at its sender and again at its receiver.
         update_s: seconds of each update.
         load_s: seconds of reading a minibatch, at the input stage.
-        encodings_s_per_byte: for each encoding the seconds of encoding or decoding, per byte in memory.
-        encoding_s_per_byte: what the encoding in use adds to `message_s_per_byte`, for a byte in memory; less than 0
-            where the fewer bytes save more (`Messages.add_costs`).
-        overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds are added to the layers'.
+        encodings_s_per_byte: encoding -> seconds of encoding or decoding, per byte in memory.
+        encoding_s_per_byte: what the encoding in use adds to `message_s_per_byte`, per byte in memory; negative if
+            fewer bytes on the wire save more (`Messages.add_costs`).
+        overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds add to those of the layers.
     """
 
     op_s: float = 0.0
@@ -55,17 +55,17 @@ class RuntimeCosts:
         )
 
     def added_s(self, device_s: _Numbers, host_s: _Numbers, launch_s: _Numbers = 0.0) -> _Numbers:
-        """Returns how much longer than its `device_s` seconds something takes that keeps the host busy for `host_s`.
+        """Returns the seconds that work takes beyond its `device_s`, if it keeps the host busy for `host_s`.
 
         Args:
-            launch_s: seconds that the host also needs to launch layers on a GPU, which always computes meanwhile.
+            launch_s: further seconds of the host to launch layers on a GPU, which always computes meanwhile.
         """
         if self.overlap_device:
             return np.maximum(host_s + launch_s - device_s, 0.0)
         return host_s + np.maximum(launch_s - device_s, 0.0)
 
     def end_s(self, size_bytes: _Numbers) -> _Numbers:
-        """Returns the seconds of a message at one of its ends."""
+        """Returns the seconds of a message at its sender, or at its receiver."""
         return self.message_s + (self.message_s_per_byte + self.encoding_s_per_byte) * size_bytes
 
     def stage_s(
@@ -77,19 +77,19 @@ class RuntimeCosts:
         is_last: Any,
         launch_s: _Numbers = 0.0,
     ) -> _Numbers:
-        """Returns the seconds that a stage takes beyond those of its device, for a minibatch in one piece.
+        """Returns the seconds that a stage takes beyond those of its device, for an unsplit minibatch.
 
         Args:
             device_s: seconds of its passes and its update.
-            before_bytes, after_bytes: bytes of what it receives and sends on; 0 at the model's ends.
+            before_bytes, after_bytes: bytes that it receives and sends on; 0 at the model's ends.
             is_first, is_last: bools, or arrays of them.
             launch_s: seconds of its layers' passes, see `added_s`.
         """
         if not self:
             return self.added_s(device_s, 0.0, launch_s)
         first, last = np.asarray(is_first), np.asarray(is_last)
-        # Each neighbour takes an activation one way and its gradient the other; the targets go from the first stage to
-        # the last.
+        # With each neighbour a stage exchanges an activation and its gradient; targets go from the first stage to the
+        # last.
         messages_s = 2 * (~first * self.end_s(before_bytes) + ~last * self.end_s(after_bytes))
         messages_s = messages_s + (first != last) * self.message_s
         return self.added_s(device_s, 2 * self.op_s + self.update_s + first * self.load_s + messages_s, launch_s)
