@@ -16,7 +16,7 @@ import torch
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, advance_instruction, compute_stride
+from pipedream.core.schedule.program import Instruction, Move, Program, advance_instruction, count_indices
 from pipedream.core.user_code import with_place
 from pipedream.runtime.backward import BackwardRunner
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
@@ -78,7 +78,7 @@ def _resolve_steps(program: Program, rank: int, actions: _Actions) -> tuple[list
 
 
 def _resolve_step(program: Program, instruction: Instruction, actions: _Actions) -> _Step:
-    by = compute_stride(instruction, program.cycle, program.updates)
+    by = count_indices(instruction, program.cycle, program.updates)
     at = instruction.stage if isinstance(instruction, Op) else instruction.channel
     return _Step(actions[instruction.kind], at, instruction.index, by, instruction)
 

@@ -1,6 +1,6 @@
-"""What late gradients cost in accuracy, and the compensation with which they cost least.
+"""Costs of late gradients in accuracy, and the compensation with which they are lowest.
 
-Medians of five seeds of small tasks, the learning rate tuned for each, beyond synchronous training with the same
+Medians of five seeds of small tasks, with the learning rate tuned for each, beyond synchronous training with the same
 optimizer (benchmarks/convergence): nats per character for a GPT, percentage points of error for handwritten digits.
 """
 
@@ -32,17 +32,17 @@ def describe_delay_cost(method: str, stages: int, compensation: str = "") -> str
     """Describes the cost of late gradients at the next measured number of stages; '' where nothing was measured.
 
     Args:
-        compensation: the name of the one that is used.
+        compensation: name of the one in use.
     """
     if stages == 1:
         return ""
-    at, parts = bisect_left(_STAGES[:-1], stages), []
+    column, parts = bisect_left(_STAGES[:-1], stages), []
     for optimizer in _UNITS:
-        costs = {name: each[at] for name, each in _COSTS.get((method, optimizer), {}).items()}
+        costs = {name: by_stages[column] for name, by_stages in _COSTS.get((method, optimizer), {}).items()}
         if compensation not in costs:
             continue
-        least = min(costs, key=lambda name: costs[name])
-        better = f" ({costs[least]:+.2f} with compensation {least})" if costs[least] < costs[compensation] else ""
+        best = min(costs, key=lambda name: costs[name])
+        better = f" ({costs[best]:+.2f} with compensation {best})" if costs[best] < costs[compensation] else ""
         parts.append(f"{costs[compensation]:+.2f} {_UNITS[optimizer]} with {optimizer}{better}")
-    measured = f"late gradients in small tests with {_STAGES[at]} stages, compared with synchronous training"
+    measured = f"late gradients in small tests with {_STAGES[column]} stages, compared with synchronous training"
     return f"{measured}: {'; '.join(parts)}" if parts else ""

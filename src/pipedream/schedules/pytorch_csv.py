@@ -14,7 +14,7 @@
 - ``2REDUCE_GRAD``: the stage's gradients are summed over data-parallel copies, after its last backward.
 
 A file is one flushed minibatch; the `Schedule` repeats it, with an update of each stage after its last backward.
-Messages are checked and left to our own lowering, deadlocks to the proof (`verify`).
+Messages are checked, then dropped for those of our own lowering; the proof (`verify`) finds deadlocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHARDS = ("UNSHARD", "RESHARD")
 _SUM = "REDUCE_GRAD"
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 # Six digits: more than a proof can take, and no number that Python would refuse to read.
-_ONE = re.compile(rf"([0-9]{{1,6}})({'|'.join((*_MESSAGES, *_SHARDS, _SUM, *_LETTERS))})([0-9]{{0,6}})")
+_ACTION = re.compile(rf"([0-9]{{1,6}})({'|'.join((*_MESSAGES, *_SHARDS, _SUM, *_LETTERS))})([0-9]{{0,6}})")
 _EXPECTED = (
     "a cell is empty or STAGE, letter, MICROBATCH, as 2F0 (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B); STAGE and "
     "UNSHARD, RESHARD or REDUCE_GRAD; or a pair, as (0F1;1B0)OVERLAP_F_B"
@@ -58,7 +58,7 @@ _HALVES = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class _Repeated:
-    """An order that repeats one minibatch."""
+    """The order that repeats one minibatch."""
 
     rows: tuple[tuple[Op, ...], ...]
     microbatches: int
@@ -66,8 +66,8 @@ class _Repeated:
     def __call__(self, rank: int) -> Iterator[Op]:
         for number in count():
             for op in self.rows[rank]:
-                by = number if op.kind is Kind.UPDATE else number * self.microbatches
-                yield op._replace(index=op.index + by)
+                stride = number if op.kind is Kind.UPDATE else number * self.microbatches
+                yield op._replace(index=op.index + stride)
 
 
 def is_torch_csv(name: str) -> bool:
@@ -76,7 +76,7 @@ def is_torch_csv(name: str) -> bool:
 
 
 def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
-    """Reads a file (`from_torch_csv`), after which the schedule is named."""
+    """Reads a file (`from_torch_csv`); the schedule has the file's name."""
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +89,7 @@ def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
 def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = None) -> Schedule:
     """Reads a schedule in PyTorch's notation, either with passes only or lowered.
 
-    If any backward is split into I and W, all are: a B becomes an I and its W. The two of an OVERLAP_F_B come one
+    If any backward is split into I and W, all are: a B becomes an I and its W. The two ops of an OVERLAP_F_B run one
     after the other.
 
     Args:
@@ -156,29 +156,29 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
 
 
 def _find_ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
-    owner: dict[int, _Action] = {}
+    owners: dict[int, _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
-        first = owner.setdefault(action.stage, action)
+        first = owners.setdefault(action.stage, action)
         if first.rank != action.rank:
             raise ScheduleError(
                 f"{action.where} runs stage {action.stage}, which rank {first.rank} runs too ({first} in its column "
                 f"{first.column}); a stage lives on one rank"
             )
-    for stage in range(max(owner)):
-        if stage not in owner:
+    for stage in range(max(owners)):
+        if stage not in owners:
             raise ScheduleError(
-                f"no row runs stage {stage}, but there is a stage {max(owner)}; stages are numbered without gaps"
+                f"no row runs stage {stage}, but there is a stage {max(owners)}; stages are numbered without gaps"
             )
-    return tuple(owner[stage].rank for stage in range(len(owner)))
+    return tuple(owners[stage].rank for stage in range(len(owners)))
 
 
 def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
     """Returns m; checks that each stage has each pass of each microbatch once."""
     passes: dict[tuple[int, str, int], _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
-        again = passes.setdefault(action[:3], action)
-        if again is not action:
-            raise ScheduleError(f"{action.where} is also in column {again.column}; each pass is done once")
+        first = passes.setdefault(action[:3], action)
+        if first is not action:
+            raise ScheduleError(f"{action.where} is also in column {first.column}; each pass is done once")
     m = 1 + max(microbatch for _, _, microbatch in passes)
     for stage in range(stages):
         rank = next(action.rank for key, action in passes.items() if key[0] == stage)
@@ -190,11 +190,11 @@ def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
                 raise ScheduleError(
                     f"row {rank + 1} (rank {rank}) has {stage}B{k} and a half of it; give B, or I and W"
                 )
-            lacking = next(w for w in ("F", "W" if "I" in words else "I" if "W" in words else "B") if w not in words)
+            missing = next(w for w in ("F", "W" if "I" in words else "I" if "W" in words else "B") if w not in words)
             example = next((action for action in passes.values() if action.microbatch == k), None)
-            named = f"{example.where} names microbatch {k}" if example else f"the last microbatch is {m - 1}"
+            reason = f"{example.where} names microbatch {k}" if example else f"the last microbatch is {m - 1}"
             raise ScheduleError(
-                f"row {rank + 1} (rank {rank}) lacks {stage}{lacking}{k}: {named}, and each stage runs F and B, or F, "
+                f"row {rank + 1} (rank {rank}) lacks {stage}{missing}{k}: {reason}, and each stage runs F and B, or F, "
                 "I and W, of each"
             )
     return m
@@ -202,14 +202,14 @@ def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
 
 def _choose_plan(ranks: tuple[int, ...], plan: Plan | None) -> Plan:
     if plan is None:
-        straight = ranks == tuple(range(len(ranks)))
-        return Plan.uniform(len(ranks), order=() if straight else ranks)
+        is_straight = ranks == tuple(range(len(ranks)))
+        return Plan.uniform(len(ranks), order=() if is_straight else ranks)
     expected = tuple((rank,) for rank in ranks)
     if plan.placement.ranks != expected:
-        taken = ", ".join("+".join(map(str, row)) for row in plan.placement.ranks)
+        plan_ranks = ", ".join("+".join(map(str, row)) for row in plan.placement.ranks)
         raise ScheduleError(
             f"it has {len(ranks)} stages on ranks {', '.join(map(str, ranks))}, the plan {plan.config} on "
-            f"{taken}; give a plan with these stages and this order of workers"
+            f"{plan_ranks}; give a plan with these stages and this order of workers"
         )
     return plan
 
@@ -235,23 +235,23 @@ def _iterate_passes(schedule: Schedule | Program, rank: int, total: int) -> Iter
 
 
 def _assign_steps(schedule: Schedule | Program, rows: Sequence[Sequence[Op]], total: int, name: str) -> dict[Op, int]:
-    """Returns the step of each pass: after its needs, and after the pass before it on its rank."""
+    """Returns the step of each pass, after all that it requires and after the previous pass of its rank."""
     steps: dict[Op, int] = {}
-    at = [0] * len(rows)
-    moving = True
-    while moving:
-        moving = False
+    positions = [0] * len(rows)
+    advances = True
+    while advances:
+        advances = False
         for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                op = row[at[rank]]
+            while positions[rank] < len(row):
+                op = row[positions[rank]]
                 needs = [need for need in schedule.requires(op, total) if need.kind is not Kind.UPDATE]
                 if any(need not in steps for need in needs):
                     break
-                before = row[at[rank] - 1 : at[rank]]
-                steps[op] = 1 + max((steps[need] for need in (*needs, *before)), default=-1)
-                at[rank] += 1
-                moving = True
-    stuck = [f"rank {rank} at {row[at[rank]]}" for rank, row in enumerate(rows) if at[rank] < len(row)]
+                previous = row[positions[rank] - 1 : positions[rank]]
+                steps[op] = 1 + max((steps[need] for need in (*needs, *previous)), default=-1)
+                positions[rank] += 1
+                advances = True
+    stuck = [f"rank {rank} at {row[positions[rank]]}" for rank, row in enumerate(rows) if positions[rank] < len(row)]
     if stuck:
         raise ScheduleError(f"schedule {name} deadlocks: {', '.join(stuck)} need what comes after them")
     return steps
@@ -261,11 +261,11 @@ def _assign_steps(schedule: Schedule | Program, rows: Sequence[Sequence[Op]], to
 
 
 class _Action(NamedTuple):
-    """One action, and where it is in the file.
+    """One action, and its place in the file.
 
     Attributes:
         microbatch: -1 for REDUCE_GRAD.
-        place: position in the row; those of a pair count one by one.
+        place: position in the row; the actions of a pair count separately.
         column: from 1.
     """
 
@@ -291,7 +291,7 @@ class _Action(NamedTuple):
 def _read_rows(text: str) -> list[list[_Action]]:
     """Reads the actions of each rank.
 
-    Shards are skipped: PyTorch writes them for stages without shards too, and the stages here have whole weights.
+    UNSHARD and RESHARD are skipped: PyTorch writes them for all stages, and the stages here have unsharded weights.
     """
     lines = text.removeprefix("\ufeff").splitlines()
     while lines and not lines[-1].strip():
@@ -311,12 +311,12 @@ def _read_actions(rank: int, line: str) -> Iterator[_Action]:
         token = cell.strip().strip('"').strip()
         pair = _PAIR.fullmatch(token)
         for part in pair[1].split(";") if pair else (token,) if token else ():
-            match = _ONE.fullmatch(part.strip())
-            numbered = match is not None and bool(match[3]) == (match[2] in (*_LETTERS, *_MESSAGES))
-            if match is None or not numbered or (pair and match[2] not in _LETTERS):
-                inside = f" in {token!r}" if pair else ""
+            match = _ACTION.fullmatch(part.strip())
+            has_right_form = match is not None and bool(match[3]) == (match[2] in (*_LETTERS, *_MESSAGES))
+            if match is None or not has_right_form or (pair and match[2] not in _LETTERS):
+                in_pair = f" in {token!r}" if pair else ""
                 raise ScheduleError(
-                    f"{_format_place(rank, column)}: {part.strip()!r}{inside} is not an action; {_EXPECTED}"
+                    f"{_format_place(rank, column)}: {part.strip()!r}{in_pair} is not an action; {_EXPECTED}"
                 )
             if match[2] not in _SHARDS:
                 yield _Action(int(match[1]), match[2], int(match[3] or -1), rank, place, column)
@@ -336,11 +336,11 @@ def _check_sums(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> No
         summed: dict[int, _Action] = {}
         for action in row:
             _check_owner(action, rank_of)
-            before = summed.get(action.stage)
-            if before is not None and action.word in (_SUM, "B", "I", "W"):
+            sum_action = summed.get(action.stage)
+            if sum_action is not None and action.word in (_SUM, "B", "I", "W"):
                 raise ScheduleError(
                     f"{action.where} comes after the sum of stage {action.stage}'s gradients in column "
-                    f"{before.column}; they are summed once, when all are there"
+                    f"{sum_action.column}; they are summed once, when all are there"
                 )
             if action.word == _SUM:
                 summed[action.stage] = action
@@ -361,15 +361,15 @@ def _check_messages(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -
         first = by_message.setdefault(action[:3], action)
         if first is not action:
             raise ScheduleError(f"{action.where} is also in column {first.column}; a message is sent once")
-    # The gradient is what the whole backward, or its first half, reads and makes.
-    ways = {"F": ("RECV_F", "SEND_F"), "B": ("RECV_B", "SEND_B"), "I": ("RECV_B", "SEND_B"), "W": ()}
-    owned: set[tuple[int, str, int]] = set()
+    # Gradients are read and made by a whole backward, or by its first half.
+    message_words = {"F": ("RECV_F", "SEND_F"), "B": ("RECV_B", "SEND_B"), "I": ("RECV_B", "SEND_B"), "W": ()}
+    pass_messages: set[tuple[int, str, int]] = set()
     for action in (action for row in rows for action in row if action.computes):
-        for word in ways[action.word]:
+        for word in message_words[action.word]:
             _check_message(action, word, by_message, rank_of)
-            owned.add((action.stage, word, action.microbatch))
+            pass_messages.add((action.stage, word, action.microbatch))
     for action in messages:
-        if action[:3] not in owned:
+        if action[:3] not in pass_messages:
             raise ScheduleError(
                 f"{action.where} belongs to no pass: the file does not run microbatch {action.microbatch}"
             )
@@ -419,7 +419,7 @@ def _check_message(
 
 
 def _check_order(messages: Iterable[_Action], rank_of: Sequence[int]) -> None:
-    """Between two ranks messages have no names: the first sent is the first received."""
+    """Checks the order of messages between two ranks: they have no names, so the first sent is the first received."""
     sent: dict[tuple[int, int], list[_Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[_Action]] = defaultdict(list)
     for action in messages:
@@ -429,32 +429,32 @@ def _check_order(messages: Iterable[_Action], rank_of: Sequence[int]) -> None:
         else:
             received[peer, action.rank].append(action)
     for pair in sent.keys() | received.keys():
-        # Equally many: both ends of each message have been checked by the passes that they belong to.
-        for left, arrived in zip(sent[pair], received[pair], strict=True):
-            if _find_peer(left) != arrived[:3]:
+        # Equally many: the passes of both ends of each message have been checked.
+        for departed, arrived in zip(sent[pair], received[pair], strict=True):
+            if _find_peer(departed) != arrived[:3]:
                 raise ScheduleError(
-                    f"{arrived.where} is received where {left} of rank {left.rank} (column {left.column}) arrives; "
-                    "between two ranks messages are received in the order in which they are sent"
+                    f"{arrived.where} is received where {departed} of rank {departed.rank} (column {departed.column}) "
+                    "arrives; between two ranks messages are received in the order in which they are sent"
                 )
 
 
 def _check_progress(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
-    """Runs every rank as far as possible, where a receive waits for its send, as in PyTorch's own dry run."""
-    at = [0] * len(rows)
+    """Runs every rank as far as possible; a receive waits for its send, as in PyTorch's own dry run."""
+    positions = [0] * len(rows)
     sent: set[tuple[int, str, int]] = set()
-    moving = True
-    while moving:
-        moving = False
+    advances = True
+    while advances:
+        advances = False
         for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                action = row[at[rank]]
+            while positions[rank] < len(row):
+                action = row[positions[rank]]
                 if action.word.startswith("RECV") and _find_peer(action) not in sent:
                     break
                 if action.word.startswith("SEND"):
                     sent.add(action[:3])
-                at[rank] += 1
-                moving = True
-    stuck = [row[at[rank]] for rank, row in enumerate(rows) if at[rank] < len(row)]
+                positions[rank] += 1
+                advances = True
+    stuck = [row[positions[rank]] for rank, row in enumerate(rows) if positions[rank] < len(row)]
     if stuck:
         waits = "; ".join(f"{action.where}, from rank {rank_of[_find_peer(action)[0]]}" for action in stuck)
         raise ScheduleError(f"these receives wait for each other forever: {waits}")

@@ -1,10 +1,10 @@
-"""From a name to a method and its schedule.
+"""Finds a method by its name, and builds its schedule.
 
-The path of a user's file of methods can be given wherever a method's name can. Such a file ends as those of the library
-do: ``METHODS = (kit.Method(two_by_two),)``.
+The path of a user's file of methods works wherever a method's name does. Such a file ends like those of the library:
+``METHODS = (kit.Method(two_by_two),)``.
 
-Options of a method are the keyword-only parameters of its builder: keyword arguments in Python, in text brackets after
-the name. Annotations determine how text is read: ``str``, ``int``, ``float``, ``bool`` (true, false), a tuple of one of
+Options of a method are the keyword-only parameters of its builder: keyword arguments in Python, brackets after the name
+in text. Annotations determine how text is read: ``str``, ``int``, ``float``, ``bool`` (true, false), a tuple of one of
 these (``horizons=3/2/1``), or None (``none``).
 """
 
@@ -57,11 +57,11 @@ def read_options(name: str, method: Method, texts: Mapping[str, str], values: Ma
     """Returns the options of a method that differ from their defaults, in the order of its signature.
 
     Args:
-        texts: given after the name.
-        values: given as keyword arguments.
+        texts: options after the name.
+        values: keyword arguments.
 
     Raises:
-        ScheduleError: there is no such option, it is given twice, or its value is of the wrong type.
+        ScheduleError: there is no such option, it is given twice, or its value has the wrong type.
     """
     if not texts and not values:
         return {}  # a user's builder may be any callable, even one without a signature
@@ -77,28 +77,28 @@ def read_options(name: str, method: Method, texts: Mapping[str, str], values: Ma
     options = {}
     for option, parameter in parameters.items():
         if option in texts:
-            options[option] = _read(name, parameter, texts[option])
+            options[option] = _parse_option(name, parameter, texts[option])
         elif option in values:
-            options[option] = _check(name, parameter, values[option])
+            options[option] = _check_option(name, parameter, values[option])
     return {option: value for option, value in options.items() if value != parameters[option].default}
 
 
-def options_text(values: Mapping[str, Any]) -> str:
+def format_options(values: Mapping[str, Any]) -> str:
     """Returns options as text, with brackets; '' for no options."""
-    return f"[{','.join(f'{option}={_write(value)}' for option, value in values.items())}]" if values else ""
+    return f"[{','.join(f'{option}={_format_value(value)}' for option, value in values.items())}]" if values else ""
 
 
-def _read(name: str, option: inspect.Parameter, text: str) -> Any:
-    kinds = _read_kinds(name, option)
+def _parse_option(name: str, option: inspect.Parameter, text: str) -> Any:
+    kinds = _list_kinds(name, option)
     if NoneType in kinds and text.lower() == "none":
         return None
     for kind in kinds:
-        item = _find_item(kind)
-        read = _SCALARS.get(item or kind)
-        if read is None:
+        item_type = _find_item_type(kind)
+        parse = _SCALARS.get(item_type or kind)
+        if parse is None:
             continue
         try:
-            return tuple(map(read, text.split("/"))) if item else read(text)
+            return tuple(map(parse, text.split("/"))) if item_type else parse(text)
         except (ValueError, KeyError):
             continue
     raise ScheduleError(
@@ -107,26 +107,26 @@ def _read(name: str, option: inspect.Parameter, text: str) -> Any:
     )
 
 
-def _check(name: str, option: inspect.Parameter, value: Any) -> Any:
-    """Returns an option's value, which must have a text form: plans and checkpoints name it."""
-    text = _write(value)
+def _check_option(name: str, option: inspect.Parameter, value: Any) -> Any:
+    """Returns an option's value, which needs a text form for plans and checkpoints."""
+    text = _format_value(value)
     try:
-        _, ((_, written),) = name_and_options(f"name[{option.name}={text}]")
+        _, ((_, option_text),) = name_and_options(f"name[{option.name}={text}]")
     except (ScheduleError, ValueError):
         raise ScheduleError(
             f"schedule {name!r}: option {option.name} = {value!r} cannot be written as text, in which plans and "
             "checkpoints name it; give a number, or a word without commas and brackets"
         ) from None
-    read = _read(name, option, written)
-    if read != value:
+    parsed = _parse_option(name, option, option_text)
+    if parsed != value:
         raise ScheduleError(
             f"schedule {name!r}: option {option.name} is of type {_format_type(option)}, found {value!r}; give "
-            f"{_describe_kinds(_read_kinds(name, option))}"
+            f"{_describe_kinds(_list_kinds(name, option))}"
         )
-    return read
+    return parsed
 
 
-def _read_kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
+def _list_kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
     annotation = option.annotation
     if annotation is inspect.Parameter.empty:
         raise ScheduleError(
@@ -136,7 +136,7 @@ def _read_kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
-def _find_item(kind: Any) -> Any:
+def _find_item_type(kind: Any) -> Any:
     items = get_args(kind)
     return items[0] if get_origin(kind) is tuple and items[1:] == (...,) else None
 
@@ -148,7 +148,7 @@ def _format_type(option: inspect.Parameter) -> str:
 def _describe_kinds(kinds: tuple[Any, ...]) -> str:
     words = []
     for kind in kinds:
-        item = _find_item(kind)
+        item = _find_item_type(kind)
         if item in _SCALARS:
             words.append(f"{'numbers' if item in (int, float) else 'values'} separated by /")
         elif kind in _WORDS:
@@ -158,11 +158,11 @@ def _describe_kinds(kinds: tuple[Any, ...]) -> str:
     return " or ".join(words) or "it a default and leave it out: this type has no text form"
 
 
-def _write(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return "/".join(map(_write, value))
+        return "/".join(map(_format_value, value))
     return f"{value!r}".removesuffix(".0") if isinstance(value, float) else str(value)
 
 
@@ -192,7 +192,7 @@ def load_method(name: str) -> Method:
 
 
 def _build_by(method: Method, name: str, plan: Plan, microbatches: int | None, options: Mapping[str, Any]) -> Schedule:
-    """Returns the schedule that a user's method builds; an error in it is reported as the file's, not the library's."""
+    """Returns the schedule that a user's method builds; its errors are reported as the file's."""
     try:
         make: Callable[..., Any] = method.build
         built = make(plan, microbatches, **options)
@@ -212,13 +212,13 @@ def _split_name(name: str) -> tuple[str, str]:
 
 @cache
 def _run_file(path: str, text: bytes) -> tuple[Method, ...]:
-    """Returns the methods that a file declares; it runs again only if its bytes have changed."""
+    """Returns the methods that a file declares; runs it again only if its bytes have changed."""
     name = f"pipedream_method_{sha256(text).hexdigest()[:16]}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
     module = sys.modules[name] = module_from_spec(spec)  # dataclasses look up their module
     try:
-        # Not by its loader, whose bytecode cache recognises a changed file by seconds and size only.
+        # Not by its loader: the bytecode cache notices a changed file only by seconds and size.
         exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[name]
@@ -230,7 +230,7 @@ def _run_file(path: str, text: bytes) -> tuple[Method, ...]:
 
 
 _FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.experimental")
-"""Packages of methods, one file each; imported only here, and skipped if missing."""
+"""Packages of methods, one per file; imported only here, and skipped if missing."""
 
 
 def _collect_methods() -> dict[str, Method]:
@@ -256,7 +256,7 @@ SCHEDULES: dict[str, Build] = {name: method.build for name, method in METHODS.it
 """Methods with an order of their own."""
 
 COMPENSATED: dict[str, Build] = {name: method.build for name, method in METHODS.items() if method.compensates}
-"""Methods that are another one plus a compensation of delay."""
+"""Methods that add a compensation of delay to another method."""
 
 LAYOUTS = {name: method.layout for name, method in METHODS.items() if method.layout is not None}
 """Methods with several stages per worker -> which worker gets which stage."""
@@ -270,39 +270,39 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
     Args:
         name: in any case, with ``-`` or ``_``; or a file: ``.csv`` (`pytorch_csv`) or ``.py``. Options may
             follow: ``pb_lwp[by=difference,scale=2]``.
-        microbatches: m, into how many a minibatch is split; None for the method's own choice.
+        microbatches: m, the parts of a minibatch; None for the method's own choice.
 
     Raises:
         ScheduleError: there is no such method or option, or it does not work with this plan or number.
 
-    The schedule's own name is `canonical`: it can be built again from that.
+    The schedule's name is `canonical`, from which it can be built again.
     """
     if microbatches is not None and microbatches < 1:
         raise ScheduleError(f"a minibatch is split into at least 1 microbatch, found {microbatches}")
     if is_torch_csv(name) and not options:
-        read = load_torch_csv(name, plan)
-        if microbatches not in (None, read.microbatches):
+        loaded = load_torch_csv(name, plan)
+        if microbatches not in (None, loaded.microbatches):
             raise ScheduleError(
-                f"schedule {name!r} with {microbatches} microbatches a minibatch: the file has {read.microbatches}; "
+                f"schedule {name!r} with {microbatches} microbatches a minibatch: the file has {loaded.microbatches}; "
                 "leave the number out, or write the file for as many"
             )
-        return read
-    bare, method, values = _resolve(name, options)
-    full = bare + options_text(values)
-    if is_method_file(bare):
-        return replace(_build_by(method, full, plan, microbatches, values), name=full)
+        return loaded
+    method_name, method, values = _resolve(name, options)
+    full_name = method_name + format_options(values)
+    if is_method_file(method_name):
+        return replace(_build_by(method, full_name, plan, microbatches, values), name=full_name)
     make: Callable[..., Schedule] = method.build
     try:
         built = make(plan, microbatches, **values)
     except ScheduleError:
         raise
     except ValueError as error:  # e.g. of a weight rule
-        raise ScheduleError(f"schedule {full!r}: {error}") from None
-    return replace(built, name=full) if values else built
+        raise ScheduleError(f"schedule {full_name!r}: {error}") from None
+    return replace(built, name=full_name) if values else built
 
 
 def canonical(name: str, **options: Any) -> str:
-    """Returns the one name of a method: not an alias, with the options that differ from their defaults.
+    """Returns the unique name of a method: no alias, and with the options that differ from their defaults.
 
     It is the text that every ``schedule=`` takes: ``canonical("pb_lwp", by="difference", scale=2)``.
 
@@ -311,12 +311,12 @@ def canonical(name: str, **options: Any) -> str:
     """
     if is_torch_csv(name) and not options:
         return name
-    bare, _, values = _resolve(name, options)
-    return bare + options_text(values)
+    method_name, _, values = _resolve(name, options)
+    return method_name + format_options(values)
 
 
 def layout_of(name: str) -> StageOrder | None:
-    """Returns which worker a method gives which stage; None for one stage per worker, or a file that names them."""
+    """Returns a method's order of stages; None for one stage per worker, or for a file that has its own."""
     if is_torch_csv(name):
         return None
     return method_of(name).layout
@@ -336,25 +336,25 @@ def check_chunks(name: str, chunks: int | None) -> None:
 
 def method_of(name: str) -> Method:
     """Returns the method of a name or a user's file, ignoring options; raises ScheduleError if it does not exist."""
-    bare, options = name_and_options(name)
-    if options and is_torch_csv(bare):
+    method_name, options = name_and_options(name)
+    if options and is_torch_csv(method_name):
         raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave the brackets out")
-    if is_method_file(bare):
-        return load_method(bare)
-    key = bare.lower().replace("-", "_")
+    if is_method_file(method_name):
+        return load_method(method_name)
+    key = method_name.lower().replace("-", "_")
     method = METHODS.get(ALIASES.get(key, key))
     if method is None:
-        close = get_close_matches(key, METHODS, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
+        similar = get_close_matches(key, METHODS, n=1)
+        suggestion = f"; did you mean {similar[0]}?" if similar else ""
         raise ScheduleError(
             f"schedule {name!r} is not known; choose one of {', '.join(sorted(METHODS))}, or give a file: "
-            f"FILE.csv in PyTorch's notation, or FILE.py that declares METHODS{meant}"
+            f"FILE.csv in PyTorch's notation, or FILE.py that declares METHODS{suggestion}"
         )
     return method
 
 
 def refuse_code(name: str, source: str) -> None:
-    """Raises ScheduleError if a method that a plan or a checkpoint names is a Python file: data never runs code.
+    """Raises ScheduleError if a plan or a checkpoint names a Python file as its method: data never runs code.
 
     Args:
         name: a method's name, a file, or an empty text.
@@ -372,6 +372,6 @@ def _resolve(name: str, options: dict[str, Any]) -> tuple[str, Method, dict[str,
     """Returns the method's own name (or its file's), the method, and its changed options."""
     if is_torch_csv(name):
         raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave them out")
-    method, (bare, texts) = method_of(name), name_and_options(name)
+    method, (method_name, texts) = method_of(name), name_and_options(name)
     values = read_options(name, method, dict(texts), options)
-    return bare if is_method_file(bare) else method.name, method, values
+    return method_name if is_method_file(method_name) else method.name, method, values

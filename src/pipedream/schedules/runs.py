@@ -1,4 +1,4 @@
-"""A method at work: plans that it can run on, the length of a run, its claims and its properties."""
+"""Runs of a method: plans for it, the length of a run, its claims and its properties."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def uniform(
     """Returns a plan of equal stages that a method can work with, for studies and pictures (`Plan.uniform`).
 
     Args:
-        workers: None takes those of a CSV file, or 4.
+        workers: None for those of a CSV file, or 4.
         forward_s, backward_s: seconds of one microbatch at one stage.
-        chunks: stages per worker, for methods that leave the choice.
+        chunks: stages per worker, for methods that leave this choice.
 
     Raises:
         ScheduleError: there is no such method, the file is for other workers, or `chunks` cannot be chosen.
     """
     check_chunks(name, chunks)
     if is_torch_csv(name):
-        read = load_torch_csv(name).plan
-        if workers not in (None, read.workers):
-            raise ScheduleError(f"schedule {name!r} is for {read.workers} workers, and {workers} were asked for")
-        return Plan.uniform(len(read.stages), forward_s, backward_s, transfer_s, order=read.worker_order)
+        file_plan = load_torch_csv(name).plan
+        if workers not in (None, file_plan.workers):
+            raise ScheduleError(f"schedule {name!r} is for {file_plan.workers} workers, and {workers} were asked for")
+        return Plan.uniform(len(file_plan.stages), forward_s, backward_s, transfer_s, order=file_plan.worker_order)
     workers, layout = workers or _DEFAULT_WORKERS, layout_of(name)
     if layout is None:
         return Plan.uniform(workers, forward_s, backward_s, transfer_s)
@@ -52,26 +52,26 @@ def uniform(
 
 
 def first_stage_units(plan: Plan, in_flight: int, versions: int) -> tuple[float, float]:
-    """Returns a worker's activations and weights in units of what 1F1B's first stage holds, for equal stages.
+    """Returns a worker's activations and weights in units of those of 1F1B's first stage, for equal stages.
 
-    That is a microbatch in flight for each worker, and one set of weights, each of a worker's share of the model.
+    That stage holds one microbatch in flight per worker, and one set of weights, of a worker's share of the model.
 
     Args:
-        in_flight, versions: of the worker, over its stages.
+        in_flight, versions: those of the worker, over its stages.
     """
     stages = len(plan.stages)
     return in_flight / stages, versions * plan.workers / stages
 
 
 def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
-    """Returns a method's claims for p = `stages` workers as JSON values; for one minibatch if it flushes, else for
-    the run. Activations and weights are in units of 1F1B's first stage (`first_stage_units`).
+    """Returns a method's claims for p = `stages` workers as JSON values: for one minibatch if it flushes, else for the
+    run. Activations and weights are in units of 1F1B's first stage (`first_stage_units`).
     """
     claims, m = schedule.claims, schedule.microbatches
-    counted = m if schedule.flushes else run
+    counted_microbatches = m if schedule.flushes else run
     lists = {
-        name: None if form is None else [form(stages, counted, s) for s in range(stages)]
-        for name, form in (
+        name: None if claim is None else [claim(stages, counted_microbatches, s) for s in range(stages)]
+        for name, claim in (
             ("in_flight", claims.in_flight),
             ("staleness", claims.staleness),
             ("versions", claims.versions),
@@ -96,7 +96,7 @@ def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Run:
-    """A schedule, and how many minibatches it runs from an empty pipeline to an empty one."""
+    """A schedule, and its minibatches from an empty pipeline to an empty one."""
 
     schedule: Schedule
     minibatches: int
@@ -107,8 +107,8 @@ class Run:
 
     def __str__(self) -> str:
         count, m = self.minibatches, self.schedule.microbatches
-        words = f"a run of {count} minibatch{'es' if count > 1 else ''}"
-        return words if _keeps_minibatches(self.schedule) else f"{words} of m = {m} microbatch{'es' if m > 1 else ''}"
+        text = f"a run of {count} minibatch{'es' if count > 1 else ''}"
+        return text if _keeps_minibatches(self.schedule) else f"{text} of m = {m} microbatch{'es' if m > 1 else ''}"
 
 
 def run_of(
@@ -192,10 +192,10 @@ def properties_of(name: str) -> MethodProperties:
 
 
 def derive_properties(name: str) -> MethodProperties:
-    """Returns the properties that a method's schedules for two to five stages show."""
+    """Derives the properties of a method from its schedules for two to five stages."""
     schedule = _build_on_fewest_workers(name)
     weights = schedule.weights
-    facts = MethodProperties(
+    properties = MethodProperties(
         flushes=schedule.flushes,
         splits_minibatch=_can_split(name, schedule.plan),
         splits_backward=schedule.splits_backward,
@@ -205,27 +205,27 @@ def derive_properties(name: str) -> MethodProperties:
         same_updates=schedule.flushes or (len(schedule.plan.stages) > 1 and makes_same_updates(schedule)),
     )
     if is_torch_csv(name):
-        return facts
+        return properties
     with suppress(ScheduleError):
-        last = [occupancy(build(name, Plan.uniform(stages)))[-1].versions for stages in (3, 5)]
-        facts = replace(facts, versions_grow_with_stages=last[1] > last[0])
+        last_versions = [occupancy(build(name, Plan.uniform(stages)))[-1].versions for stages in (3, 5)]
+        properties = replace(properties, versions_grow_with_stages=last_versions[1] > last_versions[0])
     replicated = Plan.uniform(2, replicas=(2, 1))
     try:
-        shallow, deep = (occupancy(build(name, replace(replicated, in_flight=(count, 1)))) for count in (2, 3))
+        at_depth_2, at_depth_3 = (occupancy(build(name, replace(replicated, in_flight=(count, 1)))) for count in (2, 3))
     except ScheduleError:
-        return facts
+        return properties
     same_updates = schedule.flushes or all(
         makes_same_updates(build(name, plan)) for plan in (Plan.uniform(3), replicated)
     )
-    delayed = shallow
+    with_delay = at_depth_2
     with suppress(ScheduleError):
-        delayed = occupancy(build(name, replace(replicated, update_delay=(1, 0))))
+        with_delay = occupancy(build(name, replace(replicated, update_delay=(1, 0))))
     return replace(
-        facts,
+        properties,
         splits_minibatch=_can_split(name, replicated),
         replicates_stages=True,
-        uses_depth=deep != shallow,
-        delays_updates=delayed != shallow,
+        uses_depth=at_depth_3 != at_depth_2,
+        delays_updates=with_delay != at_depth_2,
         same_updates=same_updates,
     )
 

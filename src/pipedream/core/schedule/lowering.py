@@ -32,7 +32,7 @@ from pipedream.core.schedule.program import (
     Route,
     Transfer,
     advance_instruction,
-    compute_stride,
+    count_indices,
 )
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
@@ -181,7 +181,7 @@ def _fold(schedule: Schedule, rank: int, channel_numbers: dict[tuple[int, int, C
 
     def repeats(i: int) -> bool:
         op, later = window[i], window[i + length]
-        advance = compute_stride(op, cycle, schedule.updates)
+        advance = count_indices(op, cycle, schedule.updates)
         return later.index - op.index == advance and later[:2] == op[:2] and later.replica == op.replica
 
     while start and repeats(start - 1):

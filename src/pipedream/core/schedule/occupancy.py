@@ -174,19 +174,19 @@ class OccupancyRule:
     _occupancies: dict[tuple[int, int, int], StageOccupancy] = field(default_factory=dict, init=False)
 
     def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
-        """Returns the least that a stage holds if its neighbours are unknown: what the input stage of two holds.
+        """Returns the least that a stage can hold while its neighbors are not known: what the input stage of two holds.
 
-        Where versions depend on the whole plan there are two, the least of any stage but the last.
+        If the versions depend on the whole plan, there are two, the least for any stage but the last.
         """
         if self.method is None:
             return StageOccupancy(in_flight, self.versions(in_flight, update_delay))
-        share = -(-self.microbatches // replicas)  # replicas count only through their share of a minibatch
+        share = -(-self.microbatches // replicas)  # replicas matter only through their share of a minibatch
         key = in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay)
         if key not in self._occupancies:
-            two_stages = replace(
+            small = replace(
                 Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0)
             )
-            occupancy = self.method.of_plan(two_stages)[0]
+            occupancy = self.method.of_plan(small)[0]
             if self.method.versions_grow_with_stages:
                 occupancy = replace(occupancy, versions=min(occupancy.versions, 2))
             self._occupancies[key] = occupancy

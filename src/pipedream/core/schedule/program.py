@@ -322,14 +322,14 @@ def _count_ops(instructions: tuple[Instruction, ...]) -> int:
 
 def advance_instruction(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
     """Returns an instruction, advanced by some microbatches (a multiple of the cycle)."""
-    stride = compute_stride(instruction, microbatches, updates)
+    stride = count_indices(instruction, microbatches, updates)
     if isinstance(instruction, Op):
         kind, stage, index, replica = instruction
         return Op(kind, stage, index + stride, replica)
     return Transfer(instruction.kind, instruction.channel, instruction.index + stride)
 
 
-def compute_stride(instruction: Instruction, microbatches: int, updates: UpdateRule) -> int:
+def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRule) -> int:
     """Returns by how much an instruction's index grows over some microbatches (a multiple of the cycle)."""
     if instruction.kind is Kind.UPDATE or instruction.kind is Move.SYNC:
         return microbatches // updates.per_update[instruction[1]]

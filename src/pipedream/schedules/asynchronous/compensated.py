@@ -1,6 +1,6 @@
-"""Published methods that are another method's order and weights plus a compensation of delay.
+"""Published methods that add a compensation of delay to the order and weights of another method.
 
-Any other pair can be asked for as ``schedule=..., compensation=...``.
+For other pairs give ``schedule=..., compensation=...``.
 """
 
 from __future__ import annotations

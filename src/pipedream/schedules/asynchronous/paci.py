@@ -19,7 +19,7 @@ def paci(plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str 
     """Returns PACI, at the plan's depth.
 
     Args:
-        microbatches: in an update; by default as many as the input stage holds in flight, so at most one update late.
+        microbatches: in an update; by default as many as the input stage holds in flight: at most one update late.
         backward_rule: see `kit.idioms`; also 'stash'.
     """
     kit.refuse_update_delay("paci", plan)

@@ -38,12 +38,12 @@ def predicting(
     """Returns `pb_lwp` under another name."""
     if not scale >= 0:
         raise kit.ScheduleError(f"schedule {name!r} predicts future weights; give a scale of at least 0, not {scale}")
-    bare = one_set(name, plan, microbatches, backward_rule)
-    horizons = tuple(scale * bare.weights.staleness(stage) for stage in range(len(plan.stages)))
+    unpredicted = one_set(name, plan, microbatches, backward_rule)
+    horizons = tuple(scale * unpredicted.weights.staleness(stage) for stage in range(len(plan.stages)))
     weights = kit.latest_weights(
-        bare.plan, backward_rule=backward_rule, forward_prediction=kit.WeightPrediction(by, horizons)
+        unpredicted.plan, backward_rule=backward_rule, forward_prediction=kit.WeightPrediction(by, horizons)
     )
-    return replace(bare, weights=weights)
+    return replace(unpredicted, weights=weights)
 
 
 METHODS = (

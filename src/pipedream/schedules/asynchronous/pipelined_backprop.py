@@ -45,10 +45,10 @@ def one_set(name: str, plan: kit.Plan, microbatches: int | None, backward_rule: 
 
 def concurrent(plan: kit.Plan) -> kit.Plan:
     """Returns the plan with at least twice the warm-up of the paper's depth."""
-    twice = tuple(2 * count - 1 for count in noam(plan.replicas, plan.update_delay))
-    deep = tuple(max(pair) for pair in zip(twice, plan.in_flight, strict=True))
-    deep = kit.raise_to_legal(deep, plan.replicas, plan.update_delay)
-    return plan if deep == plan.in_flight else replace(plan, in_flight=deep, depth_mode="hand")
+    doubled = tuple(2 * count - 1 for count in noam(plan.replicas, plan.update_delay))
+    in_flight = tuple(max(pair) for pair in zip(doubled, plan.in_flight, strict=True))
+    in_flight = kit.raise_to_legal(in_flight, plan.replicas, plan.update_delay)
+    return plan if in_flight == plan.in_flight else replace(plan, in_flight=in_flight, depth_mode="hand")
 
 
 METHODS = (

@@ -37,13 +37,13 @@ def pipemare(
     """
     kit.refuse_update_delay("pipemare", plan)
     plan = concurrent(kit.with_backward_rule(plan, backward_rule))
-    first = plan.replicas[0]
-    default = max(len(plan.stages), (plan.in_flight[0] - 1) * first if first > 1 else 0)
+    input_replicas = plan.replicas[0]
+    default = max(len(plan.stages), (plan.in_flight[0] - 1) * input_replicas if input_replicas > 1 else 0)
     m = kit.choose_microbatches("pipemare", plan, microbatches, default)
     kit.check_input_replicas("pipemare", plan, m)
-    stages, bare = range(len(plan.stages)), kit.latest_weights(plan, m)
-    back = horizons or tuple(bare.mean_staleness(stage) for stage in stages)
-    prediction = kit.WeightPrediction(kit.AVERAGE, tuple(-horizon for horizon in back), decay)
+    stages, unpredicted = range(len(plan.stages)), kit.latest_weights(plan, m)
+    delays = horizons or tuple(unpredicted.mean_staleness(stage) for stage in stages)
+    prediction = kit.WeightPrediction(kit.AVERAGE, tuple(-horizon for horizon in delays), decay)
     claims = kit.Claims(
         in_flight=lambda p, total, s: min(2 * (p - 1 - s) + 1, total),
         staleness=lambda p, total, s: -(-2 * (p - 1 - s) // m),

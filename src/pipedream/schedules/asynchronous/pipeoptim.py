@@ -21,14 +21,14 @@ def pipeoptim(
     """
     kit.refuse_microbatches("pipeoptim", microbatches)
     plan = kit.with_backward_rule(plan, backward_rule)
-    stages, bare = range(len(plan.stages)), kit.latest_weights(plan)
-    ahead = kit.WeightPrediction(by, tuple(bare.staleness(s) for s in stages))
+    stages, unpredicted = range(len(plan.stages)), kit.latest_weights(plan)
+    prediction = kit.WeightPrediction(by, tuple(unpredicted.staleness(s) for s in stages))
     claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
         staleness=lambda p, m, s: p - 1 - s,
         versions=lambda p, m, s: 1,
     )
-    weights = kit.latest_weights(plan, backward_rule=backward_rule, forward_prediction=ahead)
+    weights = kit.latest_weights(plan, backward_rule=backward_rule, forward_prediction=prediction)
     return kit.unflushed("pipeoptim", plan, weights, claims)
 
 

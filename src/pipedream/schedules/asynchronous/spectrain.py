@@ -27,8 +27,8 @@ def spectrain(
     """
     kit.refuse_microbatches("spectrain", microbatches)
     plan = kit.with_backward_rule(plan, backward_rule)
-    stages, bare = range(len(plan.stages)), kit.latest_weights(plan)
-    ahead = kit.WeightPrediction(by, tuple(s // 2 + bare.staleness(s) for s in stages))
+    stages, unpredicted = range(len(plan.stages)), kit.latest_weights(plan)
+    ahead = kit.WeightPrediction(by, tuple(s // 2 + unpredicted.staleness(s) for s in stages))
     back = kit.WeightPrediction(by, tuple(s // 2 for s in stages))
     claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
@@ -42,14 +42,14 @@ def spectrain(
 def spectrain_v2(plan: kit.Plan, microbatches: int | None = None, *, by: str = kit.VELOCITY) -> kit.Schedule:
     """Returns SpecTrain with a stash of predictions: a backward reads what its forward predicted, T = p - s."""
     kit.refuse_microbatches("spectrain_v2", microbatches)
-    bare = kit.latest_weights(plan)
-    ahead = kit.WeightPrediction(by, tuple(bare.staleness(s) + 1 for s in range(len(plan.stages))))
+    unpredicted = kit.latest_weights(plan)
+    prediction = kit.WeightPrediction(by, tuple(unpredicted.staleness(s) + 1 for s in range(len(plan.stages))))
     claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
         staleness=lambda p, m, s: p - 1 - s,
         versions=lambda p, m, s: p - s + 1,
     )
-    weights = kit.latest_weights(plan, backward_rule="stash", forward_prediction=ahead)
+    weights = kit.latest_weights(plan, backward_rule="stash", forward_prediction=prediction)
     return kit.unflushed("spectrain_v2", plan, weights, claims)
 
 

@@ -7,11 +7,11 @@ p - s minibatches: min(2, m)(p-1-s) warm-up forwards besides the minibatch's own
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
 
-Differences from the paper: its one backward of the mean loss is here the backwards of the microbatches, with the same
-gradient; replicas, which it does not have, share the warm-up.
+Differences from the paper: the backwards of the microbatches replace one backward of the mean loss, with the same
+gradient; replicas, which the paper does not have, share the warm-up.
 
-The paper says that v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, at all
-stages alike. Its own order gives floor((p-1)/(m+1)) + 1, up to the newest minibatch that every stage has updated for.
+The paper says that v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, at
+every stage. Its own order gives floor((p-1)/(m+1)) + 1, up to the newest minibatch that every stage has updated for.
 Both are 1 for p <= m + 1, as in its experiments; up to eight workers they differ at (p, m) = (6, 2), (8, 2), (8, 3).
 Here a backward reads what is newest at its own stage, the same where v = 1.
 """
@@ -38,7 +38,7 @@ def timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rule:
         plan,
         microbatches,
         backward_rule,
-        lambda waits, replicas, m: Stamped(waits, replicas, m, backward_rule=backward_rule),
+        lambda warmups, replicas, m: Stamped(warmups, replicas, m, backward_rule=backward_rule),
         staleness=lambda p, s, m: -(-min(2, m) * (p - 1) // m),
         versions=lambda p, s, m: -(-min(2, m) * s // m) + 1,
     )
@@ -49,8 +49,8 @@ def v_timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rul
     default m = 3.
     """
 
-    def rule(waits: tuple[int, ...], replicas: tuple[int, ...], m: int) -> kit.Latest:
-        return kit.Latest(waits, replicas, (0,) * len(waits), (m,) * len(waits), backward_rule=backward_rule)
+    def rule(warmups: tuple[int, ...], replicas: tuple[int, ...], m: int) -> kit.Latest:
+        return kit.Latest(warmups, replicas, (0,) * len(warmups), (m,) * len(warmups), backward_rule=backward_rule)
 
     return nf1b("v_timeprest", plan, microbatches, backward_rule, rule)
 
@@ -72,16 +72,16 @@ def nf1b(
         staleness, versions: (p, s, m) -> the claims for a straight pipeline.
     """
     m = kit.choose_microbatches(name, plan, microbatches, 3)
-    waits = _count_warmup(plan, m)
-    depth = tuple(wait - (-m // count) for wait, count in zip(waits, plan.replicas, strict=True))
+    warmups = _count_warmup(plan, m)
+    in_flight = tuple(wait - (-m // count) for wait, count in zip(warmups, plan.replicas, strict=True))
     update_delay = (0,) * len(plan.stages)
-    if (plan.in_flight, plan.update_delay) != (depth, update_delay):
-        plan = replace(plan, in_flight=depth, update_delay=update_delay, depth_mode="hand")
+    if (plan.in_flight, plan.update_delay) != (in_flight, update_delay):
+        plan = replace(plan, in_flight=in_flight, update_delay=update_delay, depth_mode="hand")
     plan = kit.with_backward_rule(plan, backward_rule)
 
     def ops(stage_replica: kit.StageReplica) -> Iterator[kit.Op]:
         stage, replicas = stage_replica.stage, plan.replicas[stage_replica.stage]
-        ahead = waits[stage] * replicas
+        ahead = warmups[stage] * replicas
         forwards = iter(kit.all_microbatches(stage_replica, replicas))
         backwards = iter(kit.all_microbatches(stage_replica, replicas))
         k, back = next(forwards), next(backwards)
@@ -99,7 +99,7 @@ def nf1b(
         plan=plan,
         placement=plan.placement,
         order=kit.one_stage_per_rank(plan.placement, ops),
-        weights=rule(waits, plan.replicas, m),
+        weights=rule(warmups, plan.replicas, m),
         updates=kit.UpdateRule((m,) * len(plan.stages)),
         microbatches=m,
         claims=kit.Claims(
@@ -113,23 +113,23 @@ def nf1b(
 def _count_warmup(plan: kit.Plan, m: int) -> tuple[int, ...]:
     """Returns the warm-up forwards of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
 
-    No stage has fewer than the next one, or that one would wait for a forward that waits for its backward; nor does it
-    hold fewer in flight, as in any plan. At the input stage replica 0 reads minibatches for all replicas: if a backward
-    falls between the forwards of a minibatch, each replica has at least one of them before it, or they would deadlock.
+    No stage has fewer than the next one, which would wait for a forward that waits for its backward; nor does it hold
+    fewer in flight, as in any plan. At the input stage replica 0 reads minibatches for all replicas: if a backward
+    falls between the forwards of a minibatch, each replica has one of them before it, or they would deadlock.
     """
-    waits: list[int] = []
+    warmups: list[int] = []
     later = later_in_flight = 0
     for s, replicas in reversed([*enumerate(plan.replicas)]):
         share = -(-m // replicas)
-        wait = max(
+        warmup = max(
             -(-max(min(2, m) * (len(plan.stages) - 1 - s), later) // replicas),
             1 - share - (-later_in_flight // replicas),
         )
-        while s == 0 and 0 < wait * replicas % m < replicas:
-            wait += 1
-        waits.insert(0, wait)
-        later, later_in_flight = wait * replicas, (wait + share - 1) * replicas
-    return tuple(waits)
+        while s == 0 and 0 < warmup * replicas % m < replicas:
+            warmup += 1
+        warmups.insert(0, warmup)
+        later, later_in_flight = warmup * replicas, (warmup + share - 1) * replicas
+    return tuple(warmups)
 
 
 METHODS = (

@@ -24,15 +24,15 @@ def xpipe(
     plan = kit.with_backward_rule(plan, backward_rule)
     m = kit.choose_microbatches("xpipe", plan, microbatches, kit.max_in_flight(plan))
     kit.check_input_replicas("xpipe", plan, m)
-    stages, bare = range(len(plan.stages)), kit.latest_weights(plan, m)
-    ahead = kit.WeightPrediction(by, tuple(bare.staleness(s) for s in stages))
+    stages, unpredicted = range(len(plan.stages)), kit.latest_weights(plan, m)
+    shared = kit.WeightPrediction(by, tuple(unpredicted.staleness(s) for s in stages))
     claims = kit.Claims(
         in_flight=lambda p, total, s: min(p - s, total),
         staleness=lambda p, total, s: -(-(p - 1 - s) // m),
         # The prediction that the microbatches of a minibatch share is a set of its own.
         versions=lambda p, total, s: 2 if m > 1 and s < p - 1 else 1,
     )
-    weights = kit.latest_weights(plan, m, backward_rule=backward_rule, forward_prediction=ahead, shares_prediction=m)
+    weights = kit.latest_weights(plan, m, backward_rule=backward_rule, forward_prediction=shared, shares_prediction=m)
     return kit.unflushed("xpipe", plan, weights, claims, m=m)
 
 

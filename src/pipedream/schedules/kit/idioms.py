@@ -31,7 +31,7 @@ I, W = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741  # the field's le
 SPLIT = (F, I, W)
 """Kinds of op of a microbatch whose backward is split."""
 
-_ALL = 2**62
+_ENDLESS = 2**62
 
 
 # -- ops ------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def backward(stage_replica: tuple[int, int], microbatch: int) -> Op:
 
 
 def input_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the half of a backward that the stage before needs."""
+    """Returns the half of a backward that the previous stage needs."""
     stage, replica = stage_replica
     return Op(I, stage, microbatch, replica)
 
@@ -72,7 +72,7 @@ def update(stage_replica: tuple[int, int], number: int) -> Op:
 
 def all_microbatches(stage_replica: StageReplica, replicas: int) -> range:
     """Returns a stage replica's microbatches."""
-    return range(stage_replica.replica, _ALL, replicas)
+    return range(stage_replica.replica, _ENDLESS, replicas)
 
 
 def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Iterator[Op]]) -> Order:
@@ -123,14 +123,14 @@ def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, update_de
         per_update: microbatches in an update, over all replicas; at least `replicas`.
         update_delay: 1 puts the next forward before the update.
     """
-    due: Op | None = None
+    next_update: Op | None = None
     for op in ops:
         yield op
         if op.kind in (B, W) and (op.index + replicas) // per_update > op.index // per_update:
-            due = update((op.stage, op.replica), op.index // per_update + 1)
-        if due is not None and (not update_delay or op.kind is F):
-            yield due
-            due = None
+            next_update = update((op.stage, op.replica), op.index // per_update + 1)
+        if next_update is not None and (not update_delay or op.kind is F):
+            yield next_update
+            next_update = None
 
 
 def each_minibatch(
@@ -155,30 +155,30 @@ def minibatch_by_minibatch(m: int, ops: Callable[[int, range], Iterator[Op]]) ->
 
 
 def repeated_wave(plan: Plan, m: int, hops: tuple[int, ...], waits: tuple[int, ...]) -> Order:
-    """Returns the order in which a block of six unit ops on each worker of a `wave` is repeated every six slots.
+    """Returns the order that repeats a block of six unit ops on each worker of a `wave` every six slots.
 
-    The block takes a microbatch there and back over the workers, twice: forwards, then input gradients. Weight
-    gradients fill the two slots that are left (Qi et al., NeurIPS 2024, section 3).
+    In a block a microbatch passes the workers there and back, twice: by forwards, then by input gradients. Weight
+    gradients fill the two free slots (Qi et al., NeurIPS 2024, section 3).
 
     Args:
         hops: slots from one worker to the next, on each of the four ways.
-        waits: slots that the first worker of the second, third and fourth way waits.
+        waits: slots that the first worker waits on the second, the third and the fourth way.
     """
     p = plan.workers
 
     def ops(rank: int, mine: range) -> Iterator[Op]:
-        there, back = rank, 2 * p - 1 - rank
+        outward_stage, return_stage = rank, 2 * p - 1 - rank
         slots: list[tuple[int, Kind, int]] = []
         begin = 0
-        for way, (hop, wait) in enumerate(zip(hops, (0, *waits), strict=True)):
+        for way, (hop_slots, wait_slots) in enumerate(zip(hops, (0, *waits), strict=True)):
             is_back = way % 2
-            slot = begin + wait + hop * (p - 1 - rank if is_back else rank)
-            slots.append((slot, I if way > 1 else F, back if (way in (1, 2)) else there))
-            begin += wait + hop * (p - 1) + 1
-        free = set(range(6)) - {slot % 6 for slot, _, _ in slots}
-        for after, _, stage in slots[2:]:
-            slot = next(slot for slot in count(after + 1) if slot % 6 in free)
-            free.remove(slot % 6)
+            slot = begin + wait_slots + hop_slots * (p - 1 - rank if is_back else rank)
+            slots.append((slot, I if way > 1 else F, return_stage if (way in (1, 2)) else outward_stage))
+            begin += wait_slots + hop_slots * (p - 1) + 1
+        free_slots = set(range(6)) - {slot % 6 for slot, _, _ in slots}
+        for previous_slot, _, stage in slots[2:]:
+            slot = next(slot for slot in count(previous_slot + 1) if slot % 6 in free_slots)
+            free_slots.remove(slot % 6)
             slots.append((slot, W, stage))
         rows = sorted((slot + 6 * i, kind, stage, k) for slot, kind, stage in slots for i, k in enumerate(mine))
         return (Op(kind, stage, k, 0) for _, kind, stage, k in rows)
@@ -207,7 +207,7 @@ def steady_1f1b(plan: Plan, per_update: int | None = None) -> Order:
 
 
 class MicrobatchProgress:
-    """Which ops a worker with several stages has done; each kind of op takes the microbatches in order."""
+    """The ops that a worker with several stages has done; each kind of op takes the microbatches in order."""
 
     def __init__(self, mine: range) -> None:
         self._mine = mine
@@ -221,9 +221,9 @@ class MicrobatchProgress:
         """Yields the next op of each step, `times` over; skips a step that has no op ready."""
         for _ in range(times):
             for kind, stage_replica in steps:
-                before = {F: None, B: F, I: F, W: I}[kind]
-                most = len(self._mine) if before is None else self._done[before, stage_replica]
-                if self._done[kind, stage_replica] < most:
+                previous_kind = {F: None, B: F, I: F, W: I}[kind]
+                ready = len(self._mine) if previous_kind is None else self._done[previous_kind, stage_replica]
+                if self._done[kind, stage_replica] < ready:
                     stage, replica = stage_replica
                     yield Op(kind, stage, self._mine[self._done[kind, stage_replica]], replica)
                     self._done[kind, stage_replica] += 1
@@ -306,7 +306,7 @@ def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
         stage_replicas = placed.passes(rank, forward=True)
         if not stage_replicas:
             return
-        # A wave: each stage is as many microbatches later as there are stages before it.
+        # A wave: stage s is s microbatches later than stage 0.
         for slot in count():
             for stage, replica in stage_replicas:
                 k = slot - stage
@@ -347,22 +347,22 @@ def with_backward_rule(plan: Plan, backward_rule: str, rules: tuple[str, ...] = 
 
 
 def choose_microbatches(name: str, plan: Plan, requested: int | None, default: int) -> int:
-    """Returns m for a method that splits minibatches: `wanted`, or else `default`, raised to the largest replica count.
+    """Returns m for a method that splits minibatches: `requested`, else `default` raised to the largest replica count.
 
-    Raises ScheduleError if fewer are wanted: a replica that does not contribute to every update would not know
-    whether there is one before it waits for the others' gradients.
+    Raises ScheduleError if fewer are requested: a replica without a part in every update would not know whether there
+    is one before it waits for the others' gradients.
     """
-    most = max(plan.replicas)
-    if requested is not None and requested < most:
+    replicas = max(plan.replicas)
+    if requested is not None and requested < replicas:
         raise ScheduleError(
-            f"schedule {name!r} with {requested} microbatches a minibatch: a stage has {most} replicas, and each takes "
-            f"part in every update; split the minibatch into at least {most}"
+            f"schedule {name!r} with {requested} microbatches a minibatch: a stage has {replicas} replicas, and each "
+            f"takes part in every update; split the minibatch into at least {replicas}"
         )
-    return requested or max(default, most)
+    return requested or max(default, replicas)
 
 
 def refuse_microbatches(name: str, microbatches: int | None) -> None:
-    """Raises ScheduleError if a minibatch is to be split."""
+    """Raises ScheduleError if a minibatch would be split."""
     if microbatches not in (None, 1):
         raise ScheduleError(
             f"schedule {name!r} updates after every minibatch and does not split it, but {microbatches} microbatches "
@@ -371,7 +371,7 @@ def refuse_microbatches(name: str, microbatches: int | None) -> None:
 
 
 def refuse_update_delay(name: str, plan: Plan) -> None:
-    """Raises ScheduleError if the in-flight counts of a plan depend on its update delay."""
+    """Raises ScheduleError if the in-flight counts of a plan need its update delay."""
     if raise_to_legal(plan.in_flight, plan.replicas) != plan.in_flight:
         raise ScheduleError(
             f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the plan's update delay "

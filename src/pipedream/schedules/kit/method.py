@@ -1,4 +1,4 @@
-"""The declarations of a method's file, in `METHODS`: the registry needs no other change."""
+"""The declaration of a method in its file, `METHODS`, which is all that the registry needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StageOrder:
     """A method's order of stages on p workers.
 
     Attributes:
-        words: for errors and notes.
+        words: description for errors and notes.
         order: (p, v) -> `Plan.worker_order`, for v stages per worker (chunks); raises ScheduleError for a number of
             workers that it cannot use.
         chunks: default v; None if the method leaves no choice.
@@ -32,26 +32,26 @@ class StageOrder:
         return len(self.order(workers, chunks or self.chunks or 1)) // self.replicas
 
     def check(self, name: str, plan: Plan, required: int | None = None) -> int:
-        """Returns v, the stages per worker of a plan; `wanted` is the only v that the method works with.
+        """Returns v, the stages per worker of a plan; `required` is the only v that the method works with.
 
         Raises:
-            ScheduleError: the plan is laid out differently, or has another v.
+            ScheduleError: the plan has another order of stages, or another v.
         """
-        count = sum(plan.replicas)
-        taken = plan.worker_order or tuple(range(count))
-        chunks = count // plan.workers // self.replicas
-        if set(plan.replicas) != {self.replicas} or taken != self.order(plan.workers, required or chunks):
-            several = "" if required is None else f", {required} on each"
+        stage_replicas = sum(plan.replicas)
+        order = plan.worker_order or tuple(range(stage_replicas))
+        chunks = stage_replicas // plan.workers // self.replicas
+        if set(plan.replicas) != {self.replicas} or order != self.order(plan.workers, required or chunks):
+            suffix = "" if required is None else f", {required} on each"
             raise ScheduleError(
-                f"schedule {name!r} needs {self.words}{several}; found plan {plan.config} on workers {taken}; plan for "
+                f"schedule {name!r} needs {self.words}{suffix}; found plan {plan.config} on workers {order}; plan for "
                 "this method, or name the workers in the plan's order"
             )
         return chunks
 
 
 def _order_wave(workers: int, chunks: int) -> tuple[int, ...]:
-    there = tuple(range(workers))
-    return tuple(worker for c in range(chunks) for worker in (reversed(there) if c % 2 else there))
+    outward = tuple(range(workers))
+    return tuple(worker for c in range(chunks) for worker in (reversed(outward) if c % 2 else outward))
 
 
 def _order_mirrored(workers: int, chunks: int) -> tuple[int, ...]:
@@ -64,8 +64,8 @@ looped = StageOrder("stage s on worker s mod p, without replicas", lambda p, chu
 """The stages of a worker are p apart (Megatron-LM, SC 2021, section 2.2.2)."""
 
 wave = StageOrder("the stages there and back over the workers (a V), without replicas", _order_wave)
-"""There and back, so that the first worker has the first stage and, with two stages each, the last one: the V of zero
-bubble (Qi et al., NeurIPS 2024) and, with more, the waves of Hanayo (SC 2023)."""
+"""There and back: the first worker has the first stage and, with two stages each, the last one. The V of zero bubble
+(Qi et al., NeurIPS 2024) and, with more stages, the waves of Hanayo (SC 2023)."""
 
 mirrored = StageOrder(
     "two replicas of each stage, on workers s and p - 1 - s, p even", _order_mirrored, replicas=2, chunks=None
@@ -92,7 +92,7 @@ class Method:
         name: by default that of `build`.
         since: year of its paper, by which lists are ordered; 0 for a baseline.
         aliases: other names that papers use.
-        compensates: another method plus a compensation of delay.
+        compensates: it is another method plus a compensation of delay.
         properties: with options at their defaults. None: derived from small schedules (`properties_of`).
         choose: when to choose it; Markdown.
     """

@@ -20,10 +20,10 @@ def breadth_first(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedu
     m = microbatches or 4 * p
 
     def ops(rank: int, mine: range) -> Iterator[kit.Op]:
-        for lap in range(chunks):
-            yield from (kit.forward((rank + p * lap, 0), k) for k in mine)
-        for lap in reversed(range(chunks)):
-            yield from (kit.backward((rank + p * lap, 0), k) for k in mine)
+        for chunk in range(chunks):
+            yield from (kit.forward((rank + p * chunk, 0), k) for k in mine)
+        for chunk in reversed(range(chunks)):
+            yield from (kit.backward((rank + p * chunk, 0), k) for k in mine)
 
     claims = kit.Claims(
         assumption="p workers with v equal stages each, messages cost nothing",

@@ -28,8 +28,8 @@ def chimera(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
             "split the minibatch into a multiple of that"
         )
 
-    def unit(rank: int, first: int) -> list[tuple[int, kit.Op]]:
-        """Ops of p microbatches with the slots in which they start, a forward being as long as a backward."""
+    def order_unit(rank: int, first: int) -> list[tuple[int, kit.Op]]:
+        """Returns the ops of p microbatches with their start slots, where a forward is as long as a backward."""
         slots = []
         for up, stage in enumerate((rank, p - 1 - rank)):
             stage_replica = (stage, up)
@@ -43,7 +43,7 @@ def chimera(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
 
     def order(rank: int) -> Iterator[kit.Op]:
         for number in count():
-            slots = [(2 * p * u + slot, op) for u in range(m // p) for slot, op in unit(rank, number * m + u * p)]
+            slots = [(2 * p * u + slot, op) for u in range(m // p) for slot, op in order_unit(rank, number * m + u * p)]
             yield from (op for _, op in sorted(slots))
 
     claims = kit.Claims(
@@ -60,15 +60,15 @@ def both_directions(name: str, plan: kit.Plan, m: int, order: kit.Order, claims:
 
     def with_updates(rank: int) -> Iterator[kit.Op]:
         p = plan.workers
-        left = 2 * m  # passes of a minibatch at the rank's two stages
+        remaining = 2 * m  # passes of a minibatch at the rank's two stages
         number = 0
         for op in order(rank):
             yield op
-            left -= 1
-            if not left:
-                number, left = number + 1, 2 * m
-                # After all backwards, so that one stage's sum can overlap with the other stage; in the same order on
-                # both holders.
+            remaining -= 1
+            if not remaining:
+                number, remaining = number + 1, 2 * m
+                # After all backwards, so that one stage's sum can overlap with the other stage; both holders use
+                # the same order.
                 for stage in sorted((rank, p - 1 - rank), reverse=True):
                     yield kit.update((stage, int(stage != rank)), number)
 

@@ -47,34 +47,34 @@ def chimera_doubled(plan: kit.Plan, microbatches: int | None = None) -> kit.Sche
 def _order_in_pairs(p: int, m: int) -> list[list[kit.Op]]:
     """Returns the ops of each worker in a minibatch: in each slot a backward, if one can start, else two forwards.
 
-    Of two that can start it takes the one at the later stage; never more than 2p are in flight.
+    Of two that can start, the one at the later stage runs; at most 2p are in flight.
     """
     rows: list[list[kit.Op]] = [[] for _ in range(p)]
-    taken = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(p) for up in (0, 1)), 0)
+    started = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(p) for up in (0, 1)), 0)
 
     def choose_next(rank: int) -> tuple[str, int, int] | None:
         stage_replicas = sorted(((rank, 0), (p - 1 - rank, 1)), reverse=True)
         for s, up in stage_replicas:
-            done = taken["B", s, up]
-            if done < before["F", s, up] and (s == p - 1 or done < before["B", s + 1, up]):
+            backwards = started["B", s, up]
+            if backwards < done_before["F", s, up] and (s == p - 1 or backwards < done_before["B", s + 1, up]):
                 return "B", s, up
-        in_flight = sum(taken["F", *stage_replica] - taken["B", *stage_replica] for stage_replica in stage_replicas)
+        in_flight = sum(started["F", *stage_replica] - started["B", *stage_replica] for stage_replica in stage_replicas)
         for s, up in stage_replicas if in_flight <= 2 * p - 2 else ():
-            forwards = taken["F", s, up]
-            if forwards < m // 2 and (s == 0 or forwards < before["F", s - 1, up]):
+            forwards = started["F", s, up]
+            if forwards < m // 2 and (s == 0 or forwards < done_before["F", s - 1, up]):
                 return "F", s, up
         return None
 
-    while any(taken["B", s, up] < m // 2 for s in range(p) for up in (0, 1)):
-        before = dict(taken)  # done by the end of the slot before
+    while any(started["B", s, up] < m // 2 for s in range(p) for up in (0, 1)):
+        done_before = dict(started)  # done by the end of the previous slot
         for rank, row in enumerate(rows):
             step = choose_next(rank)
             if step is not None:
                 kind, s, up = step
-                first = taken[step]
-                taken[step] += 1 if kind == "B" else 2
-                make = kit.backward if kind == "B" else kit.forward
-                row += [make((s, up), 2 * i + up) for i in range(first, taken[step])]
+                first = started[step]
+                started[step] += 1 if kind == "B" else 2
+                make_op = kit.backward if kind == "B" else kit.forward
+                row += [make_op((s, up), 2 * i + up) for i in range(first, started[step])]
     return rows
 
 

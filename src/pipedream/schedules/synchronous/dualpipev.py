@@ -43,7 +43,7 @@ def dualpipev(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
 
 def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[kit.Op]:
     """Yields the ops of a worker on one minibatch; numbers are the steps of the released code."""
-    there, back = (rank, 0), (2 * p - 1 - rank, 0)
+    down, up = (rank, 0), (2 * p - 1 - rank, 0)
     progress = kit.MicrobatchProgress(mine)
     deferred: deque[tuple[int, int]] = deque()
 
@@ -56,17 +56,17 @@ def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[kit.Op]:
     def weight_gradient() -> Iterator[kit.Op]:
         yield from progress.take((W, deferred.popleft()))
 
-    yield from progress.take((F, there), times=2 * (p - rank - 1))  # 1
-    yield from progress.take((F, there), (F, back), times=rank + 1)  # 2
-    yield from progress.take((I, back), (W, back), (F, back), times=p - rank - 1)  # 3
+    yield from progress.take((F, down), times=2 * (p - rank - 1))  # 1
+    yield from progress.take((F, down), (F, up), times=rank + 1)  # 2
+    yield from progress.take((I, up), (W, up), (F, up), times=p - rank - 1)  # 3
     for _ in range(len(mine) - 2 * p + rank + 1):  # 4: a forward and a backward in turn, in both directions
-        yield from progress.take((F, there), (I, back), (W, back), (F, back), (I, there), (W, there))
-    yield from progress.take((I, back), (W, back), (F, back), (I, there), (W, there), times=p - rank - 1)  # 5
+        yield from progress.take((F, down), (I, up), (W, up), (F, up), (I, down), (W, down))
+    yield from progress.take((I, up), (W, up), (F, up), (I, down), (W, down), times=p - rank - 1)  # 5
     for i in range(2 * (rank + 1)):  # 6: from the middle on weight gradients are deferred
-        yield from backward((back, there)[i % 2], later=i > rank)
+        yield from backward((up, down)[i % 2], later=i > rank)
     for _ in range(p - rank - 1):  # 7
         yield from weight_gradient()
-        yield from backward(there, later=True)
+        yield from backward(down, later=True)
     while deferred:  # 8
         yield from weight_gradient()
 

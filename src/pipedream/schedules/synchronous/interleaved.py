@@ -24,20 +24,20 @@ def interleaved_1f1b(plan: kit.Plan, microbatches: int | None = None) -> kit.Sch
         )
 
     def ops(rank: int, mine: range) -> Iterator[kit.Op]:
-        def nth(i: int, *, back: bool) -> kit.Op:
-            """The i-th forward or backward: p microbatches at one stage, then at the next."""
+        def find_op(i: int, *, is_backward: bool) -> kit.Op:
+            """Returns the i-th forward or backward: p microbatches at one stage, then at the next."""
             group, i = divmod(i, p * chunks)
-            lap, k = divmod(i, p)
-            stage = rank + p * (chunks - 1 - lap if back else lap)
-            return (kit.backward if back else kit.forward)((stage, 0), mine[group * p + k])
+            chunk, k = divmod(i, p)
+            stage = rank + p * (chunks - 1 - chunk if is_backward else chunk)
+            return (kit.backward if is_backward else kit.forward)((stage, 0), mine[group * p + k])
 
         total = m * chunks
         warmup = min(2 * (p - 1 - rank) + (chunks - 1) * p, total)
         for i in range(total + warmup):
             if i < total:
-                yield nth(i, back=False)
+                yield find_op(i, is_backward=False)
             if i >= warmup:
-                yield nth(i - warmup, back=True)
+                yield find_op(i - warmup, is_backward=True)
 
     claims = kit.Claims(
         assumption="p workers with v equal stages each, messages cost nothing, m a multiple of p",

@@ -23,7 +23,7 @@ def naive(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
 
         return kit.each_minibatch(plan, stage_replica, m, one_at_a_time)
 
-    # One of p workers works at any time, also if forwards and backwards take different times.
+    # One of p workers works at any time, whatever the times of forwards and backwards.
     claims = kit.Claims(bubble=lambda p, m: (p - 1) / p, in_flight=lambda p, m, s: 1)
     return kit.flushing("naive", plan, m, kit.one_stage_per_rank(plan.placement, ops), claims)
 

@@ -19,7 +19,7 @@ def one_f_one_b(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule
 
     def ops(stage_replica: kit.StageReplica) -> Iterator[kit.Op]:
         def in_turn(mine: range) -> Iterator[kit.Op]:
-            # A replica has no more warm-up forwards than it has microbatches of this minibatch, less the one in turn.
+            # A replica has fewer warm-up forwards than microbatches of this minibatch: one runs in turn.
             warmup = min(plan.in_flight[stage_replica.stage] - 1, max(len(mine) - 1, 0))
             return kit.one_forward_one_backward(stage_replica, mine=mine, warmup=warmup)
 

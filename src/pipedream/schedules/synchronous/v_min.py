@@ -22,16 +22,16 @@ def v_min(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     claims = kit.Claims(
         assumption="p workers with two equal stages each, messages cost nothing; f = i = w",
         least=lambda p: 2 * (p // 3) + 1 + (p % 3 == 2),
-        bubble=lambda p, m: _wait_slots(p) / (6 * m + _wait_slots(p)),
+        bubble=lambda p, m: _count_idle_slots(p) / (6 * m + _count_idle_slots(p)),
         in_flight=lambda p, m, s: 2 * (p // 3) + 2 + 2 * (p % 3 == 2 and s % 3 > 0),
-        makespan_s=lambda p, m, n, f, i, w: n * (2 * m * (f + i + w) + _wait_slots(p) * f),
+        makespan_s=lambda p, m, n, f, i, w: n * (2 * m * (f + i + w) + _count_idle_slots(p) * f),
     )
     order = kit.repeated_wave(plan, m, hops=(1, 1, 1, 1), waits=(0, 0, 0) if p % 3 else (2, 0, 2))
     return kit.flushing("v_min", plan, m, order, claims, kinds=kit.SPLIT)
 
 
-def _wait_slots(p: int) -> int:
-    """Returns for how many slots each worker waits in a minibatch."""
+def _count_idle_slots(p: int) -> int:
+    """Returns the slots in which each worker waits in a minibatch."""
     return max(0, 4 * p - (5 if p % 3 else 4))
 
 

@@ -36,17 +36,17 @@ def zbv(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
 
 
 def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[kit.Op]:
-    there, back = (rank, 0), (2 * p - 1 - rank, 0)
+    down, up = (rank, 0), (2 * p - 1 - rank, 0)
     progress = kit.MicrobatchProgress(mine)
-    yield from progress.take((F, there), times=2 * (p - rank) - 1)
-    yield from progress.take((F, back), (F, there), times=rank)
-    yield from progress.take((F, back), (I, back), (W, back), times=p - rank)
-    while progress.left(F, back):
-        yield from progress.take((F, there), (I, there), (W, there), (F, back), (I, back), (W, back))
-    yield from progress.take((I, there), (I, back), times=rank)
-    yield from progress.take((I, there), (W, there), times=p - rank)
-    yield from progress.take((W, back), times=len(mine))
-    yield from progress.take((W, there), times=len(mine))
+    yield from progress.take((F, down), times=2 * (p - rank) - 1)
+    yield from progress.take((F, up), (F, down), times=rank)
+    yield from progress.take((F, up), (I, up), (W, up), times=p - rank)
+    while progress.left(F, up):
+        yield from progress.take((F, down), (I, down), (W, down), (F, up), (I, up), (W, up))
+    yield from progress.take((I, down), (I, up), times=rank)
+    yield from progress.take((I, down), (W, down), times=p - rank)
+    yield from progress.take((W, up), times=len(mine))
+    yield from progress.take((W, down), times=len(mine))
 
 
 METHODS = (
