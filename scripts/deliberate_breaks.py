@@ -252,8 +252,8 @@ BREAKS = (
     Break(
         "simulator: the sum over holders of tied weights takes no time",
         "simulator/costs.py",
-        "return [(max(at_s for at_s, _ in came), size, seconds)]",
-        "return [(max(at_s for at_s, _ in came), 0.0, 0.0)]",
+        "return [(max(at_s for at_s, _ in arrivals), size, seconds)]",
+        "return [(max(at_s for at_s, _ in arrivals), 0.0, 0.0)]",
         ("simulator/test_clock.py",),
     ),
     Break(
@@ -266,15 +266,15 @@ BREAKS = (
     Break(
         "simulator: a sum is over when the last message is, even if somebody comes later",
         "simulator/clock.py",
-        "meeting.over_s = max(now, *(came_s + busy_s for came_s, _ in meeting.came))",
+        "meeting.over_s = max(now, *(arrival_s + busy_s for arrival_s, _ in meeting.arrivals))",
         "meeting.over_s = now",
         ("simulator/test_clock.py", "simulator/test_clock_oracle.py"),
     ),
     Break(
         "simulator: flows do not share a port",
         "simulator/messages.py",
-        "narrow, rate = port, port.spare_bytes_per_s / port.waiting",
-        "narrow, rate = port, port.spare_bytes_per_s",
+        "narrowest, rate = port, port.spare_bytes_per_s / port.waiting",
+        "narrowest, rate = port, port.spare_bytes_per_s",
         ("simulator/test_clock_oracle.py", "simulator/test_clock.py"),
     ),
     Break(

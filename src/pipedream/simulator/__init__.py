@@ -1,4 +1,4 @@
-"""A program in simulated time on a cluster: when each op runs, who waits for whom, how much must be held."""
+"""Runs a program in simulated time on a cluster: when each op runs, what waits for what, and the bytes held."""
 
 from pipedream.simulator.clock import simulate, time_updates
 from pipedream.simulator.costs import Costs, Stragglers, costs

@@ -1,15 +1,15 @@
 """The clock: runs a Program in simulated time, instruction by instruction, as the runtime would.
 
-- A send never blocks its rank, though it and a receive keep it from computing for a while (`Costs.end_s`). A message
-  flows when its receive is posted (`simulator.messages`); receive i of a channel of depth d is posted when the consumer
-  of receive i - d, the op after it, is done.
-- A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without one, when it
-  reaches its update, where it blocks its ranks. A coupled update waits for all ranks to reach it, one of tied weights
-  for the sum over their holders, which begins when all have reached it.
-- A forward waits until the weights that it reads have been made, and copied, on another rank.
+- A send never blocks its rank, but sends and receives keep it from computing for a while (`Costs.end_s`). A message
+  flows when its receive is posted (`simulator.messages`); receive i of a channel of depth d is posted when the op that
+  consumes receive i - d is done.
+- A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without one, at its update.
+  The update waits for the sum. A coupled update waits until all ranks have reached it, one of tied weights for the sum
+  over their holders, which begins when all have reached it.
+- A forward waits until the weights that it reads have been made on another rank, and copied.
 
-Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens:
-nothing that a rank does later can come before it, so ports see all events in the order of time.
+Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens.
+Nothing that a rank does later comes before it, so ports see all events in the order of time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from pipedream.simulator.messages import Messages, Wire, describe_message
 
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 _Work = tuple[int, Any, int, int, int, str, float]
-_SAME = 1e-9  # relative
-_ALL = -1  # the meeting before a coupled update
+_TOLERANCE = 1e-9  # relative
+_COUPLED = -1  # stage of the meeting before a coupled update
 
 
 def simulate(
@@ -63,13 +63,13 @@ def simulate(
     """Returns the timeline of `total` microbatches, from an empty pipeline to an empty one.
 
     Args:
-        stragglers: says how the seconds of ops differ from the costs.
-        in_turns: the ranks share a thread, so that only one works at a time.
+        stragglers: how the seconds of ops differ from the costs.
+        in_turns: the ranks share a thread, so that only one computes at a time.
 
     Raises:
         DeadlockError: ranks wait for each other for ever; the message lists each with its instruction.
-        ScheduleError: a rank receives another message than the next of its channel, or a message has no receiver.
-        ValueError: a slow rank that does not exist.
+        ScheduleError: a rank does not receive the next message of a channel, or a message has no receiver.
+        ValueError: a slow rank does not exist.
     """
     with _pause_collection():
         clock = _Clock(program, costs.with_compensation(program), total, stragglers or Stragglers(), in_turns)
@@ -80,11 +80,11 @@ def simulate(
 def time_updates(program: Program, costs: Costs, total: int, first: int, last: int) -> tuple[float, int]:
     """Returns the seconds between two updates of the input stage, each finished on all replicas, and the updates.
 
-    These are fewer than asked for once all ops of as many microbatches as are in flight, on all ranks, come as much
-    later as those a cycle before them, or as those in flight before: what repeats itself then does so for ever.
+    The clock stops at earlier updates once the run repeats: all ops of as many microbatches as are in flight, on all
+    ranks, are equally later than those one cycle, or one such round, before.
 
     Args:
-        total: microbatches; more than the last update needs, so that the pipeline does not drain before.
+        total: microbatches; more than the last update needs, so that the pipeline does not drain before it.
 
     Raises:
         ValueError: the updates take no time.
@@ -100,7 +100,7 @@ def time_updates(program: Program, costs: Costs, total: int, first: int, last: i
 
 
 class _EnoughError(Exception):
-    """The clock has gone as far as it needs to."""
+    """The clock has run far enough."""
 
 
 @contextmanager
@@ -117,15 +117,15 @@ def _pause_collection() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A rank: its time, and the instruction it is at.
+    """A rank: its time, and its current instruction.
 
     Attributes:
-        instructions: the text with wires instead of channels, and with seconds.
-        missing: ops not yet done; `before` is the number one turn ago.
+        instructions: those of `text`, with wires instead of channels, and with seconds.
+        missing: ops not yet done; `missing_before` is their number one turn ago.
         slowness: factor on its seconds.
-        brought: stage -> newest update for which it has its gradients ready.
-        stepping: stage -> (update, when it ends), of updates that its host makes beside the passes.
-        coupled: newest update for which it has waited for all ranks.
+        joined: stage -> newest update whose sum has this rank's gradients.
+        stepping: stage -> (update, its end), of updates that its host makes beside the passes.
+        coupled: newest update before which it has waited for all ranks.
     """
 
     number: int
@@ -133,7 +133,7 @@ class _Rank:
     instructions: list[_Work]
     draw: Callable[[str], float] | None
     missing: int
-    before: int = -1
+    missing_before: int = -1
     slowness: float = 1.0
     position: int = 0
     turn: int = 0
@@ -142,7 +142,7 @@ class _Rank:
     spans: list[Span] = field(default_factory=list)
     sends: list[Span] = field(default_factory=list)
     received: list[Wire] = field(default_factory=list)
-    brought: dict[int, int] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)
     coupled: int = 0
     stepping: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -152,12 +152,13 @@ class _Meeting:
     """Ranks that wait until all have arrived and their sum is done.
 
     Attributes:
-        came: arrival times, each with the seconds of the backward that ended then.
+        missing, staying: ranks that have yet to arrive, and to leave.
+        arrivals: times of arrival, each with the seconds of the backward that ended then.
     """
 
     missing: int
     staying: int
-    came: list[tuple[float, float]] = field(default_factory=list)
+    arrivals: list[tuple[float, float]] = field(default_factory=list)
     over_s: float | None = None
     waiting: list[_Rank] = field(default_factory=list)
 
@@ -170,21 +171,21 @@ class _Clock:
         self.costs = costs
         placement = program.placement
         stragglers.check_ranks(placement.workers)
-        gives = range(placement.stages) if costs.buckets else ()
-        texts = [compile_rank(program, number, total, gives=gives) for number in range(placement.workers)]
+        early_sums = range(placement.stages) if costs.buckets else ()
+        texts = [compile_rank(program, number, total, early_sums=early_sums) for number in range(placement.workers)]
         self.ranks = [_Rank(number, text, [], stragglers.draws(number), text.ops) for number, text in enumerate(texts)]
         self.ready: list[_Rank] = []
         self.messages = Messages(program, costs, [rank.sends for rank in self.ranks], self.ready)
         for rank in self.ranks:
-            instructions = list(rank.text.instructions) if rank.missing else rank.text.sends_left(0, 0)
+            instructions = list(rank.text.instructions) if rank.missing else rank.text.list_remaining_sends(0, 0)
             rank.slowness = stragglers.slowness(rank.number) / costs.speed(rank.number)
             rank.instructions = self._add_seconds(instructions, rank.slowness)
-        self.members = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied_weights)]
+        self.member_counts = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied_weights)]
         self.meetings: dict[tuple[int, int], _Meeting] = {}
         self.remote = {stage for rank in self.ranks for stage, _ in placement.remote_forwards(rank.number)}
-        self.made_s = {(stage, 0): 0.0 for stage in self.remote}
-        self.reading: dict[tuple[int, int], list[_Rank]] = defaultdict(list)
-        # The passes of a CPU share its cores with the updates, which take as long as without a thread.
+        self.weights_made_s = {(stage, 0): 0.0 for stage in self.remote}
+        self.weight_readers: dict[tuple[int, int], list[_Rank]] = defaultdict(list)
+        # On a CPU passes and updates share the cores: updates in a thread save no time.
         self.overlaps = program.overlaps_updates and costs.runtime.overlap_device
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
@@ -193,7 +194,7 @@ class _Clock:
 
     def _add_seconds(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
         @cache
-        def place(code: int, what: Any, letter: str) -> tuple[Any, float]:
+        def find_seconds(code: int, what: Any, letter: str) -> tuple[Any, float]:
             if code == OP:
                 return what, self.costs.op_s(Kind(letter), what) * slowness
             if code in (SEND, RECEIVE):
@@ -202,13 +203,13 @@ class _Clock:
             return what, 0.0
 
         return [
-            (code, (placed := place(code, what, letter))[0], first, stride, limit, letter, placed[1])
+            (code, (timed := find_seconds(code, what, letter))[0], first, stride, limit, letter, timed[1])
             for code, what, first, stride, limit, letter, _ in instructions
         ]
 
     def run(self) -> None:
         self.ready += self.ranks[::-1]
-        free_s = 0.0  # when a shared thread is free again
+        free_s = 0.0  # when the shared thread is free again
         while self.ready:
             while self.ready:
                 rank = self.ready.pop()
@@ -216,13 +217,13 @@ class _Clock:
                     rank.now = max(rank.now, free_s)
                 self._advance(rank)
                 free_s = rank.now
-            self.messages.go_on()
+            self.messages.advance()
         waiting = [rank for rank in self.ranks if not rank.ended]
         if waiting:
             raise DeadlockError(self._describe_waits(waiting))
-        for lost in self.messages.left():
+        for message in self.messages.find_unreceived():
             raise ScheduleError(
-                f"program {self.program.name!r}: {describe_message(*lost)} is sent and "
+                f"program {self.program.name!r}: {describe_message(*message)} is sent and "
                 "never received; lower the schedule again"
             )
 
@@ -253,11 +254,11 @@ class _Clock:
                 if letter == "U":
                     self._note_update(what, index, now)
                 if received:
-                    self._post_again(received, now)
+                    self._post_receives(received, now)
                 missing -= 1
                 if not missing:
-                    # Of a rank whose ops are done only the sends are left.
-                    instructions = self._add_seconds(rank.text.sends_left(position + 1, turn), rank.slowness)
+                    # Once its ops are done, a rank only has sends to do.
+                    instructions = self._add_seconds(rank.text.list_remaining_sends(position + 1, turn), rank.slowness)
                     rank.instructions, position, turn = instructions, 0, 0
                     continue
             elif code == RECEIVE:
@@ -276,10 +277,10 @@ class _Clock:
             elif code == GIVE:
                 stage, update, updates = what
                 backward_s = now - spans[-1].start_s
-                self._come(rank, stage, update + turn * updates, now, backward_s)
+                self._join_meeting(rank, stage, update + turn * updates, now, backward_s)
             else:
-                stage, what = what if code == TIED else (what if code in (SYNC, READ) else _ALL, what)
-                over_s = (self._await_weights if code == READ else self._meet)(rank, stage, index, now)
+                stage, what = what if code == TIED else (what if code in (SYNC, READ) else _COUPLED, what)
+                over_s = (self._await_weights if code == READ else self._await_meeting)(rank, stage, index, now)
                 if over_s is None:
                     break
                 if over_s > now:
@@ -289,7 +290,7 @@ class _Clock:
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
 
     def _overlap(self, rank: _Rank, letter: str, stage: int, index: int, now: float, end: float) -> tuple[float, float]:
-        """Returns when a forward or an update begins and ends whose rank makes updates beside its passes."""
+        """Returns start and end of a forward or an update on a rank that makes updates beside its passes."""
         update, made_s = rank.stepping.get(stage, (0, 0.0))
         if made_s > now and (letter == "U" or self.program.weights.forward_version(stage, index) >= update):
             rank.spans.append(_new(Span, (rank.number, "wait", stage, update, now, made_s)))
@@ -300,27 +301,27 @@ class _Clock:
         rank.stepping[stage] = index, start_s + end - now
         rank.sends.append(_new(Span, (rank.number, "step", stage, index, start_s, start_s + end - now)))
         if stage in self.remote:
-            self._note_made(stage, index, start_s + end - now)
+            self._note_weights(stage, index, start_s + end - now)
         return now, now
 
     def _note_update(self, stage: int, update: int, now: float) -> None:
         if stage in self.remote and not self.overlaps:
-            self._note_made(stage, update, now)
+            self._note_weights(stage, update, now)
 
-    def _note_made(self, stage: int, update: int, now: float) -> None:
-        self.made_s[stage, update] = now
-        self.ready += self.reading.pop((stage, update), [])
+    def _note_weights(self, stage: int, update: int, now: float) -> None:
+        self.weights_made_s[stage, update] = now
+        self.ready += self.weight_readers.pop((stage, update), [])
 
     def _await_weights(self, rank: _Rank, stage: int, index: int, now: float) -> float | None:
-        """Returns when the weights of a remote forward are there; None while unknown."""
+        """Returns when the weights of a remote forward have arrived; None while unknown."""
         version = self.program.weights.forward_version(stage, index) if self.program.trains else 0
-        made_s = self.made_s.get((stage, version))
+        made_s = self.weights_made_s.get((stage, version))
         if made_s is None:
-            self.reading[stage, version].append(rank)
+            self.weight_readers[stage, version].append(rank)
             return None
         return made_s + self.costs.copy_s(stage, self.program.placement.rank_of(stage, index), rank.number)
 
-    def _post_again(self, received: list[Wire], now: float) -> None:
+    def _post_receives(self, received: list[Wire], now: float) -> None:
         for wire in received:
             self.messages.post(wire, now)
         received.clear()
@@ -337,45 +338,45 @@ class _Clock:
 
     def _end_rank(self, rank: _Rank, missing: int) -> None:
         if missing:
-            self._refuse_lacking(rank)
+            self._refuse_missing_ops(rank)
         rank.ended = True
 
     def _check_progress(self, rank: _Rank, missing: int) -> None:
-        if missing == rank.before:
-            self._refuse_lacking(rank)  # indices only grow
-        rank.before = missing
+        if missing == rank.missing_before:
+            self._refuse_missing_ops(rank)  # indices only grow
+        rank.missing_before = missing
 
-    def _come(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
+    def _join_meeting(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
         key = stage, update
         meeting = self.meetings.get(key)
         if meeting is None:
-            members = sum(last >= update for last in self.last_updates) if stage == _ALL else self.members[stage]
-            meeting = self.meetings[key] = _Meeting(members, members)
-        rank.brought[stage] = update
-        meeting.came.append((now, backward_s))
+            size = sum(last >= update for last in self.last_updates) if stage == _COUPLED else self.member_counts[stage]
+            meeting = self.meetings[key] = _Meeting(size, size)
+        rank.joined[stage] = update
+        meeting.arrivals.append((now, backward_s))
         meeting.missing -= 1
         if meeting.missing:
             return
-        if stage == _ALL:
+        if stage == _COUPLED:
             self._end_meeting(meeting, 0.0, 0.0)
         else:
             self.messages.sum_up(
                 stage,
-                self.costs.sum_parts(stage, meeting.came),
+                self.costs.sum_parts(stage, meeting.arrivals),
                 partial(self._end_meeting, meeting, self.costs.summing_s(stage)),
             )
 
     def _end_meeting(self, meeting: _Meeting, busy_s: float, now: float) -> None:
-        meeting.over_s = max(now, *(came_s + busy_s for came_s, _ in meeting.came))
+        meeting.over_s = max(now, *(arrival_s + busy_s for arrival_s, _ in meeting.arrivals))
         self.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 
-    def _meet(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
-        """Returns when a meeting that a rank has reached is over; None while unknown."""
-        if stage == _ALL and update <= rank.coupled:
-            return now  # another stage of this rank has met
-        if rank.brought.get(stage, 0) < update:
-            self._come(rank, stage, update, now, 0.0)
+    def _await_meeting(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
+        """Returns when a meeting that a rank has reached ends; None while unknown."""
+        if stage == _COUPLED and update <= rank.coupled:
+            return now  # another stage of this rank has waited
+        if rank.joined.get(stage, 0) < update:
+            self._join_meeting(rank, stage, update, now, 0.0)
         meeting = self.meetings[stage, update]
         if meeting.over_s is None:
             meeting.waiting.append(rank)
@@ -383,12 +384,12 @@ class _Clock:
         meeting.staying -= 1
         if not meeting.staying:
             del self.meetings[stage, update]
-        if stage == _ALL:
+        if stage == _COUPLED:
             rank.coupled = update
         return meeting.over_s
 
     def build_timeline(self) -> Timeline:
-        """Returns what ran."""
+        """Returns the timeline of all that ran."""
         program = self.program
         in_flight = count_most_in_flight(program, self.total)
         traces = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
@@ -409,7 +410,7 @@ class _Clock:
             memory=tuple(trace.memory for trace in traces),
         )
 
-    def _refuse_lacking(self, rank: _Rank) -> NoReturn:
+    def _refuse_missing_ops(self, rank: _Rank) -> NoReturn:
         raise ScheduleError(
             f"program {self.program.name!r}: rank {rank.number} lacks ops of the {rank.text.ops} that "
             f"{self.total} microbatches need; lower the schedule again"
@@ -418,17 +419,17 @@ class _Clock:
     def _describe_waits(self, waiting: list[_Rank]) -> str:
         rows = []
         for rank in waiting:
-            at = self._find_instruction(rank)
-            what = f"{at}"
-            if isinstance(at, Transfer) and at.kind is Move.RECEIVE:
-                what += f": {describe_message(self.messages.wires[at.channel].channel, at.index)}"
-            elif isinstance(at, Transfer):
-                what += f": the other replicas of stage {at.channel}"
-            elif at.kind is Kind.FORWARD:
-                what += ": the weights, which another rank updates"
+            instruction = self._find_instruction(rank)
+            text = f"{instruction}"
+            if isinstance(instruction, Transfer) and instruction.kind is Move.RECEIVE:
+                text += f": {describe_message(self.messages.wires[instruction.channel].channel, instruction.index)}"
+            elif isinstance(instruction, Transfer):
+                text += f": the other replicas of stage {instruction.channel}"
+            elif instruction.kind is Kind.FORWARD:
+                text += ": the weights, which another rank updates"
             else:
-                what += ": the update of the other ranks"
-            rows.append(f"  rank {rank.number} waits at {what}")
+                text += ": the update of the other ranks"
+            rows.append(f"  rank {rank.number} waits at {text}")
         return "\n".join(
             [
                 f"program {self.program.name!r} of {self.total} microbatches: {len(waiting)} of {len(self.ranks)} "
@@ -444,54 +445,54 @@ class _Clock:
 
 
 class _UpdateClock(_Clock):
-    """A clock that goes as far as two updates of the input stage, or two others that are as good."""
+    """A clock that runs until two updates of the input stage, or until earlier ones that are as far apart."""
 
     def __init__(self, program: Program, costs: Costs, total: int, first: int, last: int) -> None:
         super().__init__(program, costs, total, Stragglers(), in_turns=False)
         self.first, self.last = first, last
-        self.updating: Counter[int] = Counter()
+        self.replicas_done: Counter[int] = Counter()
         self.updated_s: dict[int, float] = {}
         in_flight = max(map(mul, program.plan.in_flight, program.placement.replicas))
         self.round = -(-in_flight // program.cycle) * program.cycle
-        self.alike = {program.cycle: 0, self.round: 0}
+        self.repeated = {program.cycle: 0, self.round: 0}
 
     def _note_update(self, stage: int, update: int, now: float) -> None:
         super()._note_update(stage, update, now)
         if stage:
             return
-        self.updating[update] += 1
+        self.replicas_done[update] += 1
         self.updated_s[update] = max(now, self.updated_s.get(update, now))
-        if self.updating[update] < self.members[0]:
+        if self.replicas_done[update] < self.member_counts[0]:
             return
         per_update = self.program.updates.per_update[0]
-        for distance in self.alike if not update * per_update % self.program.cycle else ():
+        for distance in self.repeated if not update * per_update % self.program.cycle else ():
             before = update - distance // per_update
-            if before > 0 and self._repeats(update, before, distance):
+            if before > 0 and self._is_repeated(update, before, distance):
                 self.first, self.last = before, update
                 break
         if update == self.last:
             raise _EnoughError
 
-    def _repeats(self, update: int, before: int, distance: int) -> bool:
-        """Returns whether all ops in flight came as much later than those `distance` microbatches before.
+    def _is_repeated(self, update: int, before: int, distance: int) -> bool:
+        """Returns whether all ops in flight are equally later than those `distance` microbatches before.
 
-        The ranks are asked once as many updates of the input stage have come alike as are in flight.
+        Compares the ranks only once as many updates of the input stage repeat as are in flight.
         """
         cycle, updated_s = self.program.cycle, self.updated_s
         step = cycle // self.program.updates.per_update[0]
         seconds = updated_s[update] - updated_s[before]
-        is_alike = abs(seconds - updated_s[update - step] + updated_s.get(before - step, 0.0)) <= _SAME * seconds
-        self.alike[distance] = self.alike[distance] + cycle if is_alike else 0
-        if self.alike[distance] < self.round:
+        repeats = abs(seconds - updated_s[update - step] + updated_s.get(before - step, 0.0)) <= _TOLERANCE * seconds
+        self.repeated[distance] = self.repeated[distance] + cycle if repeats else 0
+        if self.repeated[distance] < self.round:
             return False
-        self.alike[distance] //= 2
-        return all(self._repeats_on(rank, distance, seconds) for rank in self.ranks)
+        self.repeated[distance] //= 2
+        return all(self._is_repeated_on(rank, distance, seconds) for rank in self.ranks)
 
-    def _repeats_on(self, rank: _Rank, distance: int, seconds: float) -> bool:
-        shift = self.program.op_count(rank.number, distance)
-        count = shift + self.program.op_count(rank.number, self.round)
+    def _is_repeated_on(self, rank: _Rank, distance: int, seconds: float) -> bool:
+        ops_between = self.program.op_count(rank.number, distance)
+        count = ops_between + self.program.op_count(rank.number, self.round)
         latest = [span for span in rank.spans[-8 * count :] if span.kind != "wait"][-count:]
         return len(latest) == count and all(
-            a[1:3] == b[1:3] and abs(b.end_s - a.end_s - seconds) <= _SAME * seconds
-            for a, b in zip(latest, latest[shift:], strict=False)
+            a[1:3] == b[1:3] and abs(b.end_s - a.end_s - seconds) <= _TOLERANCE * seconds
+            for a, b in zip(latest, latest[ops_between:], strict=False)
         )

@@ -1,8 +1,8 @@
-"""A rank's instructions as the clock reads them: flat tuples, made once, whose indices advance by a stride each turn.
+"""A rank's instructions for the clock: flat tuples, made once, with indices that advance by a stride each turn.
 
-They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum, COUPLE
+They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum. COUPLE
 precedes an update that waits for all ranks, TIED one that waits for the other holders of its weights, READ a forward
-whose weights are made on another rank. The text ends with TURN or STOP.
+with weights of another rank. The instructions end with TURN or STOP.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class CompiledRank:
     """The instructions of one rank: warm-up, then the period from `loop` on, repeated.
 
     Attributes:
-        ops: in the run; after them only sends are left.
+        ops: their number in the run; only sends follow the last one.
     """
 
     instructions: tuple[CompiledInstruction, ...]
     loop: int
     ops: int
 
-    def sends_left(self, position: int, turn: int) -> list[CompiledInstruction]:
-        """Returns the sends that are left when all ops are done."""
-        left: list[CompiledInstruction] = []
+    def list_remaining_sends(self, position: int, turn: int) -> list[CompiledInstruction]:
+        """Returns the sends that remain after the last op."""
+        remaining: list[CompiledInstruction] = []
         turns = 0
         while True:
             code, what, first, stride, limit, letter, source = self.instructions[position]
             if code == TURN:
-                # A period of sends alone has no other end.
+                # A period that has only sends ends here.
                 position, turn, turns = self.loop, turn + 1, turns + 1
                 if turns > 2:
                     break
@@ -68,48 +68,48 @@ class CompiledRank:
             if code not in (SEND, GIVE):
                 break
             if code == SEND and first + turn * stride < limit:
-                left.append(CompiledInstruction(SEND, what, first + turn * stride, 0, limit, letter, source))
+                remaining.append(CompiledInstruction(SEND, what, first + turn * stride, 0, limit, letter, source))
             position += 1
-        return [*left, _STOP]
+        return [*remaining, _STOP]
 
 
-def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[int]) -> CompiledRank:
-    """Compiles a rank; the sums of the stages in `gives` begin in the backward."""
-    mine = program.ranks[rank]
-    text = (*mine.warmup, *mine.period)
+def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collection[int]) -> CompiledRank:
+    """Compiles a rank; the sums of the stages in `early_sums` begin in the backward."""
+    lowered = program.ranks[rank]
+    text = (*lowered.warmup, *lowered.period)
     next_turn = [
-        advance_instruction(item, program.cycle, program.updates) for item in mine.period if item.kind is Move.SYNC
+        advance_instruction(item, program.cycle, program.updates) for item in lowered.period if item.kind is Move.SYNC
     ]
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
-    completed = program.update_completed_by(rank) if sums else None
+    find_update = program.update_completed_by(rank) if sums else None
     stages, tied = program.placement.stages, [weights.ranks(program.placement) for weights in program.plan.tied_weights]
-    joined = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
-    summed: set[int] = set()  # updates before which this rank has joined the sums of its tied weights
+    tied_numbers = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
+    summed: set[int] = set()  # updates before which the sums of tied weights are compiled
     couples = program.couples_updates and not program.norm_delay  # a delayed norm is known in time
     remote = {stage for stage in range(stages) if program.placement.is_remote(stage)}
-    flat: list[CompiledInstruction] = []
-    start = 0
+    instructions: list[CompiledInstruction] = []
+    period_start = 0
     for position, instruction in enumerate(text):
-        if position == len(mine.warmup):
-            start = len(flat)
+        if position == len(lowered.warmup):
+            period_start = len(instructions)
         compiled = _compile_instruction(program, instruction, total)
         if compiled.letter == "U":
-            if joined and compiled.first not in summed:
-                flat += [compiled._replace(code=TIED, what=(number, compiled.what)) for number in joined]
+            if tied_numbers and compiled.first not in summed:
+                instructions += [compiled._replace(code=TIED, what=(number, compiled.what)) for number in tied_numbers]
                 summed.add(compiled.first)
             if couples:
-                flat.append(compiled._replace(code=COUPLE))
+                instructions.append(compiled._replace(code=COUPLE))
         if remote and compiled.letter == "F" and compiled.what in remote:
-            flat.append(compiled._replace(code=READ))
-        flat.append(compiled)
-        if completed and isinstance(instruction, Op) and instruction.stage in gives:
-            update = completed(instruction)
+            instructions.append(compiled._replace(code=READ))
+        instructions.append(compiled)
+        if find_update and isinstance(instruction, Op) and instruction.stage in early_sums:
+            update = find_update(instruction)
             if update is not None and Transfer(Move.SYNC, update.stage, update.index) in sums:
                 stride = program.cycle // program.updates.per_update[update.stage]
-                flat.append(compiled._replace(code=GIVE, what=(update.stage, update.index, stride)))
-    if mine.period:
-        return CompiledRank((*flat, _TURN), start, program.op_count(rank, total))
-    return CompiledRank((*flat, _STOP), 0, program.op_count(rank, total))
+                instructions.append(compiled._replace(code=GIVE, what=(update.stage, update.index, stride)))
+    if lowered.period:
+        return CompiledRank((*instructions, _TURN), period_start, program.op_count(rank, total))
+    return CompiledRank((*instructions, _STOP), 0, program.op_count(rank, total))
 
 
 def _compile_instruction(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:

@@ -1,4 +1,4 @@
-"""Seconds of each instruction: those of a plan, its bytes on the links of its cluster, and stragglers among its ranks.
+"""Seconds of each instruction: from a plan, from bytes on the links of its cluster, and from stragglers.
 
 Sums over replicas begin inside the backward, bucket by bucket (`core.plan.cost.SumLink`, docs/cost_models.md).
 """
@@ -23,7 +23,7 @@ from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel, Program
 
 _CORE_S_PER_FLOP = 8e-12
-"""In products of matrices of 512 to 1024 rows, of float32: torch 2.13, an x86 server."""
+"""In float32 products of matrices of 512 to 1024 rows: torch 2.13, an x86 server."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Costs:
         update_s, sync_s: seconds of one optimizer step, and of one sum over the replicas.
         output_bytes: bytes that each stage sends on, for one microbatch; its gradient is as large.
         workers: the cluster's worker of each rank; () for the first ones.
-        input_bytes: bytes that go straight from the input stage to the output stage.
-        buckets: the buckets of each stage's sum: the share of the last backward after which one is ready, and the
-            seconds of it and all later ones. () for the classic model: nothing hides sums, and they take `sync_s`.
+        input_bytes: bytes that go directly from the input stage to the output stage.
+        buckets: buckets of each stage's sum: the share of the last backward after which a bucket is ready, and the
+            seconds of it and all later ones. () for the classic model: nothing hides sums, which take `sync_s`.
         sum_bytes: bytes that each stage's sum moves through a port, one way.
-        tied: the seconds and bytes through a port of each sum over the holders of tied weights (`Plan.tied_weights`).
-        runtime: the runtime's own seconds; on a worker of speed 1, like the seconds of ops.
-        launch_s: seconds that the host needs to launch both passes of a microbatch at each stage, while a GPU computes;
-            () if unknown.
+        tied: seconds, and bytes through a port, of each sum over the holders of tied weights (`Plan.tied_weights`).
+        runtime: seconds of the runtime; on a worker of speed 1, like the seconds of ops.
+        launch_s: seconds of the host to launch each pass of a microbatch at each stage, while a GPU computes; () if
+            unknown.
     """
 
     forward_s: tuple[float, ...]
@@ -101,7 +101,7 @@ class Costs:
         )
 
     def _compute_host_s(self, kind: Kind, stage: int) -> float:
-        """The seconds that an op keeps the host busy; messages are part of them where the device computes meanwhile."""
+        """Returns the seconds that an op keeps the host busy, with messages if the device computes meanwhile."""
         if kind is Kind.UPDATE:
             return self.runtime.update_s
         if not self.runtime.overlap_device or kind is Kind.WEIGHT_GRADIENT:
@@ -110,26 +110,26 @@ class Costs:
         return self.runtime.op_s + neighbours * self.runtime.message_s
 
     def summing_s(self, stage: int) -> float:
-        """Returns how long a sum over replicas keeps a worker busy after its backward, while the network carries it."""
+        """Returns the seconds that a sum over replicas keeps a worker busy after its backward."""
         if self.runtime.overlap_device or not self.sum_bytes or stage >= len(self.forward_s):
             return 0.0
         return 2 * self.runtime.message_s_per_byte * self.sum_bytes[stage]
 
     def end_s(self, channel: Channel) -> float:
-        """Returns the seconds that a message keeps its sender, and its receiver, from computing."""
+        """Returns the seconds that a message keeps its sender, and again its receiver, from computing."""
         return 0.0 if self.runtime.overlap_device else float(self.runtime.end_s(self._count_bytes_in_memory(channel)))
 
     @property
     def load_s(self) -> float:
-        """Seconds that the input stage reads a minibatch before its first forward."""
+        """Seconds in which the input stage reads a minibatch, before its first forward."""
         return 0.0 if self.runtime.overlap_device else self.runtime.load_s
 
     def _compute_launch_s(self, kind: Kind, stage: int) -> float:
         if not self.launch_s or kind is Kind.UPDATE:
             return 0.0
         forward_s, backward_s = self.launch_s[stage]
-        halves = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-        return forward_s if kind is Kind.FORWARD else backward_s / 2 if halves else backward_s
+        is_half = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        return forward_s if kind is Kind.FORWARD else backward_s / 2 if is_half else backward_s
 
     def _compute_device_s(self, kind: Kind, stage: int) -> float:
         if kind is Kind.INPUT_GRADIENT:
@@ -143,52 +143,52 @@ class Costs:
         return by_kind[kind][stage]
 
     def with_compensation(self, program: Program) -> Costs:
-        """Returns the costs with what the program's compensation computes at an update."""
+        """Returns the costs with the program's compensation in the updates."""
         weights, stages = program.weights, range(len(self.update_s))
         if not program.updates.compensation:
             return self
-        delays, added = [weights.staleness(stage) for stage in stages], []
+        delays, added_s = [weights.staleness(stage) for stage in stages], []
         for stage in stages:
             rules = program.updates.at_stage(stage, delays).compensation
             flops = sum(rule.update_flops(program.plan.stages[stage].matrices) for rule in rules)
-            added.append(flops * _product_s(self.cluster.devices[self.worker(program.placement.ranks[stage][0])]))
-        return replace(self, update_s=tuple(map(add, self.update_s, added)))
+            added_s.append(flops * _find_flop_s(self.cluster.devices[self.worker(program.placement.ranks[stage][0])]))
+        return replace(self, update_s=tuple(map(add, self.update_s, added_s)))
 
     def sum_s(self, stage: int) -> float:
-        """Returns the seconds on idle ports, including the hidden part.
+        """Returns the seconds of a sum on idle ports, with the hidden part.
 
-        As elsewhere, a number after the last stage's is that of a sum of `tied`.
+        Here and elsewhere, numbers after the last stage are those of the sums of `tied`.
         """
         if stage >= len(self.forward_s):
             return self.tied[stage - len(self.forward_s)][0]
         return self.buckets[stage][0][1] if self.buckets and self.buckets[stage] else self.sync_s[stage]
 
-    def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    def sum_parts(self, stage: int, arrivals: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
         """Returns the parts of a sum: when each may begin, its bytes through a port, its seconds.
 
-        `came` has, for each replica, when its last backward ended, and how long it took.
+        `arrivals` has, for each replica, the end of its last backward and its seconds.
         """
         if stage >= len(self.forward_s):
             seconds, size = self.tied[stage - len(self.forward_s)]
-            return [(max(at_s for at_s, _ in came), size, seconds)]
+            return [(max(at_s for at_s, _ in arrivals), size, seconds)]
         size = self.port_bytes(stage)
         buckets = self.buckets[stage] if self.buckets else ((1.0, self.sync_s[stage]),)
         tails_s = [tail_s for _, tail_s in buckets]
         parts = []
         for (ready, tail_s), later_s in zip(buckets, [*tails_s[1:], 0.0], strict=True):
-            at_s = max(end_s - (1 - ready) * backward_s for end_s, backward_s in came)
+            at_s = max(end_s - (1 - ready) * backward_s for end_s, backward_s in arrivals)
             seconds = tail_s - later_s
             parts.append((at_s, size * seconds / tails_s[0] if tails_s[0] else 0.0, seconds))
         return parts
 
     def port_bytes(self, stage: int) -> float:
-        """Returns the bytes of a sum through a port, one way; 0 if its seconds alone count."""
+        """Returns the bytes of a sum through a port, one way; 0 if only its seconds count."""
         if stage >= len(self.forward_s):
             return self.tied[stage - len(self.forward_s)][1]
         return self.sum_bytes[stage] if self.sum_bytes else 0.0
 
     def channel_bytes(self, channel: Channel) -> float:
-        """Returns the bytes on the wire."""
+        """Returns the bytes of a message on the wire."""
         activation_share, gradient_share = self.cluster.message_shares
         shares = {Carries.ACTIVATION: activation_share, Carries.GRADIENT: gradient_share}
         return self._count_bytes_in_memory(channel) * shares.get(channel.carries, 1.0)
@@ -198,20 +198,20 @@ class Costs:
             return self.input_bytes
         if channel.carries == Carries.STAGE_INPUT:
             return self.output_bytes[channel.source - 1] if channel.source else self.input_bytes
-        # A gradient has the bytes of the activation that it belongs to.
+        # A gradient has as many bytes as its activation.
         return self.output_bytes[channel.source if channel.carries == Carries.ACTIVATION else channel.target]
 
     def copy_s(self, stage: int, source: int, target: int) -> float:
-        """Returns the seconds in which the weights of a rank reach another one, by memory that both share."""
+        """Returns the seconds of copying a stage's weights to another rank, through shared memory."""
         if not self.weight_bytes:
             return 0.0
         bandwidth, latency_s = self.cluster.link(self.cluster.reach(self.worker(source), self.worker(target)))
         return self.weight_bytes[stage] / bandwidth + latency_s
 
     def link(self, channel: Channel) -> tuple[float, float]:
-        """Returns bandwidth (bytes/s) and latency (s)."""
-        ends = self.worker(channel.sender), self.worker(channel.receiver)
-        return self.cluster.link(self.cluster.reach(*ends))
+        """Returns bandwidth (bytes/s) and latency (s) of a channel."""
+        workers = self.worker(channel.sender), self.worker(channel.receiver)
+        return self.cluster.link(self.cluster.reach(*workers))
 
     def latency_s(self, channel: Channel) -> float:
         """Returns the seconds from a message's last byte to its arrival; 0 for inputs that cost nothing."""
@@ -224,8 +224,8 @@ class Costs:
         return self.channel_bytes(channel) / self.link(channel)[0] + self.latency_s(channel)
 
 
-def _product_s(device: str) -> float:
-    """Returns the seconds of an operation in a product of matrices."""
+def _find_flop_s(device: str) -> float:
+    """Returns the seconds of one floating-point operation in a product of matrices."""
     with suppress(ProfileError):
         return device_named(device).op_s(1.0, 0.0, launches=0)
     return _CORE_S_PER_FLOP
@@ -246,7 +246,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         split: m, microbatches of a minibatch. Divides a plan in minibatches, except for updates, sums and the fixed
             part of passes (`Stage.split_s`).
         weight_s: seconds of a stage's weight gradient, in the plan's unit; by default half of the backward.
-        overlap: sums begin inside the backward, as in the runtime; otherwise right before their update.
+        overlap: sums begin inside the backward, as in the runtime; otherwise directly before their update.
 
     Raises:
         ValueError: a split below 1, or a weight gradient longer than its backward.
@@ -297,7 +297,7 @@ class Stragglers:
     """Factors on the seconds of ops. Messages and sums are not affected.
 
     Each op takes its seconds times a factor from a lognormal distribution of mean 1, and times the factor of its rank.
-    Each rank draws from a generator of its own, so that a seed gives the same run.
+    Each rank has its own generator, so that a seed determines the run.
 
     Attributes:
         jitter: coefficient of variation (standard deviation / mean) of an op's seconds, or one for each letter of an
@@ -325,8 +325,8 @@ class Stragglers:
                 raise ValueError(f"a slow rank takes its factor times the seconds, found {factor} for rank {rank}")
 
     def check_ranks(self, ranks: int) -> None:
-        if beyond := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
-            raise ValueError(f"a slow rank {beyond[0]} was asked for, the ranks are 0 to {ranks - 1}")
+        if unknown := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
+            raise ValueError(f"a slow rank {unknown[0]} was asked for, the ranks are 0 to {ranks - 1}")
 
     def slowness(self, rank: int) -> float:
         return self.slow.get(rank, 1.0)

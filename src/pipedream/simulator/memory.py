@@ -1,6 +1,6 @@
-"""Bytes that a rank holds while a program runs, and the versions at which its gradients are taken.
+"""Bytes that a rank holds while a program runs, and the versions at which its gradients are computed.
 
-It depends only on the order of the rank's ops, so it is traced after the run.
+Both depend only on the order of the rank's ops, so they are traced after the run.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def _size_stage(program: Program, stage: int) -> StageSizes:
     )
 
 
-def _is_apart(program: Program) -> bool:
-    """Whether weights are in the memory of the machine, apart from GPUs."""
+def _is_on_host(program: Program) -> bool:
+    """Returns whether weights are in the memory of the machine, and the workers are GPUs."""
     return isinstance(program.placement, Dispatched) and program.plan.costs.on_gpus
 
 
-class _Remote:
-    """A stage whose forwards run on another rank than its backwards.
+class _RemoteForwards:
+    """A stage on the rank of its forwards, where another rank runs its backwards.
 
-    Held are a copy of the weights, from the first of an update's forwards to the last, and inputs, from their forward
-    to the next update's, because they wait there.
+    The rank holds a copy of the weights, from the first of an update's forwards to the last, and inputs, from their
+    forward to the first one of the next update.
     """
 
     def __init__(self, program: Program, stage: int, total: int) -> None:
@@ -46,33 +46,33 @@ class _Remote:
         self._trains = program.trains
         self._per_update = program.updates.per_update[stage]
         self._total = total
-        self._weights_bytes: int = program.plan.stages[stage].parameter_bytes * (1 + _is_apart(program))
+        self._weights_bytes: int = program.plan.stages[stage].parameter_bytes * (1 + _is_on_host(program))
         self._input_bytes = int(sizes.input_bytes)
         self._pass_bytes = int(sizes.activation_bytes + sizes.working_bytes)
-        self._kept = 0
+        self._kept_inputs = 0
         self.has_weights = not self._trains
 
     @property
     def held_bytes(self) -> int:
-        return self.has_weights * self._weights_bytes + self._kept * self._input_bytes
+        return self.has_weights * self._weights_bytes + self._kept_inputs * self._input_bytes
 
     def forward(self, index: int) -> int:
-        """Returns the most that it holds; after the last one of an update the weights are gone."""
+        """Returns the most bytes during a forward; after the last one of an update the weights are dropped."""
         if not self._trains:
             return self.held_bytes
-        self._kept = 1 if index % self._per_update == 0 else self._kept + 1
+        self._kept_inputs = 1 if index % self._per_update == 0 else self._kept_inputs + 1
         self.has_weights = True
-        most = self.held_bytes + self._pass_bytes
+        most_bytes = self.held_bytes + self._pass_bytes
         self.has_weights = (index + 1) % self._per_update > 0 and index + 1 < self._total
-        return most
+        return most_bytes
 
 
 class RemoteForwardsTrace:
-    """All stages whose forwards alone a rank runs."""
+    """All stages of which a rank runs only the forwards."""
 
     def __init__(self, program: Program, rank: int, total: int) -> None:
         remote = program.placement.remote_forwards(rank)
-        self.stages = {stage: _Remote(program, stage, total) for stage, _ in remote}
+        self.stages = {stage: _RemoteForwards(program, stage, total) for stage, _ in remote}
         self.peak_versions = 0
 
     @property
@@ -80,8 +80,8 @@ class RemoteForwardsTrace:
         return sum(stage.held_bytes for stage in self.stages.values())
 
     def forward(self, stage: int, index: int) -> int:
-        """Returns the most that all these stages hold during it."""
-        others = [other for at, other in self.stages.items() if at != stage]
+        """Returns the most bytes of all these stages during a forward."""
+        others = [other for other_stage, other in self.stages.items() if other_stage != stage]
         self.peak_versions = max(self.peak_versions, 1 + sum(other.has_weights for other in others))
         return self.stages[stage].forward(index) + sum(other.held_bytes for other in others)
 
@@ -103,103 +103,102 @@ class MemoryTrace:
 
 
 class _StageTrace:
-    """One replica of a stage: its versions, and what its microbatches in flight keep.
+    """One replica of a stage: its versions, and the bytes of its microbatches in flight.
 
-    A version is alive while it is the newest, and while a microbatch that is still to come reads it (or one in flight,
-    if versions are kept for the backward). A kept prediction is alive from the first forward to the last pass that
-    reads it.
+    A version exists while it is the newest, and while a later microbatch reads it (or one in flight, if versions are
+    kept for the backward). A kept prediction exists from the first forward to the last pass that reads it.
 
     Attributes:
         read: version of each of its microbatches.
-        readers: version -> microbatches that are still to read it.
-        newest, alive, peak: version made last; distinct ones alive now, and at most.
+        readers: version -> microbatches that have yet to read it.
+        newest, versions, peak: newest version; versions that exist now, and the most at once.
         order: its microbatches in the order of their gradients.
-        in_flight, deferred: those that wait for the second half of their backward count as deferred alone.
-        forward_bytes, first_bytes, further_bytes, update_bytes: on top of those held, during a forward, the first
-            backward of an update, a further one, an update (`core.plan.memory.moments`).
+        in_flight, deferred: microbatches that wait for the second half of their backward count only as deferred.
+        forward_bytes, first_bytes, further_bytes, update_bytes: added to the bytes held, during a forward, the first
+            backward of an update, a later one, an update (`core.plan.memory.moments`).
     """
 
     def __init__(self, program: Program, stage: int, replica: int, total: int, in_flight: tuple[int, ...]) -> None:
         plan = program.plan
-        row = plan.stages[stage]
+        planned = plan.stages[stage]
         self.stride = program.placement.replicas[stage]
         self.is_remote = program.placement.is_remote(stage)
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
-        self.until = program.weights.kept_until(stage)
+        self.prediction_until = program.weights.kept_until(stage)
         self.held_until = program.weights.held_until
         self.forwarded = 0
         self.predicted: int | None = None
         self.newest = 0
-        self.alive = self.peak = 1
+        self.versions = self.peak = 1
         self.order: list[int] = []
         sizes = _size_stage(program, stage)
         self.in_flight = self.deferred = 0
         self.has_sums = False
-        self.weights_bytes: int = row.trained_bytes
+        self.weights_bytes: int = planned.trained_bytes
         self.working_bytes = int(sizes.working_bytes)
         self.largest_bytes = int(sizes.largest_parameter_bytes)
-        moved_bytes = share_of(sizes.activation_bytes, row.offload)
-        relief_bytes = sizes.relief_bytes - share_of(sizes.relief_bytes, row.offload)
+        moved_bytes = share_of(sizes.activation_bytes, planned.offload)
+        relief_bytes = sizes.relief_bytes - share_of(sizes.relief_bytes, planned.offload)
         self.deferred_bytes = int(DEFERRED_SHARE * sizes.activation_bytes - moved_bytes)
-        self.waiting_bytes = int((sizes.input_bytes if row.recompute else sizes.activation_bytes) - moved_bytes)
+        self.waiting_bytes = int((sizes.input_bytes if planned.recompute else sizes.activation_bytes) - moved_bytes)
         here_bytes = sizes.activation_bytes - moved_bytes + window_bytes(moved_bytes)
         self.forward_bytes = int(here_bytes - self.waiting_bytes + sizes.working_bytes)
         self.first_bytes = int(self.forward_bytes + self.weights_bytes - relief_bytes)
         self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
-        tensors = program.updates.kept_tensors(program.weights.staleness(stage))
-        tensors += (row.replicas > 1) * program.plan.costs.sum_costs[stage].kept_tensors
-        bases, temporary = program.updates.matrix_bytes(row.matrices)
-        kept = tensors * self.weights_bytes + bases
+        kept_tensors = program.updates.kept_tensors(program.weights.staleness(stage))
+        kept_tensors += (planned.replicas > 1) * program.plan.costs.sum_costs[stage].kept_tensors
+        matrix_bytes, temporary_bytes = program.updates.matrix_bytes(planned.matrices)
+        kept_bytes = kept_tensors * self.weights_bytes + matrix_bytes
         # An update needs one more of the kept tensors.
-        step_bytes = sizes.update_working_bytes + (self.weights_bytes if kept else 0)
-        self.update_bytes = int(self.weights_bytes + max(step_bytes, temporary))
-        state_bytes = row.frozen_bytes + self.weights_bytes * (1 + program.weights.buffers(stage))
-        state_bytes += row.optimizer_bytes + kept
-        messages = message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage])
+        step_bytes = sizes.update_working_bytes + (self.weights_bytes if kept_bytes else 0)
+        self.update_bytes = int(self.weights_bytes + max(step_bytes, temporary_bytes))
+        state_bytes = planned.frozen_bytes + self.weights_bytes * (1 + program.weights.buffers(stage))
+        state_bytes += planned.optimizer_bytes + kept_bytes
+        messages = message_bytes(sizes, in_flight[stage], planned.recompute, peers_of(plan.replicas, in_flight)[stage])
         if plan.optimizer_state == HOST and not isinstance(program.placement, Dispatched):
             if plan.costs.on_gpus:
-                state_bytes -= row.optimizer_bytes + kept
+                state_bytes -= planned.optimizer_bytes + kept_bytes
                 self.update_bytes = self.weights_bytes
             else:
                 state_bytes += self.weights_bytes
-        if program.overlaps_updates and row.replicas == 1:  # a thread's may last until the next
+        if program.overlaps_updates and planned.replicas == 1:  # a thread's update may last until the next one
             state_bytes, self.update_bytes = state_bytes + self.update_bytes, 0
-        if _is_apart(program):  # copies, for a slot alone, and those of the slot before
-            self.forward_bytes += 2 * row.parameter_bytes
-            self.first_bytes += 2 * row.parameter_bytes
-            self.further_bytes += 2 * row.parameter_bytes
+        if _is_on_host(program):  # copies for a slot, and those of the previous slot
+            self.forward_bytes += 2 * planned.parameter_bytes
+            self.first_bytes += 2 * planned.parameter_bytes
+            self.further_bytes += 2 * planned.parameter_bytes
             state_bytes = self.weights_bytes = self.update_bytes = 0
         self.start_bytes = state_bytes + int(messages)
 
     @property
     def held_bytes(self) -> int:
         passes = self.in_flight * self.waiting_bytes + self.deferred * self.deferred_bytes
-        return self.start_bytes + (self.alive - 1) * self.weights_bytes + passes
+        return self.start_bytes + (self.versions - 1) * self.weights_bytes + passes
 
     def forward(self) -> int:
-        """Returns the most that the next forward holds; the other ops likewise."""
+        """Returns the most bytes during the next forward; the methods of other ops likewise."""
         self.in_flight += 1
         version = self.read[self.forwarded]
         self.forwarded += 1
-        if self.until is not None and version != self.predicted:
+        if self.prediction_until is not None and version != self.predicted:
             self.predicted = version
-            self.alive += 1
-            self.peak = max(self.peak, self.alive)
-        most = self.held_bytes + self.forward_bytes + (self.weights_bytes if self.has_sums else 0)
-        if self.until is Kind.FORWARD:
+            self.versions += 1
+            self.peak = max(self.peak, self.versions)
+        most_bytes = self.held_bytes + self.forward_bytes + (self.weights_bytes if self.has_sums else 0)
+        if self.prediction_until is Kind.FORWARD:
             self.readers[version] -= 1
-            self.alive -= not self.readers[version]
+            self.versions -= not self.readers[version]
         elif self.held_until is Kind.FORWARD:
             self._release(version)
-        return most
+        return most_bytes
 
     def backward(self, index: int) -> int:
         self.in_flight += self.is_remote
-        most = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
+        most_bytes = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
         self.in_flight -= 1
         self._end(index)
-        return most
+        return most_bytes
 
     def input_gradient(self) -> int:
         self.in_flight -= 1
@@ -207,11 +206,11 @@ class _StageTrace:
         return self.held_bytes + self.working_bytes + (self.weights_bytes if self.has_sums else 0)
 
     def weight_gradient(self, index: int) -> int:
-        most = self.held_bytes + self.working_bytes + self.weights_bytes
-        most += self.largest_bytes if self.has_sums else 0
+        most_bytes = self.held_bytes + self.working_bytes + self.weights_bytes
+        most_bytes += self.largest_bytes if self.has_sums else 0
         self.deferred -= 1
         self._end(index)
-        return most
+        return most_bytes
 
     def _end(self, index: int) -> None:
         self.has_sums = True
@@ -220,21 +219,21 @@ class _StageTrace:
             self._release(self.read[index // self.stride])
 
     def _release(self, version: int) -> None:
-        left = self.readers[version] = self.readers[version] - 1
-        if not left and (version != self.newest or self.until is not None):
-            self.alive -= 1
+        remaining = self.readers[version] = self.readers[version] - 1
+        if not remaining and (version != self.newest or self.prediction_until is not None):
+            self.versions -= 1
 
     def update(self, index: int) -> int:
-        if self.held_until is not None and self.until is None and self.readers[self.newest]:
-            self.alive += 1
-            self.peak = max(self.peak, self.alive)
+        if self.held_until is not None and self.prediction_until is None and self.readers[self.newest]:
+            self.versions += 1
+            self.peak = max(self.peak, self.versions)
         self.newest = index
         self.has_sums = False
         return self.held_bytes + self.update_bytes
 
     def gradients(self, program: Program, stage: int) -> list[GradientVersions]:
         rule, per_update, read, stride = program.weights, program.updates.per_update[stage], self.read, self.stride
-        if type(rule).backward_version is WeightRule.backward_version:  # that of the forward
+        if type(rule).backward_version is WeightRule.backward_version:  # the version of the forward
             versions = ((k, read[k // stride], read[k // stride]) for k in self.order)
         else:
             versions = ((k, read[k // stride], rule.backward_version(stage, k)) for k in self.order)
@@ -246,14 +245,14 @@ class _StageTrace:
 def trace_memory(
     program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]
 ) -> MemoryTrace:
-    """Returns what a rank held, from its spans in the order of its ops."""
+    """Returns the memory of a rank, from its spans in the order of its ops."""
     stages = {
         stage: _StageTrace(program, stage, replica, total, in_flight)
         for stage, replica in program.placement.stage_replicas(rank)
     }
     remote = RemoteForwardsTrace(program, rank, total)
     memory = [sum(trace.start_bytes for trace in stages.values()) + remote.held_bytes]
-    several = len(stages) > 1
+    has_several_stages = len(stages) > 1
     for _, kind, stage, index, _, _ in spans:
         if kind == "wait":
             continue
@@ -262,20 +261,20 @@ def trace_memory(
             continue
         trace = stages[stage]
         if kind == "F":
-            most = trace.forward() if program.trains else trace.held_bytes
+            most_bytes = trace.forward() if program.trains else trace.held_bytes
         elif kind == "B":
-            most = trace.backward(index)
+            most_bytes = trace.backward(index)
         elif kind == "I":
-            most = trace.input_gradient()
+            most_bytes = trace.input_gradient()
         elif kind == "W":
-            most = trace.weight_gradient(index)
+            most_bytes = trace.weight_gradient(index)
         elif kind == "U":
-            most = trace.update(index)
+            most_bytes = trace.update(index)
         else:
-            most = trace.held_bytes
-        if several:
-            most += sum(other.held_bytes for other in stages.values() if other is not trace)
-        memory.append(most + remote.held_bytes if remote.stages else most)
+            most_bytes = trace.held_bytes
+        if has_several_stages:
+            most_bytes += sum(other.held_bytes for other in stages.values() if other is not trace)
+        memory.append(most_bytes + remote.held_bytes if remote.stages else most_bytes)
     return MemoryTrace(
         peak_versions=sum(trace.peak for trace in stages.values()) + remote.peak_versions,
         gradient_versions=tuple(

@@ -1,4 +1,4 @@
-"""Messages and sums in transit, from a send to the receive that is posted for it, in the order of time.
+"""Messages and sums in transit, from a send to its posted receive, in the order of time.
 
 A message flows when it is sent and its receive is posted, as in gloo and NCCL, and after all earlier ones on its
 channel; it arrives one latency after its last byte.
@@ -6,7 +6,7 @@ channel; it arrives one latency after its last byte.
 The network is a tree of levels, with a port for each component. A *flow* leaves through the ports of its sender's
 components up to the outermost level that it crosses, and enters through those of its receiver's, all at the same time.
 Flows that share ports have the rates of max-min fairness (Bertsekas and Gallager, Data Networks, section 6.5.2:
-progressive filling): all grow evenly until a port is full; flows through it keep their rate, the others keep growing.
+progressive filling): all grow evenly until a port is full; flows through it keep their rate, others grow further.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ class Port:
     """One direction of a component's port.
 
     Attributes:
-        shared: the number of the sharing (`Flows`) in which `spare_bytes_per_s` are left for `waiting` flows.
+        round: the round of sharing (`Flows`) in which `spare_bytes_per_s` remain for `waiting` flows.
     """
 
-    __slots__ = ("bytes_per_s", "flows", "shared", "spare_bytes_per_s", "waiting")
+    __slots__ = ("bytes_per_s", "flows", "round", "spare_bytes_per_s", "waiting")
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = self.spare_bytes_per_s = bytes_per_s
         self.flows: dict[Flow, None] = {}
-        self.shared = self.waiting = 0
+        self.round = self.waiting = 0
 
 
 class Flow:
     """Bytes in transit.
 
     Attributes:
-        left_bytes: left at `since_s`; since then they flow at `bytes_per_s`.
-        version: counts the changes of the rate, which make earlier predictions wrong.
-        shared: the number of the sharing in which it waits for its rate.
+        left_bytes: bytes left at `since_s`; since then they flow at `bytes_per_s`.
+        version: number of rate changes, each of which makes earlier predictions wrong.
+        round: the round of sharing in which it waits for its rate.
     """
 
-    __slots__ = ("bytes_per_s", "left_bytes", "ports", "shared", "since_s", "version", "what")
+    __slots__ = ("bytes_per_s", "left_bytes", "ports", "round", "since_s", "version", "what")
 
     def __init__(self, ports: Sequence[Port], size_bytes: float, what: Any) -> None:
         self.ports = ports
         self.left_bytes = size_bytes
         self.what = what
         self.bytes_per_s = self.since_s = 0.0
-        self.version = self.shared = 0
+        self.version = self.round = 0
 
 
 class Flows:
-    """All flows. The times given to it never decrease."""
+    """All flows. The times of its calls never decrease."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int, int, Flow]] = []
-        self._count = self._shared = 0
+        self._count = self._round = 0
 
     def start(self, flow: Flow, now: float) -> None:
         for port in flow.ports:
@@ -73,14 +73,14 @@ class Flows:
         self._share(flow, now)
 
     def next_s(self) -> float | None:
-        """Returns when the first flow ends at the current rates."""
+        """Returns when the first flow ends at the current rates, or None."""
         ends = self._ends
         while ends and ends[0][2] != ends[0][3].version:
             heappop(ends)
         return ends[0][0] if ends else None
 
     def end(self) -> tuple[float, Any]:
-        """Ends the flow of `next_s`; returns when, and its owner."""
+        """Ends the flow of `next_s`; returns its time and its owner."""
         now, _, _, flow = heappop(self._ends)
         flow.version = -1
         for port in flow.ports:
@@ -91,7 +91,7 @@ class Flows:
         return now, flow.what
 
     def _share(self, flow: Flow, now: float) -> None:
-        """Shares bandwidth among all flows that shared ports connect."""
+        """Shares bandwidth among all flows that common ports connect."""
         alone_bytes_per_s = inf
         for port in flow.ports:
             if len(port.flows) > 1:
@@ -99,36 +99,36 @@ class Flows:
             if port.bytes_per_s < alone_bytes_per_s:
                 alone_bytes_per_s = port.bytes_per_s
         else:
-            self._run(flow, alone_bytes_per_s, now)
+            self._set_rate(flow, alone_bytes_per_s, now)
             return
-        self._shared += 1  # marks on flows and ports are faster than sets of them
-        number = flow.shared = self._shared
+        self._round += 1  # marks on flows and ports are faster than sets
+        current_round = flow.round = self._round
         connected, ports = [flow], list[Port]()
         for member in connected:
             for port in member.ports:
-                if port.shared != number:
-                    port.shared, port.spare_bytes_per_s, port.waiting = number, port.bytes_per_s, len(port.flows)
+                if port.round != current_round:
+                    port.round, port.spare_bytes_per_s, port.waiting = current_round, port.bytes_per_s, len(port.flows)
                     ports.append(port)
                     for other in port.flows:
-                        if other.shared != number:
-                            other.shared = number
+                        if other.round != current_round:
+                            other.round = current_round
                             connected.append(other)
         waiting = len(connected)
         while waiting:
-            narrow, rate = ports[0], inf
+            narrowest, rate = ports[0], inf
             for port in ports:
                 if port.waiting and port.spare_bytes_per_s / port.waiting < rate:
-                    narrow, rate = port, port.spare_bytes_per_s / port.waiting
-            for member in narrow.flows:
-                if member.shared == number:
-                    member.shared = 0
+                    narrowest, rate = port, port.spare_bytes_per_s / port.waiting
+            for member in narrowest.flows:
+                if member.round == current_round:
+                    member.round = 0
                     waiting -= 1
                     for port in member.ports:
                         port.spare_bytes_per_s -= rate
                         port.waiting -= 1
-                    self._run(member, rate, now)
+                    self._set_rate(member, rate, now)
 
-    def _run(self, flow: Flow, bytes_per_s: float, now: float) -> None:
+    def _set_rate(self, flow: Flow, bytes_per_s: float, now: float) -> None:
         if bytes_per_s == flow.bytes_per_s:
             return
         flow.left_bytes = max(0.0, flow.left_bytes - flow.bytes_per_s * (now - flow.since_s))
@@ -174,29 +174,29 @@ _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _Queue:
     """A queue of flows through the same ports, one at a time.
 
     Attributes:
-        number: the order of rows whose flows may begin together.
-        coming: when each flow may begin, its bytes, and a message's index (for the last bucket of a sum, the function
-            to call); if `is_busy`, the first is in transit.
+        number: order among queues whose flows may begin at the same time.
+        pending: earliest start of each flow, its bytes, and a message's index (for the last bucket of a sum, the
+            function to call); if `is_busy`, the first is in transit.
     """
 
     number: int
     ports: Sequence[Port]
-    coming: deque[tuple[float, float, Any]] = field(default_factory=deque)
+    pending: deque[tuple[float, float, Any]] = field(default_factory=deque)
     is_busy: bool = False
     free_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Wire(_Row):
+class Wire(_Queue):
     """A channel in simulated time.
 
     Attributes:
         posted: times of unmatched receives.
-        stays: unmatched messages, and when they were sent.
+        unmatched: messages without a posted receive, and when they were sent.
         arrived: messages not yet received, and when they arrived.
     """
 
@@ -205,7 +205,7 @@ class Wire(_Row):
     latency_s: float
     posted: deque[float]
     sends: list[Span]
-    stays: deque[tuple[int, float]] = field(default_factory=deque)
+    unmatched: deque[tuple[int, float]] = field(default_factory=deque)
     arrived: deque[tuple[int, float]] = field(default_factory=deque)
     waiting: Any = None
     began_s: float = 0.0
@@ -232,89 +232,89 @@ class Messages:
                 )
             )
         self._rings = [
-            _Row(-1 - stage, self._build_ring(ports, [costs.worker(rank) for rank in ranks], costs, stage))
+            _Queue(-1 - stage, self._list_ring_ports(ports, [costs.worker(rank) for rank in ranks], costs, stage))
             for stage, ranks in enumerate(
                 (*program.placement.ranks, *(tied.ranks(program.placement) for tied in program.plan.tied_weights))
             )
         ]
         self._flows = Flows()
-        self._starts: list[tuple[float, int, _Row]] = []
+        self._starts: list[tuple[float, int, _Queue]] = []
 
-    def _build_ring(self, ports: Ports, workers: Sequence[int], costs: Costs, stage: int) -> Sequence[Port]:
-        """The ports of a ring, and one more with the rate that an all-reduce reaches alone."""
+    def _list_ring_ports(self, ports: Ports, workers: Sequence[int], costs: Costs, stage: int) -> Sequence[Port]:
+        """Returns the ports of a ring, after one with the rate that an all-reduce reaches alone."""
         size, seconds = costs.port_bytes(stage), costs.sum_s(stage)
         return [Port(size / seconds), *ports.around(workers)] if size and seconds and len(workers) > 1 else ()
 
     def send(self, wire: Wire, index: int, now: float) -> None:
-        wire.stays.append((index, now))
+        wire.unmatched.append((index, now))
         if wire.posted:
-            self._begin(wire, wire.posted.popleft())
+            self._match(wire, wire.posted.popleft())
 
     def post(self, wire: Wire, now: float) -> None:
-        if wire.stays:
-            self._begin(wire, now)
+        if wire.unmatched:
+            self._match(wire, now)
         else:
             wire.posted.append(now)
 
     def sum_up(self, stage: int, parts: Sequence[tuple[float, float, float]], done: Callable[[float], None]) -> None:
-        """Sums up over a stage's replicas, or over the holders of tied weights (`Costs.sum_s`).
+        """Starts a sum over a stage's replicas, or over the holders of tied weights (`Costs.sum_s`).
 
-        `parts` as in `Costs.sum_parts`; calls `done` with the time of the end.
+        `parts` as in `Costs.sum_parts`; calls `done` with the time of its end.
         """
         ring = self._rings[stage]
         if not ring.ports:
-            over_s = 0.0
+            end_s = 0.0
             for at_s, _, seconds in parts:
-                over_s = max(over_s, at_s) + seconds
-            done(over_s)
+                end_s = max(end_s, at_s) + seconds
+            done(end_s)
             return
         for number, (at_s, size, _) in enumerate(parts):
-            ring.coming.append((at_s, size, done if number == len(parts) - 1 else None))
-        self._go(ring)
+            ring.pending.append((at_s, size, done if number == len(parts) - 1 else None))
+        self._schedule_start(ring)
 
-    def go_on(self) -> None:
-        """Lets time pass until a receiver is ready."""
+    def advance(self) -> None:
+        """Advances time until a receiver is ready."""
         starts, flows = self._starts, self._flows
         while not self.ready:
             end_s = flows.next_s()
             if starts and (end_s is None or starts[0][0] < end_s):
-                now, _, row = heappop(starts)
-                if isinstance(row, Wire):
-                    row.began_s = now
-                flows.start(Flow(row.ports, row.coming[0][1], row), now)
+                now, _, queue = heappop(starts)
+                if isinstance(queue, Wire):
+                    queue.began_s = now
+                flows.start(Flow(queue.ports, queue.pending[0][1], queue), now)
             elif end_s is not None:
-                now, row = flows.end()
-                self._end(row, now)
+                now, queue = flows.end()
+                self._end(queue, now)
             else:
                 return
 
-    def left(self) -> Iterator[tuple[Channel, int]]:
+    def find_unreceived(self) -> Iterator[tuple[Channel, int]]:
         """Yields messages that were never received."""
         for wire in self.wires:
-            for index in (*(message[0] for message in wire.arrived), *(message[0] for message in wire.stays)):
+            for index in (*(message[0] for message in wire.arrived), *(message[0] for message in wire.unmatched)):
                 yield wire.channel, index
 
-    def _begin(self, wire: Wire, posted_s: float) -> None:
+    def _match(self, wire: Wire, posted_s: float) -> None:
         """Matches the oldest unmatched message with a receive."""
-        index, sent_s = wire.stays.popleft()
+        index, sent_s = wire.unmatched.popleft()
         at_s = posted_s if posted_s > sent_s else sent_s
         if wire.ports:
-            wire.coming.append((at_s, wire.size_bytes, index))
-            self._go(wire)
+            wire.pending.append((at_s, wire.size_bytes, index))
+            self._schedule_start(wire)
         else:
             self._arrive(wire, index, at_s, at_s + wire.latency_s)
 
-    def _go(self, row: _Row) -> None:
-        if not row.is_busy and row.coming:
-            row.is_busy = True
-            heappush(self._starts, (max(row.coming[0][0], row.free_s), row.number, row))
+    def _schedule_start(self, queue: _Queue) -> None:
+        if not queue.is_busy and queue.pending:
+            queue.is_busy = True
+            heappush(self._starts, (max(queue.pending[0][0], queue.free_s), queue.number, queue))
 
-    def _end(self, row: _Row, now: float) -> None:
-        _, _, what = row.coming.popleft()
-        row.is_busy, row.free_s = False, now
-        self._go(row)
-        if isinstance(row, Wire):
-            self._arrive(row, what, row.began_s, now + row.latency_s)
+    def _end(self, queue: _Queue, now: float) -> None:
+        _, _, what = queue.pending.popleft()
+        queue.is_busy, queue.free_s = False, now
+        self._schedule_start(queue)
+        if isinstance(queue, Wire):
+            self._arrive(queue, what, queue.began_s, now + queue.latency_s)
         elif what is not None:
             what(now)
 
