@@ -188,7 +188,7 @@ BREAKS = (
     Break(
         "waits: a forward does not wait for an update on another rank",
         "verifier/waits.py",
-        "if awaited is not None and awaited not in self.done_updates:",
+        "if required is not None and required not in self.done_updates:",
         "if False:",
         ("schedules/test_roundpipe.py",),
     ),
@@ -223,15 +223,15 @@ BREAKS = (
     Break(
         "verifier: an op may come before what it needs",
         "verifier/unrolled.py",
-        "if place[1] > limit:",
+        "if place[1] > last_allowed:",
         "if place[1] < 0:",
         ("verifier/test_verifier.py", "verifier/test_mutants.py"),
     ),
     Break(
         "verifier: messages may overtake each other",
         "verifier/unrolled.py",
-        "if left != arrived:",
-        "if left < 0:",
+        "if sent_k != received_k:",
+        "if sent_k < 0:",
         ("verifier/test_verifier.py", "verifier/test_mutants.py"),
     ),
     Break(

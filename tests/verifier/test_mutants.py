@@ -255,7 +255,7 @@ def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
     text = refused(replace(program, weights=shifted(program.weights, +1)))
     assert re.search(r"\dF\d+: needs \dU\d+, which comes later|>\d+:\d+: \dU\d+, which makes it, does not come", text)
     text = refused(replace(program, weights=shifted(program.weights, -1)))
-    kept = r"versions of stage \d's weights are alive, its weight rule 'shifted' keeps"
+    kept = r"versions of stage \d's weights exist at once, its weight rule 'shifted' keeps"
     assert re.search(rf"{kept}|sends version \d+, in whose place \dU\d+ has written", text)
     # Dropped too early: one less than are read.
     text = refused(replace(program, weights=shifted(program.weights, 0, keeps=-1)))

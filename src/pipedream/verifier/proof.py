@@ -1,6 +1,6 @@
-"""Verify, then run: every rule is checked on finite runs that represent all (docs/architecture.md).
+"""Proves a program before it runs: checks every rule on finite runs that represent all (docs/architecture.md).
 
-One run is a single minibatch. The others have the warm-up, as many microbatches as the deepest ring and the oldest
+One run is a single minibatch. The others have the warm-up, the microbatches that the deepest ring and the oldest
 version in use reach back, two periods, and a drain that begins at each residue of the period.
 """
 
@@ -15,10 +15,10 @@ from pipedream.core.display import Tabular
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.core.schedule.program import Channel, Program
-from pipedream.verifier.unrolled import Unrolled, check_assumptions, remote_spans, unroll
+from pipedream.verifier.unrolled import Unrolled, check_assumptions, iterate_remote_spans, unroll
 from pipedream.verifier.waits import check_waits
 
-_MOST_INSTRUCTIONS = 60_000
+_MAX_INSTRUCTIONS = 60_000
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,11 +27,12 @@ class Proof(Tabular):
 
     Attributes:
         microbatches: m, of a minibatch.
-        residues: at which a drain may begin; not all are checked if replica counts have a large common multiple.
-        peak_in_flight, peak_versions: for each rank, the most microbatches in flight and sets of weights alive.
+        residues: number of points of a period at which a drain may begin; not all are checked if replica counts have a
+            large common multiple.
+        peak_in_flight, peak_versions: for each rank, the most microbatches in flight, and sets of weights at once.
         stage_in_flight, stage_versions: the same for each of its stages, which need not peak together.
-        staleness, mean_staleness: staleness of each stage's gradients, in updates.
-        remote_forwards: for each rank, the stages whose forwards alone it runs; they count in its peaks.
+        staleness, mean_staleness: updates by which each stage's gradients are late.
+        remote_forwards: for each rank, the stages of which it runs only forwards; they count in its peaks.
     """
 
     schedule: str
@@ -50,7 +51,7 @@ class Proof(Tabular):
 
     @property
     def lateness(self) -> str:
-        """Says how late gradients are, and which method trains as one process does; '' where they are in time."""
+        """Describes how late gradients are, and names a method without delay; '' if none is late."""
         late = max(self.staleness)
         words = f"gradients are up to {late} update{'s' if late > 1 else ''} late"
         return f"{self.schedule}: {words}; the schedule 1f1b trains as one process does" if late else ""
@@ -71,32 +72,32 @@ class Proof(Tabular):
         ]
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
-        ends = len(self.totals) - 1
-        covered = (
+        totals = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
+        drain_count = len(self.totals) - 1
+        coverage = (
             "end at every point of a period"
-            if ends == self.residues
-            else f"end at {ends} of the {self.residues} points of a period"
+            if drain_count == self.residues
+            else f"end at {drain_count} of the {self.residues} points of a period"
         )
         split = f", m = {self.microbatches}" if self.microbatches > 1 else ""
-        # Updates that hold several microbatches divide the delay.
-        differ = any(abs(mean - late) > 1e-9 for mean, late in zip(self.mean_staleness, self.staleness, strict=True))
+        # The mean is lower where an update holds several microbatches.
+        has_means = any(abs(mean - late) > 1e-9 for mean, late in zip(self.mean_staleness, self.staleness, strict=True))
         rows = [
             f"Proof of {self.schedule}, plan {self.config}{split}: "
             "each op once and in order, no deadlock, versions kept",
-            f"proved for runs of {shown} microbatches, which {covered}",
-            self._format_row("rank", "stages", "in flight", "versions", "staleness", "mean" if differ else ""),
+            f"proved for runs of {totals} microbatches, which {coverage}",
+            self._format_row("rank", "stages", "in flight", "versions", "staleness", "mean" if has_means else ""),
         ]
         for rank, stage_replicas in enumerate(self.stage_replicas):
             late = [self.staleness[stage] for stage, _ in stage_replicas]
-            means = [f"{self.mean_staleness[stage]:.3g}" if differ else "" for stage, _ in stage_replicas]
+            means = [f"{self.mean_staleness[stage]:.3g}" if has_means else "" for stage, _ in stage_replicas]
             names = [str(stage) for stage, _ in stage_replicas]
-            several = len(stage_replicas) > 1
+            several_stages = len(stage_replicas) > 1
             peaks = self.peak_in_flight[rank], self.peak_versions[rank]
-            rows.append(self._format_row(rank, ",".join(names), *peaks, max(late), "" if several else means[0]))
-            if several:
-                each = zip(self.stage_in_flight[rank], self.stage_versions[rank], late, strict=True)
-                lines = zip(names, each, means, strict=True)
+            rows.append(self._format_row(rank, ",".join(names), *peaks, max(late), "" if several_stages else means[0]))
+            if several_stages:
+                counts_by_stage = zip(self.stage_in_flight[rank], self.stage_versions[rank], late, strict=True)
+                lines = zip(names, counts_by_stage, means, strict=True)
                 rows += [self._format_row("", f". {name}", *counts, mean) for name, counts, mean in lines]
             if self.remote_forwards and self.remote_forwards[rank]:
                 rows.append(f"{'':>4}  + forwards of {', '.join(map(str, self.remote_forwards[rank]))} of other ranks")
@@ -112,8 +113,8 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     """Proves that a program keeps the rules and cannot deadlock.
 
     Args:
-        lanes: from a channel to what it shares with others in issue order, such as an NCCL communicator;
-            None gives each channel its own.
+        lanes: channel -> what it shares with others in issue order, such as an NCCL communicator; None for a lane of
+            its own.
 
     Raises:
         ScheduleError: a rule is broken; names the rank, the instruction and the rule.
@@ -122,14 +123,14 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     totals, residues = _choose_totals(program)
     _check_reach(program, totals[-1])
     ranks = range(program.placement.workers)
-    most = [[(0, 0)] * (1 + len(program.placement.stage_replicas(rank))) for rank in ranks]
+    peaks = [[(0, 0)] * (1 + len(program.placement.stage_replicas(rank))) for rank in ranks]
     for total in totals:
         run = unroll(program, total)
         check_assumptions(run)
         check_waits(run, lanes)
         for rank in ranks:
-            pairs = zip(most[rank], _find_peaks(run, rank), strict=True)
-            most[rank] = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
+            pairs = zip(peaks[rank], _find_peaks(run, rank), strict=True)
+            peaks[rank] = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
     return Proof(
         schedule=program.name,
         config=program.plan.config,
@@ -137,10 +138,10 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         totals=totals,
         residues=residues,
         stage_replicas=tuple(program.placement.stage_replicas(rank) for rank in range(program.placement.workers)),
-        peak_in_flight=tuple(rank[0][0] for rank in most),
-        peak_versions=tuple(rank[0][1] for rank in most),
-        stage_in_flight=tuple(tuple(in_flight for in_flight, _ in rank[1:]) for rank in most),
-        stage_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
+        peak_in_flight=tuple(rank[0][0] for rank in peaks),
+        peak_versions=tuple(rank[0][1] for rank in peaks),
+        stage_in_flight=tuple(tuple(in_flight for in_flight, _ in rank[1:]) for rank in peaks),
+        stage_versions=tuple(tuple(count for _, count in rank[1:]) for rank in peaks),
         staleness=tuple(_compute_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
         mean_staleness=tuple(
             0.0 if len(program.kinds) == 1 else program.weights.mean_staleness(stage)
@@ -157,24 +158,24 @@ def _choose_totals(program: Program) -> tuple[tuple[int, ...], int]:
         [item.index for rank in program.ranks for item in rank.warmup if item.kind is Kind.FORWARD], default=-1
     )
     reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
-    # The first version read late is made after the warm-up, and dropped equally long after its last reader.
-    settled = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
-    late = max(
-        _compute_staleness(program, stage, settled) * count for stage, count in enumerate(program.updates.per_update)
+    # The first version that is read late is made after the warm-up, and dropped as late after its last reader.
+    steady = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
+    late_microbatches = max(
+        _compute_staleness(program, stage, steady) * count for stage, count in enumerate(program.updates.per_update)
     )
-    settled = (ceil((warmup + max(warmup, late) + reach) / cycle) + 2) * cycle
+    steady = (ceil((warmup + max(warmup, late_microbatches) + reach) / cycle) + 2) * cycle
     residues = cycle // m
     per_microbatch = max(1, sum(len(rank.period) for rank in program.ranks) // cycle)
-    affordable = max(2, _MOST_INSTRUCTIONS // (settled * per_microbatch))
+    affordable = max(2, _MAX_INSTRUCTIONS // (steady * per_microbatch))
     count = min(residues, affordable)
-    chosen = sorted({round(i * (residues - 1) / max(1, count - 1)) for i in range(count)})
-    return (m, *(settled + residue * m for residue in chosen)), residues
+    chosen_residues = sorted({round(i * (residues - 1) / max(1, count - 1)) for i in range(count)})
+    return (m, *(steady + residue * m for residue in chosen_residues)), residues
 
 
 def _check_reach(program: Program, total: int) -> None:
     exists = program.exists(total)
-    for rank, mine in enumerate(program.ranks):
-        for item in (*mine.warmup, *mine.period):
+    for rank, rank_program in enumerate(program.ranks):
+        for item in (*rank_program.warmup, *rank_program.period):
             if not exists(item):
                 raise ScheduleError(
                     f"program {program.name!r}: rank {rank} has the instruction {item}, but does not reach it within "
@@ -183,10 +184,10 @@ def _check_reach(program: Program, total: int) -> None:
 
 
 def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
-    """Returns the most microbatches in flight and versions alive, for a rank and then for each of its stages.
+    """Returns the most microbatches in flight and versions at once, for a rank, then for each of its stages.
 
-    A version lives to its last reader (`WeightRule.held_until`), and at least until the next update, which may reuse
-    its storage. A kept prediction is a set of its own.
+    A version exists until its last reader (`WeightRule.held_until`), and at least until the next update, which may
+    reuse its storage. A kept prediction is a separate set.
     """
     program = run.program
     stage_replicas = program.placement.stage_replicas(rank)
@@ -195,76 +196,76 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
             (0, len(stage_replicas) + len(program.placement.remote_forwards(rank))),
             *[(0, 1)] * len(stage_replicas),
         ]
-    in_flight: list[tuple[int, int]] = []
-    alive: list[tuple[int, int]] = []
+    all_pass_spans: list[tuple[int, int]] = []
+    all_version_spans: list[tuple[int, int]] = []
     peaks: list[tuple[int, int]] = []
-    last = find_last_kind(program.kinds)
+    last_kind = find_last_kind(program.kinds)
     for stage, replica in stage_replicas:
-        lives = list(_find_lives(run, stage, replica))
+        version_spans = list(_find_version_spans(run, stage, replica))
         allowed = program.weights.versions(stage)
-        versions, position = _find_peak(lives)
+        versions, position = _find_peak(version_spans)
         if versions > allowed:
             raise run.error(
                 rank,
                 position,
-                f"{versions} versions of stage {stage}'s weights are alive, its weight rule "
+                f"{versions} versions of stage {stage}'s weights exist at once, its weight rule "
                 f"{program.weights.name!r} keeps {allowed}",
             )
-        open_ = [
+        pass_spans = [
             (
-                _find_begin(run, stage, replica, k),
-                run.ops[Op(last, stage, k, replica)][1] + program.placement.is_remote(stage),
+                _find_start(run, stage, replica, k),
+                run.ops[Op(last_kind, stage, k, replica)][1] + program.placement.is_remote(stage),
             )
             for k in range(replica, run.total, program.placement.replicas[stage])
         ]
-        peaks.append((_find_peak(open_)[0], versions))
-        alive += lives
-        in_flight += open_
-    for kept, fetched in remote_spans(run, rank):
-        in_flight += kept
-        alive.append(fetched)
-    return [(_find_peak(in_flight)[0], _find_peak(alive)[0]), *peaks]
+        peaks.append((_find_peak(pass_spans)[0], versions))
+        all_version_spans += version_spans
+        all_pass_spans += pass_spans
+    for input_spans, weight_span in iterate_remote_spans(run, rank):
+        all_pass_spans += input_spans
+        all_version_spans.append(weight_span)
+    return [(_find_peak(all_pass_spans)[0], _find_peak(all_version_spans)[0]), *peaks]
 
 
-def _find_begin(run: Unrolled, stage: int, replica: int, k: int) -> int:
-    """The microbatch's forward, or its backward if only that runs here."""
+def _find_start(run: Unrolled, stage: int, replica: int, k: int) -> int:
+    """Returns the position of a microbatch's forward, or of its backward if only that runs on this rank."""
     kind = Kind.BACKWARD if run.program.placement.is_remote(stage) else Kind.FORWARD
     return run.ops[Op(kind, stage, k, replica)][1]
 
 
-def _find_lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
+def _find_version_spans(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
     program, ops = run.program, run.ops
     starts = [-1] + [
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)
     ]
-    dies = [*starts[1:], len(run.streams[program.placement.ranks[stage][replica]])]
-    last = find_last_kind(program.kinds)
-    until = program.weights.kept_until(stage)
+    ends = [*starts[1:], len(run.streams[program.placement.ranks[stage][replica]])]
+    last_kind = find_last_kind(program.kinds)
+    prediction_until = program.weights.kept_until(stage)
     predictions: dict[int, tuple[int, int]] = {}
     for k in range(replica, run.total, program.placement.replicas[stage]):
-        first = program.weights.forward_version(stage, k)
-        second = program.weights.backward_version(stage, k)
-        begin, end = _find_begin(run, stage, replica, k), ops[Op(last, stage, k, replica)][1]
-        if until is None:
-            dies[first] = max(dies[first], end if program.weights.held_until is Kind.BACKWARD else begin)
-        else:  # the first forward alone reads the version
-            made_at, _ = predictions.get(first, (begin, begin))
-            predictions[first] = made_at, begin + 1 if until is Kind.FORWARD else end
-            dies[first] = max(dies[first], made_at)
-        if until is not Kind.BACKWARD:
-            dies[second] = max(dies[second], end)
-    return (*zip(starts, dies, strict=True), *predictions.values())
+        version = program.weights.forward_version(stage, k)
+        backward_version = program.weights.backward_version(stage, k)
+        begin, end = _find_start(run, stage, replica, k), ops[Op(last_kind, stage, k, replica)][1]
+        if prediction_until is None:
+            ends[version] = max(ends[version], end if program.weights.held_until is Kind.BACKWARD else begin)
+        else:  # only the first forward reads the version
+            made, _ = predictions.get(version, (begin, begin))
+            predictions[version] = made, begin + 1 if prediction_until is Kind.FORWARD else end
+            ends[version] = max(ends[version], made)
+        if prediction_until is not Kind.BACKWARD:
+            ends[backward_version] = max(ends[backward_version], end)
+    return (*zip(starts, ends, strict=True), *predictions.values())
 
 
 def _find_peak(spans: list[tuple[int, int]]) -> tuple[int, int]:
-    """The most half-open spans that overlap, and where."""
+    """Returns the most half-open spans that overlap, and where."""
     changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-    most = where = count = 0
+    peak = peak_position = count = 0
     for position, change in changes:
         count += change
-        if count > most:
-            most, where = count, position
-    return most, max(where, 0)
+        if count > peak:
+            peak, peak_position = count, position
+    return peak, max(peak_position, 0)
 
 
 def _compute_staleness(program: Program, stage: int, total: int) -> int:

@@ -1,13 +1,13 @@
 """A program unrolled for one number of microbatches, and the rules that do not depend on how ranks interleave:
 
-each op once and on its rank, nothing before what it needs, each message sent once and received once and in one order,
-each sum joined by all replicas; and the runtime's further assumptions about each stage replica (`check_assumptions`):
+each op is done once and on its rank, and after what it needs; each message is sent and received once, in one order; all
+replicas join each sum; and the runtime's further assumptions about each stage replica (`check_assumptions`):
 
-- Microbatches are forwarded in their order: the first that does not exist is where a stream ends.
-- An update takes all gradients since the one before it, so no other update's may lie between.
-- Each sum over replicas has its update after it.
-- Version numbers never fall, so that older ones can be dropped; under the backward rule 'stash' a backward reads what
-  its forward has read.
+- Forwards take microbatches in order: a stream ends at the first that does not exist.
+- An update takes all gradients since the previous one, so they must not include those of another update.
+- Each sum over replicas is followed by its update.
+- Version numbers never decrease, so that older ones can be dropped; under the backward rule 'stash' a backward reads
+  what its forward read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Unrolled:
         return self._find_pass(channel.carries == Carries.GRADIENT, channel.source, k)
 
     def consumer(self, message: Message) -> Op:
-        """Returns the op after which the message's place in the ring is free."""
+        """Returns the op that frees the message's place in the ring."""
         number, k = message
         channel = self.program.channels[number]
         return self._find_pass(channel.carries in (Carries.GRADIENT, Carries.STAGE_INPUT), channel.target, k)
@@ -79,12 +79,12 @@ class Unrolled:
 
 
 def unroll(program: Program, total: int) -> Unrolled:
-    """Unrolls a program and checks what does not depend on how its ranks interleave."""
+    """Unrolls a program, and checks the rules that do not depend on how its ranks interleave."""
     ranks = range(program.placement.workers)
     run = Unrolled(program, total, tuple(_read_stream(program, rank, total) for rank in ranks))
     for rank in ranks:
-        _index(run, rank)
-        _check_lacks_nothing(program, rank, total, run.ops)
+        _index_stream(run, rank)
+        _check_complete(program, rank, total, run.ops)
     _check_messages(run)
     last = program.placement.stages - 1
     # The targets must reach the last stage, whether or not the program has a channel for them.
@@ -105,23 +105,23 @@ def _read_stream(program: Program, rank: int, total: int) -> tuple[Instruction, 
     try:
         stream.extend(program.instructions(rank, total))
     except ScheduleError:
-        _check_lacks_nothing(program, rank, total, set(stream))
+        _check_complete(program, rank, total, set(stream))
         raise
     return tuple(stream)
 
 
-def _check_lacks_nothing(program: Program, rank: int, total: int, present: Collection[Instruction]) -> None:
-    work = (op for row in program.expected_ops(rank, total) for op in row.ops())
-    lacking = [op for op in work if op not in present]
-    if lacking:
-        first = min(lacking, key=lambda op: (op.stage, op.kind is Kind.UPDATE, op.index))
+def _check_complete(program: Program, rank: int, total: int, present: Collection[Instruction]) -> None:
+    ops = (op for row in program.expected_ops(rank, total) for op in row.ops())
+    missing = [op for op in ops if op not in present]
+    if missing:
+        first = min(missing, key=lambda op: (op.stage, op.kind is Kind.UPDATE, op.index))
         raise ScheduleError(
             f"program {program.name!r}: rank {rank} lacks {first} in a run of {total} microbatches; each op of "
             "each microbatch must come once"
         )
 
 
-def _index(run: Unrolled, rank: int) -> None:
+def _index_stream(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
     stage_replicas, forwards = set(placement.stage_replicas(rank)), set(placement.passes(rank, forward=True))
     for position, instruction in enumerate(run.streams[rank]):
@@ -130,8 +130,8 @@ def _index(run: Unrolled, rank: int) -> None:
             if kind is not Kind.UPDATE and kind not in run.program.kinds:
                 raise run.error(rank, position, "an op of a kind that this schedule does not have")
             expected = replica if kind is Kind.UPDATE else placement.replica(stage, index)
-            here = forwards if kind is Kind.FORWARD else stage_replicas
-            if (stage, replica) not in here or replica != expected:
+            allowed = forwards if kind is Kind.FORWARD else stage_replicas
+            if (stage, replica) not in allowed or replica != expected:
                 raise run.error(rank, position, f"an op of another rank or replica ({replica} of stage {stage})")
             if instruction in run.ops:
                 raise run.error(rank, position, f"done before, at instruction {run.ops[instruction][1]}")
@@ -171,41 +171,41 @@ def _check_messages(run: Unrolled) -> None:
         rank = run.program.channels[message[0]].sender
         if message not in run.received:
             raise run.error(rank, position, f"microbatch {message[1]} is sent but never received")
-        maker = run.producer(message)
-        place = run.ops.get(maker)
+        producer = run.producer(message)
+        place = run.ops.get(producer)
         if place is None or place[0] != rank or place[1] > position:
-            raise run.error(rank, position, f"{maker}, which makes it, does not come before")
+            raise run.error(rank, position, f"{producer}, which makes it, does not come before")
     for number, order in run.sequences.items():
-        for i, (left, arrived) in enumerate(zip(order, arrivals[number], strict=True)):
-            if left != arrived:
+        for i, (sent_k, received_k) in enumerate(zip(order, arrivals[number], strict=True)):
+            if sent_k != received_k:
                 receiver = run.program.channels[number].receiver
                 raise run.error(
                     receiver,
-                    run.received[number, arrived],
-                    f"message {i} of a first-in-first-out channel is sent as microbatch {left} and received as "
-                    f"microbatch {arrived}",
+                    run.received[number, received_k],
+                    f"message {i} of a first-in-first-out channel is sent as microbatch {sent_k} and received as "
+                    f"microbatch {received_k}",
                 )
 
 
 def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
     program = run.program
-    limit = position
+    last_allowed = position
     if op.kind is Kind.UPDATE and program.placement.replicas[op.stage] > 1:
-        joined = run.synced.get((rank, op.stage, op.index))
-        if joined is None or joined > position:
+        sum_position = run.synced.get((rank, op.stage, op.index))
+        if sum_position is None or sum_position > position:
             raise run.error(rank, position, f"no sum over the replicas, ={op.stage}:{op.index}, comes before it")
-        limit = joined  # its own gradients; the others' are checked at their own update
+        last_allowed = sum_position  # the rank's own gradients; those of others are checked at their updates
     if op.kind is Kind.UPDATE and (program.couples_updates or program.plan.tied_weights):
-        _check_whole_rank(run, op, rank, position)
-    for need in program.requires(op, run.total):
-        place = run.ops.get(need)
+        _check_rank_gradients(run, op, rank, position)
+    for required in program.requires(op, run.total):
+        place = run.ops.get(required)
         if place is None:
-            raise run.error(rank, position, f"needs {need}, which this run does not have")
+            raise run.error(rank, position, f"needs {required}, which this run does not have")
         if place[0] == rank:
-            if place[1] > limit:
-                raise run.error(rank, position, f"needs {need}, which comes later, at instruction {place[1]}")
-        elif op.kind is not Kind.UPDATE and need.kind is not Kind.UPDATE:  # weights are in shared memory
-            check_arrival(run, op, need, place[0], _choose_cargo(op, need))
+            if place[1] > last_allowed:
+                raise run.error(rank, position, f"needs {required}, which comes later, at instruction {place[1]}")
+        elif op.kind is not Kind.UPDATE and required.kind is not Kind.UPDATE:  # weights are in shared memory
+            check_arrival(run, op, required, place[0], _choose_cargo(op, required))
 
 
 def _choose_cargo(op: Op, need: Op) -> Carries:
@@ -214,8 +214,8 @@ def _choose_cargo(op: Op, need: Op) -> Carries:
     return Carries.STAGE_INPUT if need.kind is Kind.FORWARD else Carries.GRADIENT
 
 
-def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
-    """Checks that a coupled update comes after the gradients of all of its rank's stages."""
+def _check_rank_gradients(run: Unrolled, op: Op, rank: int, position: int) -> None:
+    """Checks that a coupled update follows the gradients of all stages of its rank."""
     program = run.program
     for stage, replica in program.placement.stage_replicas(rank):
         for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):
@@ -225,7 +225,7 @@ def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
 
 
 def check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: Carries) -> None:
-    """Checks that a result of another rank is received before it is read."""
+    """Checks that a result of another rank is received before an op reads it."""
     rank, position = run.ops[op]
     if sender == rank:
         return
@@ -238,7 +238,7 @@ def check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: Carries
 
 
 def check_assumptions(run: Unrolled) -> None:
-    """Checks a run that `unroll` accepted."""
+    """Checks the runtime's assumptions on an unrolled run."""
     for rank in range(len(run.streams)):
         _check_order(run, rank)
     for (rank, stage, update), position in run.synced.items():
@@ -252,31 +252,31 @@ def check_assumptions(run: Unrolled) -> None:
 
 def _check_order(run: Unrolled, rank: int) -> None:
     program = run.program
-    gives = find_last_kind(program.kinds)
-    forwarded: dict[int, int] = {}
+    last_kind = find_last_kind(program.kinds)
+    last_forward: dict[int, int] = {}
     gradients: dict[int, list[int]] = {}
     for position, op in enumerate(run.streams[rank]):
         if not isinstance(op, Op):
             continue
         kind, stage, index, _ = op
         if kind is Kind.FORWARD:
-            before = forwarded.get(stage, -1)
-            if index < before:
+            previous = last_forward.get(stage, -1)
+            if index < previous:
                 raise run.error(
-                    rank, position, f"comes after {stage}F{before}; microbatches are forwarded in their order"
+                    rank, position, f"comes after {stage}F{previous}; microbatches are forwarded in their order"
                 )
-            forwarded[stage] = index
-        elif kind is gives:
+            last_forward[stage] = index
+        elif kind is last_kind:
             gradients.setdefault(stage, []).append(index)
         elif kind is Kind.UPDATE:
             members = program.updates.members(stage, index, run.total)
-            others = [k for k in gradients.pop(stage, []) if k not in members]
-            if others:
+            foreign = [k for k in gradients.pop(stage, []) if k not in members]
+            if foreign:
                 raise run.error(
                     rank,
                     position,
-                    f"{stage}{gives.value}{others[0]} comes before it, but its gradient is for update "
-                    f"{program.updates.update_of(stage, others[0])}",
+                    f"{stage}{last_kind.value}{foreign[0]} comes before it, but its gradient is for update "
+                    f"{program.updates.update_of(stage, foreign[0])}",
                 )
 
 
@@ -295,25 +295,25 @@ def _check_versions(run: Unrolled, stage: int) -> None:
                 "microbatch; older versions may have been dropped",
             )
         newest[replica] = version
-        again = rule.backward_version(stage, k)
-        if rule.backward_rule == "stash" and len(program.kinds) > 1 and again != version:
+        backward_version = rule.backward_version(stage, k)
+        if rule.backward_rule == "stash" and len(program.kinds) > 1 and backward_version != version:
             raise run.error(
                 rank,
                 position,
-                f"weight rule {rule.name!r} reads version {version} here and version {again} in the backward, which "
-                "must use the weights of its forward",
+                f"weight rule {rule.name!r} reads version {version} here and version {backward_version} in the "
+                "backward, which must use the weights of its forward",
             )
 
 
-def remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
-    """Yields, for each update of a stage whose forwards alone run here, the spans of their inputs, kept until those of
-    the next update, and of the weights.
+def iterate_remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
+    """Yields, for each update of a stage of which only forwards run here, the spans of their inputs, which end at the
+    forwards of the next update, and the span of the weights.
     """
     for stage, replica in run.program.placement.remote_forwards(rank):
-        reads: dict[int, list[int]] = {}
+        positions_by_update: dict[int, list[int]] = {}
         for k in range(run.total):
-            place = run.ops[Op(Kind.FORWARD, stage, k, replica)][1]
-            reads.setdefault(run.program.updates.update_of(stage, k), []).append(place)
-        until = [*[places[0] for places in reads.values()][1:], len(run.streams[rank])]
-        for end, places in zip(until, reads.values(), strict=True):
-            yield [(place, end) for place in places], (places[0], places[-1] + 1)
+            position = run.ops[Op(Kind.FORWARD, stage, k, replica)][1]
+            positions_by_update.setdefault(run.program.updates.update_of(stage, k), []).append(position)
+        ends = [*[positions[0] for positions in positions_by_update.values()][1:], len(run.streams[rank])]
+        for end, positions in zip(ends, positions_by_update.values(), strict=True):
+            yield [(position, end) for position in positions], (positions[0], positions[-1] + 1)

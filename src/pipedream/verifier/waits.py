@@ -1,16 +1,14 @@
 """No deadlock: the graph of waits has no cycle.
 
-A program of fixed order with bounded rings is a marked graph: whether its ranks deadlock does not depend on how fast
-anything is. So every rank is advanced as far as possible, once: if not all finish, following who waits for whom leads
-into the cycle. The waits are
+A program of fixed order with bounded rings is a marked graph: deadlocks do not depend on speeds. So every rank is
+advanced as far as possible, once: if not all finish, following who waits for whom leads into the cycle. The waits are
 
-- program order on each rank; a receive instruction waits for its message to be delivered;
-- a message is delivered when it is sent and its receive is posted, which is when the consumer of message i - depth is
-  done;
+- program order on each rank; a receive waits until its message is delivered;
+- a message is delivered once it is sent and its receive is posted, after the consumer of message i - depth;
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in the order in
   which they were issued, receives from one sender in that sender's order;
-- a sum waits for all replicas; a coupled update for all ranks to reach the same update, or the one `norm_delay` before;
-  an update of tied weights for all ranks that hold them to reach it;
+- a sum waits for all replicas; a coupled update until all ranks reach the same update, or the one `norm_delay` before;
+  an update of tied weights until all ranks that hold them reach it;
 - a forward waits for the update of its weights on another rank.
 """
 
@@ -29,9 +27,9 @@ _Meeting = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or numb
 
 
 def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
-    """Advances every rank of a run as far as possible; `lanes` as in `verify`."""
+    """Raises a DeadlockError if not all ranks of a run can finish; `lanes` as in `verify`."""
     waits = _Waits(run, lanes)
-    waits.go()
+    waits.advance()
     stuck = [rank for rank, stream in enumerate(run.streams) if waits.position[rank] < len(stream)]
     if stuck:
         raise DeadlockError(waits.explain(stuck[0]))
@@ -40,7 +38,7 @@ def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = Non
 class _Waits:
     """The state of a run.
 
-    Life: `go` advances the ranks until none can move; `explain` then follows the waits from a stuck rank.
+    `advance` runs the ranks until none can continue; `explain` then follows the waits from a stuck rank.
     """
 
     def __init__(self, run: Unrolled, lanes: Callable[[Channel], Hashable] | None) -> None:
@@ -56,25 +54,25 @@ class _Waits:
         self.consumed: set[Message] = set()
         self.delivered: set[Message] = set()
         self.ready = deque(range(len(run.streams)))
-        self.met: dict[_Meeting, set[int]] = defaultdict(set)
+        self.arrived: dict[_Meeting, set[int]] = defaultdict(set)
         self._prepare()
 
     def _prepare(self) -> None:
         run = self.run
-        # In the sender's order.
-        self.to_post: dict[int, dict[tuple[Hashable, int], deque[Message]]] = defaultdict(lambda: defaultdict(deque))
-        self.frees: dict[Message, Message] = {}  # message -> earlier one in the same place of the ring
+        # messages in the sender's order
+        self.unposted: dict[int, dict[tuple[Hashable, int], deque[Message]]] = defaultdict(lambda: defaultdict(deque))
+        self.previous_in_place: dict[Message, Message] = {}  # message -> the earlier one in its place of the ring
         for message in sorted(run.sent, key=run.sent.__getitem__):
             ends = self.channels[message[0]]
-            self.to_post[ends.receiver][self.lane[message[0]], ends.sender].append(message)
+            self.unposted[ends.receiver][self.lane[message[0]], ends.sender].append(message)
         self.consumers: dict[Op, list[Message]] = defaultdict(list)
         for number, order in run.sequences.items():
             depth = self.channels[number].depth
             for i, k in enumerate(order):
                 self.consumers[run.consumer((number, k))].append((number, k))
                 if i >= depth:
-                    self.frees[number, k] = (number, order[i - depth])
-        self.awaited: dict[Op, Op] = {}  # forward -> update on another rank
+                    self.previous_in_place[number, k] = (number, order[i - depth])
+        self.required_updates: dict[Op, Op] = {}  # forward -> update on another rank
         self.done_updates: set[Op] = set()
         self.readers: dict[Op, list[int]] = defaultdict(list)
         self.members: dict[_Meeting, set[int]] = defaultdict(set)
@@ -84,8 +82,8 @@ class _Waits:
         for forward in (op for op in run.ops if op.kind is Kind.FORWARD and placement.is_remote(op.stage)):
             for need in run.program.requires(forward):
                 if need.kind is Kind.UPDATE:
-                    self.awaited[forward] = need
-        self.updates = set(self.awaited.values())
+                    self.required_updates[forward] = need
+        self.updates = set(self.required_updates.values())
         self.tied = (
             [weights.ranks(placement) for weights in run.program.plan.tied_weights] if run.program.trains else []
         )
@@ -98,7 +96,7 @@ class _Waits:
                 if rank in ranks:
                     self.members["tied", number, op.index].add(rank)
 
-    def go(self) -> None:
+    def advance(self) -> None:
         for rank in range(len(self.run.streams)):
             self._post(rank)
         while self.ready:
@@ -121,14 +119,14 @@ class _Waits:
         if instruction.kind is Kind.UPDATE and not self._meet_holders(rank, instruction.index):
             return False
         if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
-            # A rank that reaches its first one has the gradients of all its stages.
+            # A rank that reaches its first coupled update has the gradients of all its stages.
             self._meet(rank, ("update", -1, instruction.index))
             norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
-            if self.met[norm_of] != self.members[norm_of]:
+            if self.arrived[norm_of] != self.members[norm_of]:
                 return False
-        awaited = self.awaited.get(instruction)
-        if awaited is not None and awaited not in self.done_updates:
-            self.readers[awaited].append(rank)
+        required = self.required_updates.get(instruction)
+        if required is not None and required not in self.done_updates:
+            self.readers[required].append(rank)
             return False
         if instruction in self.updates:
             self.done_updates.add(instruction)
@@ -144,56 +142,56 @@ class _Waits:
         return all(self._meet(rank, ("tied", number, update)) for number in numbers)
 
     def _meet(self, rank: int, meeting: _Meeting) -> bool:
-        here = self.met[meeting]
-        if rank not in here:
-            here.add(rank)
-            if here == self.members[meeting]:
-                self.ready.extend(here - {rank})
-        return here == self.members[meeting]
+        arrived = self.arrived[meeting]
+        if rank not in arrived:
+            arrived.add(rank)
+            if arrived == self.members[meeting]:
+                self.ready.extend(arrived - {rank})
+        return arrived == self.members[meeting]
 
     def _post(self, rank: int) -> None:
-        for waiting in self.to_post[rank].values():
-            while waiting and self._has_place(waiting[0]):
-                message = waiting.popleft()
+        for messages in self.unposted[rank].values():
+            while messages and self._has_place(messages[0]):
+                message = messages.popleft()
                 self.posted.add(message)
                 self._issue(rank, message)
 
     def _has_place(self, message: Message) -> bool:
-        before = self.frees.get(message)
-        return before is None or before in self.consumed
+        previous = self.previous_in_place.get(message)
+        return previous is None or previous in self.consumed
 
     def _issue(self, rank: int, message: Message) -> None:
         lane = self.lane[message[0]]
-        mine = self.issued[rank, lane]
-        mine.append(message)
-        self._deliver(mine, lane)
+        queue = self.issued[rank, lane]
+        queue.append(message)
+        self._deliver(queue, lane)
 
-    def _deliver(self, mine: deque[Message], lane: Hashable) -> None:
+    def _deliver(self, first_queue: deque[Message], lane: Hashable) -> None:
         """Delivers each message that is first at both of its ends."""
-        changed = [mine]
+        changed = [first_queue]
         while changed:
             queue = changed.pop()
             if not queue:
                 continue
             message = queue[0]
             ends = self.channels[message[0]]
-            there, here = self.issued[ends.sender, lane], self.issued[ends.receiver, lane]
-            if message in self.sent and message in self.posted and there and there[0] == message == here[0]:
-                there.popleft()
-                here.popleft()
+            sending, receiving = self.issued[ends.sender, lane], self.issued[ends.receiver, lane]
+            if message in self.sent and message in self.posted and sending and sending[0] == message == receiving[0]:
+                sending.popleft()
+                receiving.popleft()
                 self.delivered.add(message)
                 self.ready.append(ends.receiver)
-                changed += [there, here]
+                changed += [sending, receiving]
 
     def explain(self, rank: int) -> str:
         node: int | Message = rank
         lines: list[str] = []
-        seen: dict[int | Message, int] = {}
-        while node not in seen:
-            seen[node] = len(lines)
+        line_of: dict[int | Message, int] = {}
+        while node not in line_of:
+            line_of[node] = len(lines)
             line, node = self._explain_rank(node) if isinstance(node, int) else self._explain_message(node)
             lines.append(line)
-        cycle = lines[seen[node] :]
+        cycle = lines[line_of[node] :]
         program = self.run.program
         return "\n  ".join(
             [
@@ -216,15 +214,15 @@ class _Waits:
         meeting: _Meeting = ("update", -1, instruction.index - self.run.program.norm_delay)
         for number in range(len(self.tied)):
             tied = ("tied", number, instruction.index)
-            if rank in self.members[tied] and self.met[tied] != self.members[tied]:
+            if rank in self.members[tied] and self.arrived[tied] != self.members[tied]:
                 meeting = tied
                 break
-        if isinstance(instruction, Op) and instruction in self.awaited:
-            update = self.awaited[instruction]
+        if isinstance(instruction, Op) and instruction in self.required_updates:
+            update = self.required_updates[instruction]
             return f"{head}{update}", self.run.ops[update][0]
         if isinstance(instruction, Transfer):
             meeting = ("sum", instruction.channel, instruction.index)
-        other = min(self.members[meeting] - self.met[meeting])
+        other = min(self.members[meeting] - self.arrived[meeting])
         what = {"tied": "update, with its gradient of the tied weights"}.get(meeting[0], meeting[0])
         return f"{head}rank {other} to reach the same {what}", other
 
@@ -235,10 +233,10 @@ class _Waits:
         if message not in self.sent:
             return f"{head}rank {ends.sender} to send it", ends.sender
         if message not in self.posted:
-            first = self.to_post[ends.receiver][self.lane[number], ends.sender][0]
+            first = self.unposted[ends.receiver][self.lane[number], ends.sender][0]
             if first != message:
                 return f"{head}message {first[0]}:{first[1]}, whose receive is posted before", first
-            reader = self.run.consumer(self.frees[message])
+            reader = self.run.consumer(self.previous_in_place[message])
             return (
                 f"{head}a place in the ring of {ends.depth}, which {reader} on rank {ends.receiver} would free",
                 ends.receiver,

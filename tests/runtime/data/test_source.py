@@ -128,7 +128,7 @@ def gets_through(case: Case, early: int = 0) -> bool:
     while waits.position != before:
         before = list(waits.position)
         waits.ready.extend(range(len(run.streams)))
-        waits.go()
+        waits.advance()
     return all(at == len(stream) for at, stream in zip(waits.position, run.streams, strict=True))
 
 
