@@ -323,8 +323,8 @@ BREAKS = (
     Break(
         "planner: the 2BW model pays for the sum in each microbatch",
         "planner/two_bw.py",
-        "slots.append(max(compute_s + before_s + after_s, sum_s / per_replica))",
-        "slots.append(max(compute_s + before_s + after_s, sum_s))",
+        "slots_s.append(max(compute_s + before_s + after_s, sum_s / per_replica))",
+        "slots_s.append(max(compute_s + before_s + after_s, sum_s))",
         ("planner/test_two_bw.py",),
     ),
     Break(

@@ -136,7 +136,7 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
         module = sys.modules["pipedream.planner.classic"]  # the package has a function of that name
         patch.setattr(module, "_BLOCK", block)
         patch.setattr(module, "_LEAST_BLOCK", 1)
-        patch.setattr(module, "_AT_ONCE", 2)
+        patch.setattr(module, "_CHUNK", 2)
         small = solve(states, tuple(network))
     assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
 

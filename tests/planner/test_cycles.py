@@ -57,7 +57,7 @@ def test_is_the_fastest_with_so_short_a_cycle(
 
     for most in (1, 2, 3, 5, 6):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cycles, "MOST", (most,))
+            patch.setattr(cycles, "CYCLE_LIMITS", (most,))
             got = PipelineSearch.of(space).best_pipeline(whole)
         try:
             best = exhaustive(space, among)
@@ -79,7 +79,7 @@ def test_bisection_finds_one_as_fast(seed: int, monkeypatch: pytest.MonkeyPatch)
     workers, most = draw.randint(4, 9), draw.choice([2, 4, 6])
     whole = draw.random() < 0.3
     space = SearchSpace.of(chain(draw, draw.randint(4, 12)), Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10])))
-    monkeypatch.setattr(cycles, "MOST", (most,))
+    monkeypatch.setattr(cycles, "CYCLE_LIMITS", (most,))
     exact = PipelineSearch.of(space).best_pipeline(whole)
     monkeypatch.setattr(pipeline_search, "_MOST_STATES", 0)
     got = PipelineSearch.of(space).best_pipeline(whole)
@@ -96,7 +96,7 @@ def test_meshes_have_replicas_with_so_short_a_cycle(monkeypatch: pytest.MonkeyPa
     cluster = Cluster.flat(5, 1e9)
     free = MeshSearch.of(profile, cluster, [Mesh()]).best("pipeline")
     assert cycle_of(free) > 2
-    monkeypatch.setattr(cycles, "MOST", (2,))
+    monkeypatch.setattr(cycles, "CYCLE_LIMITS", (2,))
     got = MeshSearch.of(profile, cluster, [Mesh()]).best("pipeline")
     assert cycle_of(got) <= 2
     assert got.slowest_stage_s == search_plan(profile, cluster, shape="pipeline").slowest_stage_s
@@ -116,7 +116,7 @@ def test_every_plan_builds_its_program(
     profile = replace(chain(draw, draw.randint(3, 8)), batch=64)
     options = {"shape": shape, "schedule": schedule, "strategy": strategy}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cycles, "MOST", (4, 10))
+        patch.setattr(cycles, "CYCLE_LIMITS", (4, 10))
         patch.setattr(lowering, "MOST_PROVED", 10)
         planned = plan(profile, cluster=Cluster.flat(workers, draw.choice([1e8, 1e9])), **options)
         lowering.lower(schedules.build(planned.schedule, planned, planned.microbatches))

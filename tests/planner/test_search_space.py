@@ -278,8 +278,8 @@ def test_a_module_is_cut_before_its_first_layer(name: str, place: int) -> None:
             "h.3.mlp.up",
             r"which is within layer 'h.3.mlp', .*finest=True.*; or cut before 'h.3.mlp' or 'h.4.norm'",
         ),
-        ("h.12", r"but no layer of the model belongs to such a module; cut before 'h.\d+' or"),
-        ("transformer", r"no layer of the model belongs to such a module; cut before 'h.0.norm' or"),
+        ("h.12", r"but the model has no layer or module of this name; cut before 'h.\d+' or"),
+        ("transformer", r"the model has no layer or module of this name; cut before 'h.0.norm' or"),
     ],
 )
 def test_a_module_that_cannot_be_cut_is_named(name: str, says: str) -> None:

@@ -1,15 +1,15 @@
 """Bisection over the period, for pipelines too long for the dynamic program.
 
-Two questions about a period, both answered from the output backwards:
+Two questions about a period are answered from the output backwards:
 
 - **lower bound** (`RelaxedLine`): if each stage has the fewest workers that it needs wherever it is, how few run the
-  layers from each place on? More than exist proves that no pipeline on consecutive workers is this fast: fewer workers
+  layers from each place on? If they are more than exist, no pipeline on consecutive workers is this fast: fewer workers
   after a stage are never worse for it, because it then holds less in flight.
 - **plan** (`Bisection`): with the true seconds of each position, what is the last worker at which the layers from each
   place on can begin?
 
-On one level of identical workers without latency the two agree, up to the tolerance. On several levels, a suffix that
-begins earlier may have a better position, which is rarely tried.
+On one level of identical workers without latency, the answers agree up to the tolerance. On several levels, a suffix
+that begins earlier may have a better position, which is rarely tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import WorkerLine
 
 _TRIED = 128  # candidates to try at once, the most promising first
-_ROUNDS = 4
+_ROUNDS = 4  # of tries
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _StageCandidates:
         exact: bool,
         next_count: IntArray,
     ) -> _StageCandidates:
-        """Those of place i that leave `needed_before` workers; if `exact`, they begin at the first one."""
+        """Returns stages from place i that leave `needed_before` workers; with `exact`, they begin at the first one."""
         needs = period_needs.needs
         ends = np.flatnonzero((needs.index[i] >= 0) & (starts.max(axis=0) > needed_before))
         stages = needs.index[i, ends]
@@ -114,22 +114,22 @@ class _StageCandidates:
         ends, stages = ends[feasible], stages[feasible]
         rows: list[list[IntArray]] = []
         for suffix, row in enumerate(starts):
-            fronts = row[ends]
-            distinct = (fronts > needed_before) & ((suffix == 0) | (fronts != starts[0][ends]))
+            suffix_starts = row[ends]
+            distinct = (suffix_starts > needed_before) & ((suffix == 0) | (suffix_starts != starts[0][ends]))
             for recompute in needs.costs:
-                for chosen, counts in _count_workers(period_needs, recompute, stages, fronts):
-                    some = np.flatnonzero(distinct & chosen)
-                    for least in _list_counts(needs, fronts[some], counts[some], exact):
+                for chosen, counts in _count_workers(period_needs, recompute, stages, suffix_starts):
+                    part = np.flatnonzero(distinct & chosen)
+                    for least in _list_counts(needs, suffix_starts[part], counts[part], exact):
                         replicas = next_count[least]
-                        suffixes, redoes = np.full(len(some), suffix), np.full(len(some), int(recompute))
-                        rows.append([ends[some], suffixes, fronts[some] - replicas, replicas, redoes])
+                        suffixes, redoes = np.full(len(part), suffix), np.full(len(part), int(recompute))
+                        rows.append([ends[part], suffixes, suffix_starts[part] - replicas, replicas, redoes])
         columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
-        fine = columns[2] >= needed_before
-        order = np.argsort(-columns[2][fine], kind="stable")[: _TRIED * _ROUNDS]
-        return cls(i, *(column[fine][order] for column in columns))
+        leaves_enough = columns[2] >= needed_before
+        order = np.argsort(-columns[2][leaves_enough], kind="stable")[: _TRIED * _ROUNDS]
+        return cls(i, *(column[leaves_enough][order] for column in columns))
 
     def best(self, needs: StageNeeds, period: float) -> list[PlacedStage | None]:
-        """For each level, the one that fits and begins last at a component's start."""
+        """Returns, for each level, the stage that fits and begins last at a component's start."""
         best: list[PlacedStage | None] = [None] * len(needs.line.cluster.levels)
         for begin in range(0, len(self.last), _TRIED):
             fits = np.flatnonzero(self._fits(needs, slice(begin, begin + _TRIED), period)) + begin
@@ -144,71 +144,71 @@ class _StageCandidates:
                 break
         return best
 
-    def _fits(self, needs: StageNeeds, part: slice, period: float) -> BoolArray:
-        worker, replicas, recompute = self.worker[part], self.replicas[part], self.recompute[part].astype(bool)
-        stage = needs.index[self.place, self.last[part]]
+    def _fits(self, needs: StageNeeds, rows: slice, period: float) -> BoolArray:
+        worker, replicas, recompute = self.worker[rows], self.replicas[rows], self.recompute[rows].astype(bool)
+        stage = needs.index[self.place, self.last[rows]]
         sites = needs.line.site_arrays(worker, replicas)
         in_flight = (needs.workers - worker - 1) // replicas + 1
         fits = np.zeros(len(worker), dtype=bool)
         for redoes, costs in needs.costs.items():
-            some = np.flatnonzero(recompute == redoes)
-            if not len(some):
+            part = np.flatnonzero(recompute == redoes)
+            if not len(part):
                 continue
-            here = sites[some]
-            room = np.full(len(some), needs.workers)
-            for memory in np.unique(here.memory_bytes):
+            part_sites = sites[part]
+            limits = np.full(len(part), needs.workers)
+            for memory in np.unique(part_sites.memory_bytes):
                 for many in (False, True):
-                    alike = (here.memory_bytes == memory) & ((here.replicas > 1) == many)
-                    if alike.any() and not np.isinf(memory):
-                        room[alike] = needs.most_in_flight(memory, 1 + many, redoes)[stage[some][alike]]
-            seconds = period_s(costs[stage[some]], here, needs.line.cluster)
-            fits[some] = (seconds <= period) & (in_flight[some] <= room)
+                    same_limit = (part_sites.memory_bytes == memory) & ((part_sites.replicas > 1) == many)
+                    if same_limit.any() and not np.isinf(memory):
+                        limits[same_limit] = needs.most_in_flight(memory, 1 + many, redoes)[stage[part][same_limit]]
+            seconds = period_s(costs[stage[part]], part_sites, needs.line.cluster)
+            fits[part] = (seconds <= period) & (in_flight[part] <= limits)
         return fits
 
 
 def _count_workers(
-    period_needs: PeriodNeeds, recompute: bool, stages: IntArray, fronts: IntArray
+    period_needs: PeriodNeeds, recompute: bool, stages: IntArray, suffix_starts: IntArray
 ) -> Iterator[tuple[BoolArray, IntArray]]:
-    """Yields which stages may precede suffixes (from `fronts` on), and the fewest workers: one, then several."""
+    """Yields which stages may precede the suffixes, and their fewest workers: first one, then several."""
     needs = period_needs.needs
     memory = needs.line.memory_bytes
-    after = needs.workers - fronts
-    single, many = np.ones(len(stages), dtype=int), period_needs.several[recompute][stages]
-    fits_one, fits_many = period_needs.alone[recompute][stages], np.ones(len(stages), dtype=bool)
+    workers_after = needs.workers - suffix_starts
+    single, several = np.ones(len(stages), dtype=int), period_needs.several[recompute][stages]
+    fits_single, fits_several = period_needs.alone[recompute][stages], np.ones(len(stages), dtype=bool)
     if memory is not None:
-        fits_one &= after + 1 <= needs.most_in_flight(memory, 1, recompute)[stages]
-        room = needs.most_in_flight(memory, 2, recompute)[stages]
-        fits_many = (room >= 2) | ((after == 0) & (room >= 1))
-        many = np.maximum(many, np.maximum(after - 1, 0) // np.maximum(room - 1, 1) + 1)
-    yield fits_one, single
-    yield fits_many & (many <= fronts), many
+        fits_single &= workers_after + 1 <= needs.most_in_flight(memory, 1, recompute)[stages]
+        max_in_flight = needs.most_in_flight(memory, 2, recompute)[stages]
+        fits_several = (max_in_flight >= 2) | ((workers_after == 0) & (max_in_flight >= 1))
+        several = np.maximum(several, np.maximum(workers_after - 1, 0) // np.maximum(max_in_flight - 1, 1) + 1)
+    yield fits_single, single
+    yield fits_several & (several <= suffix_starts), several
 
 
-def _list_counts(needs: StageNeeds, fronts: IntArray, counts: IntArray, exact: bool) -> list[IntArray]:
+def _list_counts(needs: StageNeeds, suffix_starts: IntArray, counts: IntArray, exact: bool) -> list[IntArray]:
     if exact:
-        return [np.where(fronts >= counts, fronts, 0)]
+        return [np.where(suffix_starts >= counts, suffix_starts, 0)]
     options = [counts]
     if len(counts) and counts.max() > 1:
         options.append(counts + 1)
         for level in range(1, len(needs.line.cluster.levels)):
-            options.append(fronts - needs.line.start(level, np.maximum(fronts - counts, 0)))
+            options.append(suffix_starts - needs.line.start(level, np.maximum(suffix_starts - counts, 0)))
     return options
 
 
 def _list_next_counts(workers: int, cycle: int) -> IntArray:
-    """For each number up to `workers` + 1, the least count from there on that divides a cycle; 0: any does."""
+    """Returns, for each number up to `workers` + 1, the next count that divides a cycle; 0: any count does."""
     numbers = np.arange(workers + 2)
     counts = numbers[1:][cycle % numbers[1:] == 0]
-    after: IntArray = np.append(counts, 2 * workers + 2)[np.searchsorted(counts, numbers)]  # more than there are
-    return after
+    next_counts: IntArray = np.append(counts, 2 * workers + 2)[np.searchsorted(counts, numbers)]  # too many
+    return next_counts
 
 
 TOLERANCE = 1e-6
 """Relative tolerance of the lower bound."""
 
-_COARSE = 1e-4  # if no plan reaches the bound
+_COARSE_TOLERANCE = 1e-4  # if no plan reaches the bound
 
-# Then periods above it are tried, each twice as far, and bisected.
+# Then periods above the bound are tried, each twice as far from it, and bisected.
 _FIRST_EXCESS, _LAST_EXCESS = 1 / 256, 1e9
 _STEPS = 3
 
@@ -242,14 +242,14 @@ class Bisection:
 
     @cached_property
     def _nearest(self) -> tuple[PeriodNeeds, PeriodNeeds, Plan | None] | None:
-        """The longest period that is too short, the next one, and the fastest plan found, whatever its cycle."""
+        """The longest period known as too short, the next one, and the fastest plan found, whatever its cycle."""
         needs = StageNeeds.of(self.space, self.line, self.recompute)
         if needs.for_period(np.inf).fewest_workers()[0] > needs.workers:
             return None
         least_s = needs.work_s / sum(self.line.cluster.speeds) * (1 - 1e-12)
         low, high = self._bracket(needs.for_period(least_s))
         best: Plan | None = None
-        for tolerance in (_COARSE, TOLERANCE):  # if no plan comes near the bound, a coarse one is enough
+        for tolerance in (_COARSE_TOLERANCE, TOLERANCE):  # if no plan comes near the bound, a coarse one is enough
             low, high = self._narrow(low, high, tolerance)
             nearer = self._find_within(high, _list_next_counts(needs.workers, 0))
             best = nearer or best
@@ -258,7 +258,7 @@ class Bisection:
         return low, high, best or self._search_above(high, 0)
 
     def _bracket(self, low: PeriodNeeds) -> tuple[PeriodNeeds, PeriodNeeds]:
-        """A shorter and a longer period; the needs of the longer one can be met."""
+        """Returns a shorter and a longer period; the needs of the longer one can be met."""
         needs, factor = low.needs, 1.02
         while True:
             high = needs.for_period(max(low.period * factor, needs.smallest_s), low)

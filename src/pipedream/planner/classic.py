@@ -12,16 +12,16 @@ bandwidth, W the width of the level below (1 at the innermost), and A the second
                          2 o_j / (B q))
     A(i, j, m)     = min(alone(i, j, m), min over k before j, k >= i, and q < m of max(A(i, k, m-q), last(k, j, q)))
 
-C of the next level is A(i, j, all m). As published: compute and synchronisation are added where the paper takes the
-maximum; W is that of one level below, not the product, and only applies to a stage that is alone; all m components are
+C of the next level is A(i, j, all m). As published, compute and synchronisation are added, where the paper takes the
+maximum; W is the width of one level, not a product, and only applies to a stage that is alone; all m components are
 used. If state i - 1 does not come before j, C_ij is a difference of unrelated sums (it may be negative).
 
 A straight pipeline has no replicas (``--straight_pipeline``): alone is infinite for m > 1, and q is 1.
 
 Ties: a stage that is alone, then the smallest k in the order of the states, then the smallest q.
 
-For a block of starts i, a pair (k, q) is evaluated only if max(least A of the block, last) is below the worst value
-that the block has so far: nothing that could lower the minimum is left out.
+For a block of starts i, a pair (k, q) is evaluated only if max(least A of the block, last) is less than the worst value
+that the block has so far; another pair could not lower any minimum.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 _BLOCK = 96
 _LEAST_BLOCK = 24
 _MOST_ENTRIES = 1 << 27  # of a table, 8 bytes each: a gigabyte
-_AT_ONCE = 1 << 15  # rows of a block that are gathered at a time
+_CHUNK = 1 << 15  # rows of a block that are gathered at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class LevelTable:
     """A(i, j, m) of one level.
 
     Attributes:
-        below: width of the level below, 1 at the innermost.
+        inner_width: W, the width of the level below; 1 at the innermost.
         cost: C as cost[i, j].
         starts: the i of each row, sorted by the compute before it, so that neighbours have similar A.
         table: A as table[m - 1, j, row of i]; infinite where j < i, or if no pipeline has that many stages.
@@ -63,7 +63,7 @@ class LevelTable:
 
     states: CutStates
     level: Level
-    below: int
+    inner_width: int
     cost: FloatArray
     starts: IntArray
     table: FloatArray
@@ -95,9 +95,9 @@ class LevelTable:
             return None
         before = self.states.before[j]
         before = before[before >= i]
-        most = 1 if self.straight else m - 1  # of the last stage
-        reached = self.table[m - 2 :: -1, before, row][:most]
-        best = np.maximum(reached, _compute_last(self, j, before)[:most])
+        max_q = 1 if self.straight else m - 1  # of the last stage
+        first_part = self.table[m - 2 :: -1, before, row][:max_q]
+        best = np.maximum(first_part, _compute_last(self, j, before)[:max_q])
         k, q = np.argwhere((best == value).T)[0]
         return int(before[k]), int(q) + 1
 
@@ -105,46 +105,46 @@ class LevelTable:
 def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = False) -> list[LevelTable]:
     """Returns the tables of all levels, innermost first; the outermost has only the row i = 0. Raises PlanError."""
     count = len(states)
-    ahead = np.concatenate([[0.0], states.compute_s[:-1]])
-    cost = states.compute_s[None, :] - ahead[:, None]
+    before_s = np.concatenate([[0.0], states.compute_s[:-1]])
+    cost = states.compute_s[None, :] - before_s[:, None]
     tables: list[LevelTable] = []
-    below = 1
+    inner_width = 1
     for number, level in enumerate(levels):
-        starts = np.argsort(ahead, kind="stable") if number < len(levels) - 1 else np.array([0])
+        starts = np.argsort(before_s, kind="stable") if number < len(levels) - 1 else np.array([0])
         if count * level.width * max(len(starts), level.width) > _MOST_ENTRIES:
             raise PlanError(
                 f"the classic cost model was asked for {level.width} components at level {number + 1} and a graph of "
                 f"{count} states; its tables would not fit the memory; give fewer, or plan with --cost-model pipedream"
             )
         table = np.full((level.width, count, len(starts)), np.inf)
-        tables.append(LevelTable(states, level, below, cost, starts, table, straight))
-        _fill(tables[-1])
+        tables.append(LevelTable(states, level, inner_width, cost, starts, table, straight))
+        _fill_table(tables[-1])
         cost = table[-1][:, tables[-1].rows].T
-        below = level.width
+        inner_width = level.width
     return tables
 
 
-def alone_s(cost_s: Seconds, held_bytes: Seconds, components: int | IntArray, level: Level, below: int) -> Seconds:
-    """Returns alone(i, j, m), given C_ij, w_ij, m and `below` = W; numbers or arrays."""
-    sync = (4 * (components - 1) * held_bytes) / (level.bandwidth_bytes_per_s * components) / below
-    return (cost_s + sync) / components
+def alone_s(cost_s: Seconds, weight_bytes: Seconds, m: int | IntArray, level: Level, inner_width: int) -> Seconds:
+    """Returns alone(i, j, m), given C_ij, w_ij, m and W, as numbers or arrays."""
+    sync_s = (4 * (m - 1) * weight_bytes) / (level.bandwidth_bytes_per_s * m) / inner_width
+    return (cost_s + sync_s) / m
 
 
 def _compute_alone(level_table: LevelTable, j: int) -> FloatArray:
-    """alone(i, j, m) as [m - 1, row of i], for all i; meaningless where j < i."""
+    """Returns alone(i, j, m) as [m - 1, row of i] for all i; meaningless where j < i."""
     m = np.arange(1, level_table.level.width + 1)[:, None]
     weight_bytes = (
         level_table.states.parameter_bytes[j]
         - np.concatenate([[0.0], level_table.states.parameter_bytes[:-1]])[level_table.starts]
     )
     seconds = np.asarray(
-        alone_s(level_table.cost[level_table.starts, j], weight_bytes, m, level_table.level, level_table.below)
+        alone_s(level_table.cost[level_table.starts, j], weight_bytes, m, level_table.level, level_table.inner_width)
     )
     return np.where(m == 1, seconds, np.inf) if level_table.straight else seconds
 
 
 def _compute_last(level_table: LevelTable, j: int, before: IntArray) -> FloatArray:
-    """last(k, j, q) as [q - 1, position of k in `before`], for all q below the width."""
+    """Returns last(k, j, q) as [q - 1, position of k in `before`] for all q less than the width."""
     states, rate = level_table.states, level_table.level.bandwidth_bytes_per_s
     q = np.arange(1, level_table.level.width)[:, None]
     weight_bytes = states.parameter_bytes[j] - states.parameter_bytes[before]
@@ -156,46 +156,46 @@ def _compute_last(level_table: LevelTable, j: int, before: IntArray) -> FloatArr
 
 
 def _divide_blocks(level_table: LevelTable) -> list[slice]:
-    """A block ends early where the compute before its starts changes: uniform blocks have good bounds."""
-    first = level_table.cost[level_table.starts, -1]
-    blocks, begin, rows = [], 0, len(first)
+    """Returns blocks of rows; one ends early where the compute before its starts changes, for good bounds."""
+    cost = level_table.cost[level_table.starts, -1]
+    blocks, begin, rows = [], 0, len(cost)
     for row in range(1, rows + 1):
         size = row - begin
-        if row == rows or size == _BLOCK or (size >= _LEAST_BLOCK and first[row] != first[row - 1]):
+        if row == rows or size == _BLOCK or (size >= _LEAST_BLOCK and cost[row] != cost[row - 1]):
             blocks.append(slice(begin, row))
             begin = row
     return blocks
 
 
-def _fill(level_table: LevelTable) -> None:
+def _fill_table(level_table: LevelTable) -> None:
     table, width = level_table.table, level_table.level.width
     _, count, rows = table.shape
     flat = table.reshape(width * count, rows)
     blocks = _divide_blocks(level_table)
-    earliest = [int(level_table.starts[block].min()) for block in blocks]
-    least = np.full((len(blocks), width * count), np.inf)
+    first_starts = [int(level_table.starts[block].min()) for block in blocks]
+    block_minima = np.full((len(blocks), width * count), np.inf)
     pairs = [(m, q) for m in range(2, width + 1) for q in range(1, 2 if level_table.straight else m)]
-    wide = np.array([m - 1 for m, _ in pairs], dtype=np.intp)
-    last = np.array([q - 1 for _, q in pairs], dtype=np.intp)
-    rest = (wide - last - 1) * count
+    m_index = np.array([m - 1 for m, _ in pairs], dtype=np.intp)
+    q_index = np.array([q - 1 for _, q in pairs], dtype=np.intp)
+    rest_row = (m_index - q_index - 1) * count
     for j in range(count):
         before = level_table.states.before[j]
-        alone = np.where(level_table.starts <= j, _compute_alone(level_table, j), np.inf)
+        seconds = np.where(level_table.starts <= j, _compute_alone(level_table, j), np.inf)
         if width > 1 and len(before):
             split = level_table.starts <= before[-1]
-            best = np.where(split, alone, -np.inf)  # rows that cannot be split do not decide what to evaluate
-            seconds = _compute_last(level_table, j, before)
-            pair, place = np.nonzero(seconds[last] < best.max(axis=1)[wide][:, None])
-            groups = np.searchsorted(wide[pair], np.arange(1, width + 1))
-            choices = _Choices(wide[pair], rest[pair] + before[place], seconds[last[pair], place], groups)
+            best = np.where(split, seconds, -np.inf)  # rows that cannot be split decide nothing
+            last_s = _compute_last(level_table, j, before)
+            pair, place = np.nonzero(last_s[q_index] < best.max(axis=1)[m_index][:, None])
+            groups = np.searchsorted(m_index[pair], np.arange(1, width + 1))
+            choices = _Choices(m_index[pair], rest_row[pair] + before[place], last_s[q_index[pair], place], groups)
             for b, block in enumerate(blocks):
-                if earliest[b] <= before[-1]:
-                    choices.lower(best[:, block], flat[:, block], least[b])
-            alone = np.where(split, best, alone)
-        table[:, j] = alone
+                if first_starts[b] <= before[-1]:
+                    choices.lower(best[:, block], flat[:, block], block_minima[b])
+            seconds = np.where(split, best, seconds)
+        table[:, j] = seconds
         for b, block in enumerate(blocks):
-            if earliest[b] <= j:
-                least[b, j::count] = alone[:, block].min(axis=1)
+            if first_starts[b] <= j:
+                block_minima[b, j::count] = seconds[:, block].min(axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,28 +203,28 @@ class _Choices:
     """The pairs (k, q) of one j that are worth evaluating, by increasing m.
 
     Attributes:
-        wide: m - 1.
-        reached: row of A(., k, m-q) in the flat table.
+        m_index: m - 1.
+        row: row of A(., k, m-q) in the flat table.
         seconds: last(k, j, q).
         groups: where each m begins, from m = 2 on, and the end.
     """
 
-    wide: IntArray
-    reached: IntArray
+    m_index: IntArray
+    row: IntArray
     seconds: FloatArray
     groups: IntArray
 
     def lower(self, best: FloatArray, flat: FloatArray, least: FloatArray) -> None:
         """Lowers best[m - 1, i] to A(i, j, m) for a block of starts i, whose least A is `least`."""
-        low = np.maximum(least[self.reached], self.seconds)
+        low = np.maximum(least[self.row], self.seconds)
         first = [a + int(low[a:b].argmin()) for a, b in pairwise(self.groups) if a < b]
         # The most promising pair of each m comes first, because it rules out most of the others.
-        rows = np.maximum(flat[self.reached[first]], self.seconds[first, None])
-        best[self.wide[first]] = np.minimum(best[self.wide[first]], rows)
-        chosen = np.flatnonzero(low < best.max(axis=1)[self.wide])
-        for begin in range(0, len(chosen), _AT_ONCE):
-            part = chosen[begin : begin + _AT_ONCE]
-            rows = flat[self.reached[part]]
+        rows = np.maximum(flat[self.row[first]], self.seconds[first, None])
+        best[self.m_index[first]] = np.minimum(best[self.m_index[first]], rows)
+        chosen = np.flatnonzero(low < best.max(axis=1)[self.m_index])
+        for begin in range(0, len(chosen), _CHUNK):
+            part = chosen[begin : begin + _CHUNK]
+            rows = flat[self.row[part]]
             np.maximum(rows, self.seconds[part, None], out=rows)
             borders = np.searchsorted(part, self.groups)
             used = np.flatnonzero(borders[1:] > borders[:-1])
@@ -240,7 +240,7 @@ class Classic:
         plan: the stages of all levels, flattened; its own properties (`Plan.slowest_stage_s`) are predicted by this
             library's cost model.
         slowest_stage_s: seconds per minibatch by the classic cost model.
-        one_worker_s, data_parallel_s: the same for one worker, and for one stage on all workers.
+        one_worker_s, data_parallel_s: seconds per minibatch of one worker, and of one stage on all workers.
     """
 
     plan: Plan
@@ -260,11 +260,11 @@ def classic(
     """Finds the original planner's answer.
 
     Args:
-        graph: a graph.txt, or a profile, whose loss and update the classic model ignores.
-        cluster: its levels and bandwidths count; latency does not.
+        graph: a graph.txt, or a profile; the classic model ignores its loss and update.
+        cluster: only its levels and bandwidths count.
         straight: one worker for each stage, as many stages as workers (the original's ``--straight_pipeline``).
-        versions: versions of the weights, for the peak bytes of the plan; they limit nothing.
-        in_flight: minibatches in flight of the plan; the classic model has no depth.
+        versions: versions of the weights; they only affect the peak bytes of the plan.
+        in_flight: minibatches in flight of the plan, since the classic model has no depth.
 
     Raises:
         PlanError: a memory limit, which the classic model cannot keep, machines of unequal sizes, too many workers or
@@ -302,13 +302,13 @@ def classic(
     if cluster.latency_s:
         note += "; latency does not count"
     plan = _build_plan(graph, text, cluster, states, stages, versions, in_flight)
-    total, weight_bytes = float(states.compute_s[-1]), float(states.parameter_bytes[-1])
-    return Classic(replace(plan, note=note), seconds, total, _compute_data_parallel_s(total, weight_bytes, cluster))
+    work_s, weight_bytes = float(states.compute_s[-1]), float(states.parameter_bytes[-1])
+    return Classic(replace(plan, note=note), seconds, work_s, _compute_data_parallel_s(work_s, weight_bytes, cluster))
 
 
 @dataclass(frozen=True)
 class _ClassicStage:
-    """A run of states; `nest` is (first state, copies) of a pipeline that is replicated as a whole."""
+    """A run of states. `nest` is (first state, copies) if it belongs to a pipeline that is replicated as a whole."""
 
     first: int
     last: int
@@ -317,20 +317,20 @@ class _ClassicStage:
 
 
 def _flatten(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_ClassicStage]:
-    """The stages of states i to j on all components of the outermost level, `outer` copies of each."""
+    """Returns the stages of states i to j on all components of the outermost level, with `outer` copies of each."""
     stages: list[_ClassicStage] = []
     *inner, table = tables
     for first, last, components in table.stages(i, j):
         copies = outer * components
-        within = _flatten(inner, first, last, copies) if inner else [_ClassicStage(first, last, copies)]
-        if components > 1 and len(within) > 1:
-            within = [replace(stage, nest=(first, components)) for stage in within]
-        stages += within
+        inner_stages = _flatten(inner, first, last, copies) if inner else [_ClassicStage(first, last, copies)]
+        if components > 1 and len(inner_stages) > 1:
+            inner_stages = [replace(stage, nest=(first, components)) for stage in inner_stages]
+        stages += inner_stages
     return stages
 
 
 def _describe_nests(stages: list[_ClassicStage]) -> str:
-    """Names copies of a whole pipeline, which a list of stages cannot show."""
+    """Lists the copies of whole pipelines, which a list of stages cannot show."""
     nests: dict[tuple[int, int], list[int]] = {}
     for s, stage in enumerate(stages):
         if stage.nest is not None:
@@ -350,18 +350,18 @@ def _build_plan(
     versions: VersionsRule,
     in_flight: str | tuple[int, ...],
 ) -> Plan:
-    """Nodes are ordered by stage, so that they can run in this order."""
-    owner = _assign_owners(text, [states.done[stage.last] for stage in stages])
-    order = in_order(len(owner), text.edges, key=lambda i: owner[i])
-    places = {node: place for place, node in enumerate(order)}
+    """Returns the plan; its nodes are ordered by stage, in an order in which they can run."""
+    owners = _assign_owners(text, [states.done[stage.last] for stage in stages])
+    order = in_order(len(owners), text.edges, key=lambda i: owners[i])
+    positions = {node: position for position, node in enumerate(order)}
     if isinstance(graph, Profile) and order == list(range(len(order))):
         profile = graph
     else:
-        edges = tuple((places[source], places[target]) for source, target in text.edges)
+        edges = tuple((positions[source], positions[target]) for source, target in text.edges)
         profile = GraphText(tuple(text.nodes[i] for i in order), edges).profile()
-    numbers = dict(zip((node.name for node in text.nodes), owner, strict=True))
+    numbers = dict(zip((node.name for node in text.nodes), owners, strict=True))
     counts = Counter(numbers[layer.name] for layer in profile.graph.layers)
-    stages = [stage for s, stage in enumerate(stages) if counts[s]]  # leaves out stages whose nodes have all run before
+    stages = [stage for s, stage in enumerate(stages) if counts[s]]  # not those whose nodes have all run before
     cuts = tuple(accumulate(counts[s] for s in sorted(counts)))[:-1]
     space = SearchSpace.of(profile, cluster, versions=versions, downsets=())
     crossing = np.array(space.crossing)
@@ -372,20 +372,20 @@ def _build_plan(
 
 
 def _assign_owners(text: GraphText, done: list[int]) -> list[int]:
-    """A node that no state contains goes to the last stage that it reads from."""
-    owner = [0] * len(text.nodes)
+    """Returns the stage of each node; one that no state contains joins the last stage that it reads from."""
+    owners = [0] * len(text.nodes)
     producers: list[list[int]] = [[] for _ in text.nodes]
     for source, target in text.edges:
         producers[target].append(source)
     for i in in_order(len(text.nodes), text.edges):
         stage = next((s for s, ran in enumerate(done) if ran >> i & 1), None)
-        owner[i] = max((owner[p] for p in producers[i]), default=0) if stage is None else stage
-    return owner
+        owners[i] = max((owners[p] for p in producers[i]), default=0) if stage is None else stage
+    return owners
 
 
 def _compute_data_parallel_s(seconds: float, weight_bytes: float, cluster: Cluster) -> float:
-    below = 1
+    inner_width = 1
     for level in cluster.levels:
-        seconds = float(alone_s(seconds, weight_bytes, level.width, level, below))
-        below = level.width
+        seconds = float(alone_s(seconds, weight_bytes, level.width, level, inner_width))
+        inner_width = level.width
     return seconds

@@ -1,13 +1,12 @@
 """The states of the original planner: cuts of a graph, each named by the nodes whose outputs cross it.
 
 github msr-fiddle/pipedream, ``graph/graph.py`` (``antichain_dag``) and ``optimizer_graph_hierarchical.py``. A state is
-an antichain: nodes none of which comes before another, which have run with all that come before them. The next states
+an antichain: nodes none of which comes before another; they and all nodes before them have run. The next states
 replace one of its nodes by a consumer of it. *Augmented*, a state includes the nodes before it whose output is needed.
 
-Kept as published, including the defects: loaders and unread ``__getitem__`` are left out (one pass each); the walk
-begins only at the first source, so nodes that no path from it passes count for nothing; and a producer counts as
-crossing if a consumer is not before *each* node of the state that the producer comes before, even if that consumer is
-in the state itself.
+The defects are kept as published. Loaders and unread ``__getitem__`` are left out, in one pass each. The walk begins
+only at the first source, so nodes on no path from it count for nothing. A producer counts as crossing if a consumer is
+not before *each* node of the state that the producer comes before, even if that consumer is in the state itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.cuts import bit_indices, bool_rows
 
 MOST_STATES = 4000
-"""Graphs with more are refused: the search takes the square of their number in memory, and the cube in time."""
+"""Graphs with more are refused: the search takes memory with the square of their number, and time with the cube."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,7 @@ class CutStates:
     Attributes:
         done: for each state the nodes that have run, as a bit set.
         before: for each state the indices of the states before it, increasing.
-        output_bytes: sums over the augment state.
+        output_bytes: sums over the augmented state.
     """
 
     graph: GraphText
@@ -73,7 +72,7 @@ class CutStates:
 
 
 class _Cuts:
-    """The antichains of a graph. A state is a tuple, because the order of its nodes decides the order of the states."""
+    """The antichains of a graph. States are tuples, because the order of their nodes decides that of the states."""
 
     def __init__(self, nodes: list[int], edges: list[tuple[int, int]]) -> None:
         self._nodes = nodes
@@ -82,8 +81,8 @@ class _Cuts:
         self._future = dict.fromkeys(nodes, 0)
         for source, target in edges:
             self._consumers[source].append(target)
-        kept = set(nodes)
-        self._order = [node for node in in_order(max(nodes) + 1, edges) if node in kept]
+        node_set = set(nodes)
+        self._order = [node for node in in_order(max(nodes) + 1, edges) if node in node_set]
         for node in self._order:
             for target in self._consumers[node]:
                 self._past[target] |= self._past[node] | 1 << node
@@ -113,46 +112,46 @@ class _Cuts:
         return nodes
 
     def _iterate_next(self, state: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        members, wide = sum(1 << node for node in state), self.augment(state)
-        crossing = [*bit_indices(wide & ~members), *state]
+        members, augmented = sum(1 << node for node in state), self.augment(state)
+        crossing = [*bit_indices(augmented & ~members), *state]
         for node in crossing:
             for target in self._consumers[node]:
-                if members >> target & 1 or self._future[target] & wide:
+                if members >> target & 1 or self._future[target] & augmented:
                     continue
-                moved = dict.fromkeys(target if other == node else other for other in crossing)
-                everything = sum(1 << other for other in moved)
-                yield tuple(other for other in moved if not self._future[other] & everything)
+                next_nodes = dict.fromkeys(target if other == node else other for other in crossing)
+                next_set = sum(1 << other for other in next_nodes)
+                yield tuple(other for other in next_nodes if not self._future[other] & next_set)
 
     def order_states(self) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-        """All states, each before its followers, and their indices."""
+        """Returns all states, each before its followers, and the indices of the followers."""
         targets = {target for node in self._nodes for target in self._consumers[node]}
         first: tuple[int, ...] = (next(node for node in self._nodes if node not in targets),)
-        numbers = {_encode(first): 0}
+        indices = {_encode(first): 0}
         states, followers = [first], []
         queue = deque([first])
         while queue:
-            next_numbers = []
+            next_indices = []
             for state in self._iterate_next(queue.popleft()):
                 key = _encode(state)
-                if key not in numbers:
+                if key not in indices:
                     if len(states) == MOST_STATES:
                         raise PlanError(
                             f"the classic cost model was asked for: the {len(self._nodes)} nodes of this graph can be "
                             f"cut in more than {MOST_STATES} ways, because it has parallel branches; plan with "
                             "--cost-model pipedream, or merge the nodes of each branch"
                         )
-                    numbers[key] = len(states)
+                    indices[key] = len(states)
                     states.append(state)
                     queue.append(state)
-                next_numbers.append(numbers[key])
-            followers.append(list(dict.fromkeys(next_numbers)))
+                next_indices.append(indices[key])
+            followers.append(list(dict.fromkeys(next_indices)))
         order = _order_depth_first(followers)
-        places = {number: place for place, number in enumerate(order)}
-        return [states[i] for i in order], [[places[j] for j in followers[i]] for i in order]
+        positions = {index: position for position, index in enumerate(order)}
+        return [states[i] for i in order], [[positions[j] for j in followers[i]] for i in order]
 
 
 def _reduce(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
-    """Without loaders and unread outputs (one pass each)."""
+    """Returns the nodes and edges without loaders and unread outputs (one pass each)."""
     targets = {target for _, target in graph.edges}
     nodes = [i for i, node in enumerate(graph.nodes) if i in targets or not node.is_input]
     edges = [edge for edge in graph.edges if edge[0] in set(nodes)]
@@ -160,25 +159,25 @@ def _reduce(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
     nodes = [i for i in nodes if i in sources or not graph.nodes[i].kind.startswith("__getitem__")]
     if not nodes:
         raise PlanError("the graph has no layer besides its inputs; give the profile of a model")
-    kept = set(nodes)
-    return nodes, [edge for edge in edges if edge[1] in kept]
+    node_set = set(nodes)
+    return nodes, [edge for edge in edges if edge[1] in node_set]
 
 
 def _order_depth_first(followers: list[list[int]]) -> list[int]:
-    """The reverse of the order in which a depth-first walk leaves the states, as in the original."""
-    left: list[int] = []
+    """Returns the states in the reverse of the order in which a depth-first walk leaves them, as in the original."""
+    finished: list[int] = []
     seen = {0}
     stack = [(0, iter(followers[0]))]
     while stack:
-        state, rest = stack[-1]
-        follower = next((other for other in rest if other not in seen), None)
+        state, unvisited = stack[-1]
+        follower = next((other for other in unvisited if other not in seen), None)
         if follower is None:
-            left.append(state)
+            finished.append(state)
             stack.pop()
         else:
             seen.add(follower)
             stack.append((follower, iter(followers[follower])))
-    return left[::-1]
+    return finished[::-1]
 
 
 def _encode(state: tuple[int, ...]) -> int:
@@ -186,5 +185,5 @@ def _encode(state: tuple[int, ...]) -> int:
 
 
 def _sum_rows(rows: BoolArray, values: FloatArray) -> FloatArray:
-    """Sums in the order of the file."""
+    """Returns the sum over each row, in the order of the file."""
     return np.array([sum(values[row].tolist()) for row in rows])

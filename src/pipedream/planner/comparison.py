@@ -1,21 +1,21 @@
 """Ways to train, compared by their simulated seconds per minibatch.
 
-Candidates are simulated by increasing *bound*, seconds per minibatch that a candidate cannot beat, if it is not above
-the best simulated time of their rivals: pipelines, one worker, or data parallelism on any number of workers.
+Candidates are simulated by increasing *bound*, the seconds per minibatch that they cannot beat. One is left out if its
+bound is above the best simulated time of its rivals: pipelines, one worker, or data parallelism on any workers.
 
-With f, b the forward and backward of a minibatch at a stage, in microbatches with their fixed seconds, u its update
-with the part of the all-reduce that the last backward cannot hide, r its replicas, m microbatches, and c the seconds of
-an activation and its gradient over the fastest link between two stages, the bound of a flushing method is the maximum
-over stages s of its own work and update, with the all-reduce or with what the runtime adds, which may hide it, and of
+At a stage, f and b are the forward and backward of a minibatch, in microbatches with their fixed seconds, u is its
+update with the part of the all-reduce that the last backward cannot hide, and r its replicas. There are m microbatches,
+and c is the seconds of an activation and its gradient over the fastest link between two stages. The bound of a flushing
+method is the maximum over stages s of two terms. The first is the stage's own work and update, with the all-reduce or
+with what the runtime adds, which may hide the all-reduce. The second is
 
     sum over t < s of ((f_t + b_t) / m + c_t)  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
 
 because stage 0 updates after the last microbatch has come back from s, and runs no forward of the next minibatch
-before. A method that splits the backward has only its own work. The bound of a method that does not flush is the
+before. A method that splits the backward has only the first term. The bound of a method that does not flush is the
 compute of its slowest stage, (f + b + u) / r (`Site.compute_s`), with the all-reduce or with what the runtime adds. If
-its updates are delayed, the all-reduce is left out. If it has the plan's depth, a replica of s holds at most
-in_flight_s microbatches, and one more for an update delay, from their forward to the end of their backward, so that it
-takes at least
+its updates are delayed, the all-reduce does not count. If it has the plan's depth, a replica of s holds at most
+in_flight_s microbatches, plus one for an update delay, from forward to the end of backward, so it takes at least
 
     m / (r_s in_flight_s)  (sum over t >= s of (f_t + b_t) / m  +  sum over s <= t < p - 1 of c_t)
 """
@@ -73,7 +73,7 @@ class Candidate:
         period_s, bubble: simulated; None if it was not simulated.
         samples_per_update: those of the stage with the most replicas, if these differ; None if it was not simulated.
         peak_bytes: peak of the fullest worker.
-        fixed_s: of `period_s`, what each microbatch takes however small, at the worker where that is most.
+        fixed_s: the part of `period_s` that smaller microbatches do not shorten, at the worker with the most of it.
         why: the reason why it was not simulated; '' if it was.
         mesh: the mesh of all workers, or one for each stage, such as ``data:2/-``; '' for single ranks.
     """
@@ -162,7 +162,7 @@ class Comparison(Tabular):
         return f"{self._recommend()} (approximate: {how}); with exact gradients {self.exact.verdict}"
 
     def _recommend(self) -> str:
-        """Of the references it considers those with the plan's method, or with as many samples per update."""
+        """Compares the plan with the references that have its method, or as many samples per update."""
         chosen = self.candidates[0]
         if chosen.period_s is None:
             return f"use {chosen.words} as planned; it was not simulated: {chosen.why}"
@@ -173,15 +173,15 @@ class Comparison(Tabular):
         ]
         best = min((chosen, *rivals), key=_read_period_s)
         best = best if _read_period_s(best) < _read_period_s(chosen) * (1 - _TIE) else chosen
-        by = "" if len(best.replicas) == 1 else f" with {best.schedule}"
+        method = "" if len(best.replicas) == 1 else f" with {best.schedule}"
         if best is chosen and not self.plan.sum_method.is_exact:
-            by += f" with sums={self.plan.sums} (approximate)"
-        return f"use {best.words}{by}: {self._format_seconds(best)}{self._describe_others(best)}"
+            method += f" with sums={self.plan.sums} (approximate)"
+        return f"use {best.words}{method}: {self._format_seconds(best)}{self._describe_others(best)}"
 
     def fastest_in_words(self) -> str:
         """Says how the plan was chosen."""
         best = self.candidates[0]
-        count = sum(bool(candidate.config) for candidate in self.candidates)  # some by their bound alone
+        count = sum(bool(candidate.config) for candidate in self.candidates)  # some were compared by their bound only
         return f"the fastest of {count} plans, {self._format_seconds(best)}{self._describe_others(best)}"
 
     def kinds(self) -> dict[str, Candidate | None]:
@@ -224,13 +224,13 @@ class Comparison(Tabular):
 
     def keep_best(self) -> Comparison:
         """Returns the best candidates only, with data parallelism and one worker."""
-        kept = {*self.candidates[:1], *self._pick_best_of_kinds()}
-        few = [candidate for candidate in self.candidates if candidate in kept or candidate.period_s is not None]
-        few = [candidate for number, candidate in enumerate(few) if candidate in kept or number < _FEW_ROWS]
-        return replace(self, candidates=tuple(few))
+        best = {*self.candidates[:1], *self._pick_best_of_kinds()}
+        shown = [candidate for candidate in self.candidates if candidate in best or candidate.period_s is not None]
+        shown = [candidate for number, candidate in enumerate(shown) if candidate in best or number < _FEW_ROWS]
+        return replace(self, candidates=tuple(shown))
 
     def _pick_best_of_kinds(self) -> list[Candidate]:
-        """The best pipeline, the best data parallelism, and one worker."""
+        """Returns the best pipeline, the best data parallelism, and one worker."""
         kinds = [
             lambda candidate: len(candidate.replicas) > 1,
             lambda candidate: candidate.is_data_parallel,
@@ -246,7 +246,7 @@ class Comparison(Tabular):
         shown = [candidate for candidate in (*self.candidates, *self.references) if candidate.period_s is not None]
         columns = self._list_columns(shown)
         head = "  ".join(f"{name:{spec}}" for name, spec, _ in columns)
-        rows, others = (
+        rows, reference_rows = (
             [
                 "  ".join(f"{cell(candidate):{spec}}" for _, spec, cell in columns)
                 for candidate in candidates
@@ -254,16 +254,16 @@ class Comparison(Tabular):
             ]
             for candidates in (self.candidates, self.references)
         )
-        rest = [candidate for candidate in self.candidates if candidate.period_s is None]
-        slow = sum(bool(candidate.config) for candidate in rest)
+        unsimulated = [candidate for candidate in self.candidates if candidate.period_s is None]
+        slower_count = sum(bool(candidate.config) for candidate in unsimulated)
         names = {"1": "one worker", "data-parallel": f"DDP on {self.plan.cluster.workers} workers"}
-        tail = [
+        footer = [
             f"{names[reference.shape]}: {reference.why}" for reference in self.references if reference.period_s is None
         ]
-        tail += [f"{slow} more cannot be faster than the best of their kind"] if slow else []
-        reasons = Counter(candidate.why for candidate in rest if not candidate.config)
-        tail += [f"{count} more cannot be used: {why}" for why, count in reasons.most_common(_FEW_ROWS)]
-        return "\n".join([head, *rows, *(["for comparison:", *others] if others else []), *tail])
+        footer += [f"{slower_count} more cannot be faster than the best of their kind"] if slower_count else []
+        reasons = Counter(candidate.why for candidate in unsimulated if not candidate.config)
+        footer += [f"{count} more cannot be used: {why}" for why, count in reasons.most_common(_FEW_ROWS)]
+        return "\n".join([head, *rows, *(["for comparison:", *reference_rows] if reference_rows else []), *footer])
 
     def _list_columns(self, shown: Sequence[Candidate]) -> list[tuple[str, str, Callable[[Candidate], Any]]]:
         """Returns name, format and cell of each column."""
@@ -300,21 +300,21 @@ def compare_by_simulation(
     Ties go to fewer bytes on the fullest worker, then to what comes first.
 
     Args:
-        planned: with their bounds.
+        planned: candidates with their bounds, and their plans.
         score: simulates a plan with its method and microbatches; may raise a PipelineError.
         refused: candidates without a plan.
-        rival_s: seconds per minibatch of a plan that was simulated elsewhere. If nothing can be as fast, the first
-            candidate says so and was not simulated.
+        rival_s: seconds per minibatch of a plan that was simulated elsewhere. If no candidate can be as fast, none is
+            simulated, and the first says why.
 
     Raises:
         PlanError: no candidate works.
     """
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
     slower: list[tuple[Candidate, Plan]] = []
-    refused, least = list(refused), {"pipeline": rival_s}
+    refused, fastest_s = list(refused), {"pipeline": rival_s}
     for number, (candidate, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
-        rivals = candidate.kind if len(candidate.replicas) == 1 else "pipeline"
-        if candidate.least_s > least.get(rivals, inf) * (1 + _TIE):
+        rival_kind = candidate.kind if len(candidate.replicas) == 1 else "pipeline"
+        if candidate.least_s > fastest_s.get(rival_kind, inf) * (1 + _TIE):
             why = f"cannot take less than {format_seconds(candidate.least_s)}"
             slower.append((replace(candidate, why=why), plan))
             continue
@@ -323,20 +323,20 @@ def compare_by_simulation(
         except PipelineError as error:
             refused.append(replace(candidate, config="", why=str(error)))
             continue
-        least[rivals] = min(least.get(rivals, inf), result.period_s)
+        fastest_s[rival_kind] = min(fastest_s.get(rival_kind, inf), result.period_s)
         simulated.append((result.period_s, candidate.peak_bytes, number, with_score(candidate, result), plan))
-    rest = (*(candidate for candidate, _ in slower), *refused)
+    unsimulated = (*(candidate for candidate, _ in slower), *refused)
     if not simulated and slower:
-        return Comparison(slower[0][1], rest)
+        return Comparison(slower[0][1], unsimulated)
     if not simulated:
         raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")
     equal_s = min(row[0] for row in simulated) * (1 + _TIE)
     simulated.sort(key=lambda row: (max(row[0], equal_s), row[1:3]))
-    return Comparison(simulated[0][4], (*(row[3] for row in simulated), *rest))
+    return Comparison(simulated[0][4], (*(row[3] for row in simulated), *unsimulated))
 
 
 def with_score(candidate: Candidate, score: Score) -> Candidate:
-    """Returns the candidate as it was simulated."""
+    """Returns the candidate with the result of its simulation."""
     return replace(
         candidate, period_s=score.period_s, bubble=score.bubble, samples_per_update=score.samples_per_update, why=""
     )
@@ -355,72 +355,72 @@ def candidate_from_plan(candidate: Candidate, plan: Plan, method: MethodProperti
 
 
 def _compute_least_s(plan: Plan, method: MethodProperties) -> float:
-    """The lower bound of the module docstring."""
+    """Returns the lower bound of the module docstring."""
     m, stages, sites = plan.microbatches, plan.stages, plan.costs.sites
-    if plan.runtime.overlap_device:  # each op then hides another part of what the runtime adds
+    if plan.runtime.overlap_device:  # each op then hides a different part of what the runtime adds
         plan = replace(plan, runtime=RuntimeCosts())
     tied_sums, runtime, messages_s = plan.costs.tied_s, plan.costs.runtime_s, _list_message_seconds(plan)
     if not method.flushes:
         rows = zip(stages, sites, tied_sums, runtime, plan.update_delay, strict=True)
-        trips = _list_round_trips(plan, messages_s) if method.uses_depth else []
+        trips_s = _list_round_trips(plan, messages_s) if method.uses_depth else []
         return max(
-            *trips,
+            *trips_s,
             *(
-                ((stage.compute_s + (m - 1) * stage.fixed_s + more_s) / site.speed + sum_s) / site.replicas
+                ((stage.compute_s + (m - 1) * stage.fixed_s + extra_s) / site.speed + sum_s) / site.replicas
                 for stage, site, tied_s, runtime_s, update_delay in rows
-                for more_s, sum_s in (
+                for extra_s, sum_s in (
                     (tied_s, 0.0 if update_delay else float(site.sum_s(stage.trained_bytes, stage.redone_s))),
                     (runtime_s, 0.0),  # what the runtime adds may hide the sum, with its latency
                 )
             ),
         )
-    passes = [
+    passes_s = [
         (stage.forward_s + stage.redone_s + (m - 1) * stage.fixed_s) / site.speed
         for stage, site in zip(stages, sites, strict=True)
     ]
     last_backward_s = [(stage.redone_s + (m - 1) * (stage.fixed_s - stage.forward_fixed_s)) / m for stage in stages]
     shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
-    stage_s = [share * seconds for share, seconds in zip(shares, passes, strict=True)]
-    ahead = accumulate((a / m + b for a, b in zip(passes, messages_s, strict=False)), initial=0.0)
-    ends = [
+    work_s = [share * seconds for share, seconds in zip(shares, passes_s, strict=True)]
+    starts_s = accumulate((a / m + b for a, b in zip(passes_s, messages_s, strict=False)), initial=0.0)
+    ends_s = [
         (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.trained_bytes, backward_s))
         for stage, site, tied_s, backward_s in zip(stages, sites, tied_sums, last_backward_s, strict=True)
     ]
-    added = [share * seconds / site.speed for share, seconds, site in zip(shares, runtime, sites, strict=True)]
-    updates = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
-    alone = [*map(sum, zip(stage_s, ends, strict=True)), *map(sum, zip(stage_s, updates, added, strict=True))]
+    added_s = [share * seconds / site.speed for share, seconds, site in zip(shares, runtime, sites, strict=True)]
+    updates_s = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
+    own_s = [*map(sum, zip(work_s, ends_s, strict=True)), *map(sum, zip(work_s, updates_s, added_s, strict=True))]
     if method.splits_backward:
-        return max(alone)
-    return max(max(a + b for a, b in zip(ahead, stage_s, strict=True)) + ends[0], *alone)
+        return max(own_s)
+    return max(max(a + b for a, b in zip(starts_s, work_s, strict=True)) + ends_s[0], *own_s)
 
 
 def _list_message_seconds(plan: Plan) -> list[float]:
     """Returns, for each boundary, the least seconds of an activation and its gradient of a microbatch."""
-    cluster, workers, boundaries = plan.costs.cluster, plan.costs.taken, []
+    cluster, workers, boundaries_s = plan.costs.cluster, plan.costs.taken, []
     levels = range(len(cluster.levels))
     for stage, sending, receiving in zip(plan.stages, workers, workers[1:], strict=False):
         sides = [
             [{cluster.component(level, worker) for worker in side} for side in (sending, receiving)] for level in levels
         ]
-        apart = [level for level, (senders, receivers) in enumerate(sides) if not senders & receivers]
+        crossed = [level for level, (senders, receivers) in enumerate(sides) if not senders & receivers]
         seconds = 0.0
-        if apart:
+        if crossed:
             size = stage.output_bytes * sum(cluster.message_shares) / plan.microbatches
-            bandwidth_bytes_per_s, latency_s = cluster.link(apart[-1])
+            bandwidth_bytes_per_s, latency_s = cluster.link(crossed[-1])
             seconds = size / bandwidth_bytes_per_s + 2 * latency_s
-        boundaries.append(seconds)
-    return boundaries
+        boundaries_s.append(seconds)
+    return boundaries_s
 
 
 def _list_round_trips(plan: Plan, messages_s: Sequence[float]) -> list[float]:
     """Returns, for each stage, the least seconds per minibatch by the microbatches that it holds at once."""
-    m, speeds, trip_s, trips = plan.microbatches, plan.costs.cluster.speeds, 0.0, []
+    m, speeds, trip_s, trips_s = plan.microbatches, plan.costs.cluster.speeds, 0.0, []
     for s in reversed(range(len(plan.stages))):
         forward_s, backward_s = plan.stages[s].split_s(m)
         passes_s = backward_s + forward_s * (1 + plan.stages[s].recompute)
         trip_s += passes_s / max(speeds[worker] for worker in plan.costs.taken[s]) + sum(messages_s[s : s + 1])
-        trips.append(_TRIP_SHARE * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
-    return trips
+        trips_s.append(_TRIP_SHARE * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
+    return trips_s
 
 
 def _format_plan(candidate: Candidate) -> str:

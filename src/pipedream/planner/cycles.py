@@ -1,8 +1,8 @@
 """Plans that repeat themselves soon enough to be proved, and so to run.
 
-A plan repeats itself after the least common multiple of its replica counts, its *cycle*. Where the fastest plan has too
-long a one, others are searched whose counts all divide one number. The longest that can be proved takes minutes to
-lower on a thousand workers, so a short one is taken if its plan is nearly as fast.
+A plan repeats itself after the least common multiple of its replica counts, its *cycle*. If that of the fastest plan is
+too long, others are searched whose counts all divide one number. The longest cycle that can be proved takes minutes to
+lower on a thousand workers, so a short one is preferred if its plan is nearly as fast.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from pipedream.core.schedule.lowering import MOST_PROVED
 from pipedream.planner.arrays import IntArray
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
 
-MOST = (128, MOST_PROVED)
-"""Microbatches of a cycle: at most so many if that makes the plan `LOSS` slower at most, else so many."""
+CYCLE_LIMITS = (128, MOST_PROVED)
+"""Limits of a cycle's microbatches: the first applies if it makes the plan at most `MAX_LOSS` slower."""
 
-LOSS = 0.02
+MAX_LOSS = 0.02
 
 
 def shorten_cycle(plan: Plan, workers: int, search: Callable[[int], Plan | None], tried: int) -> Plan:
-    """Returns the fastest plan, or if it cannot be proved the fastest that is found whose counts divide one number.
+    """Returns `plan`, or if it cannot be proved the fastest plan found whose counts all divide one number.
 
-    With enough tries it is the fastest whose cycle is at most the last of `MOST`, or `LOSS` slower than `plan` at most.
+    With enough tries it is the fastest whose cycle is within the last limit, or at most `MAX_LOSS` slower than `plan`.
 
     Args:
-        search: from a number to the fastest plan whose counts divide it; None if there is none.
-        tried: numbers for each of `MOST`.
+        search: a number -> the fastest plan whose counts divide it; None if there is none.
+        tried: how many numbers to try for each of `CYCLE_LIMITS`.
     """
-    if plan.placement.cycle <= MOST[-1]:
+    if plan.placement.cycle <= CYCLE_LIMITS[-1]:
         return plan
     best: Plan | None = None
-    for most in MOST:
-        for cycle in list_cycles(plan.replicas, workers, most)[:tried]:
+    for limit in CYCLE_LIMITS:
+        for cycle in list_cycles(plan.replicas, workers, limit)[:tried]:
             other = search(cycle)
             if other is not None and (best is None or tie_break_key(other) < tie_break_key(best)):
                 best = other
-        if best is not None and best.slowest_stage_s <= plan.slowest_stage_s * (1 + LOSS):
+        if best is not None and best.slowest_stage_s <= plan.slowest_stage_s * (1 + MAX_LOSS):
             break
     return plan if best is None else replace(best, bound_s=min(plan.bound_s, best.slowest_stage_s))
 
 
-def list_cycles(counts: Sequence[int], workers: int, most: int) -> list[int]:
-    """Returns the numbers up to `most` that have not all of their divisors up to `workers` in common with a larger one.
+def list_cycles(counts: Sequence[int], workers: int, limit: int) -> list[int]:
+    """Returns numbers up to `limit`, but none whose divisors up to `workers` are all divisors of a larger one.
 
-    The best come first: those to whose divisors the counts may be rounded down with the least loss, then the smallest.
+    The numbers to whose divisors the counts can be rounded down with the least loss come first, then smaller ones.
     """
     divisors: dict[int, IntArray] = {}
-    for cycle in range(1, most + 1):
-        few = np.arange(1, min(workers, cycle) + 1)
-        few = few[cycle % few == 0]
-        divisors[int(np.lcm.reduce(few))] = few
-    largest = (n for n in divisors if not any(more in divisors for more in range(2 * n, most + 1, n)))
-    asked = np.array(counts)
+    for cycle in range(1, limit + 1):
+        row = np.arange(1, min(workers, cycle) + 1)
+        row = row[cycle % row == 0]
+        divisors[int(np.lcm.reduce(row))] = row
+    largest = (n for n in divisors if not any(multiple in divisors for multiple in range(2 * n, limit + 1, n)))
+    wanted = np.array(counts)
 
     def compute_loss(cycle: int) -> tuple[float, int]:
-        below = divisors[cycle][np.searchsorted(divisors[cycle], asked, side="right") - 1]
-        return float((asked / below).max()), cycle
+        rounded = divisors[cycle][np.searchsorted(divisors[cycle], wanted, side="right") - 1]
+        return float((wanted / rounded).max()), cycle
 
     return sorted(largest, key=compute_loss)

@@ -1,13 +1,13 @@
 """The fewest workers that a stage needs for a period on a line, and the most microbatches that fit in flight.
 
 For lower bounds, a stage needs the fewest workers that stay within a period wherever it is on the line. For each count
-of workers, a *relaxed* site has the best of any run of that many workers on the line: the fastest
-all-reduce, the least load of each port, the largest memory. Counts are taken in spans within which the relaxed seconds
-of a stage only fall as workers are added, so that bisection finds the least count of a span:
+of workers, a *relaxed* site has the best properties of all runs of that many workers on the line: the fastest
+all-reduce, the least load of each port, the largest memory. Counts are divided into spans within which the relaxed
+seconds of a stage only fall as workers are added, so bisection finds the least count of a span:
 
 - its compute, and each byte of a ring, 2 (r - 1) / r^2, fall for r >= 2;
-- spans end where a run must leave a component; within one the best network so far is taken;
-- the latency of an all-reduce grows with r: that of a span's first count is taken, and spans end at powers of two.
+- a span ends where a run must leave a component; each count has the best network of the counts up to it;
+- the latency of an all-reduce grows with r: a span has that of its first count, and ends at a power of two.
 
 On one level of identical workers, without latency, nothing is relaxed.
 """
@@ -27,12 +27,12 @@ from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import SiteArrays, WorkerLine
 
-_AT_ONCE = 1 << 14  # stages at a time: several times faster if they stay in the cache
+_CHUNK = 1 << 14  # stages at a time: several times faster if they stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """The costs of each stage, as flat arrays, as `Site.period_s` takes them.
+    """The costs of each stage in flat arrays, as `Site.period_s` needs them.
 
     Attributes:
         first, last: indices into the positions of the space.
@@ -98,12 +98,12 @@ class RelaxedLine:
         for number in range(1, len(cluster.levels)):
             starts = np.array(cluster.starts(number))
             ends.add(int(np.diff(starts).max()))
-        kept = sorted(end for end in ends if end <= self.workers)
-        return list(zip([1, *(end + 1 for end in kept[:-1])], kept, strict=True))
+        span_ends = sorted(end for end in ends if end <= self.workers)
+        return list(zip([1, *(end + 1 for end in span_ends[:-1])], span_ends, strict=True))
 
     @cached_property
     def _sites(self) -> SiteArrays:
-        rows = list(self._find_best())
+        rows = list(self._iterate_best_sites())
         table = np.array([rows[0], *rows])  # index 0 is not used
         levels = len(self.line.cluster.levels)
         ports = [list(table[:, 4 + k * levels : 4 + (k + 1) * levels].T) for k in range(3)]
@@ -119,17 +119,17 @@ class RelaxedLine:
         speed, memory, bandwidth, latency = (table[:, k].copy() for k in range(4))
         return SiteArrays(np.arange(self.workers + 1), speed, memory, bandwidth, latency, *ports)
 
-    def _find_best(self) -> Iterator[list[float]]:
+    def _iterate_best_sites(self) -> Iterator[list[float]]:
         for count in range(1, self.workers + 1):
             first = np.arange(self.workers - count + 1)
             sites = self.line.site_arrays(first, np.full(len(first), count))
-            most = [sites.speed.max(), sites.memory_bytes.max(), sites.sum_bytes_per_s.max()]
+            maxima = [sites.speed.max(), sites.memory_bytes.max(), sites.sum_bytes_per_s.max()]
             ports = [row.min() for port in self._pick_ports(sites) for row in port]
-            yield [*most, sites.sum_latency_s.min(), *ports]
+            yield [*maxima, sites.sum_latency_s.min(), *ports]
 
     @staticmethod
     def _pick_ports(sites: SiteArrays) -> tuple[list[FloatArray], list[FloatArray], list[FloatArray]]:
-        """The port of each level that most of a run's messages cross."""
+        """Returns the port of each level that most of a run's messages cross."""
         busiest: tuple[list[FloatArray], list[FloatArray], list[FloatArray]] = ([], [], [])
         for begin, end in pairwise((0, *range(1, len(sites.before) + 1, 3))):
             rows = [np.stack(port[begin:end]) for port in (sites.before, sites.after, sites.weights)]
@@ -143,38 +143,38 @@ class RelaxedLine:
     ) -> IntArray:
         """Returns the fewest workers, 2 or more, that keep each stage within a period.
 
-        One more than the line has if no count up to `most_workers` is enough.
-        `low` and `high` are known bounds, included.
+        The result is one more than the line has if no count up to `most_workers` is enough. `low` and `high` are known
+        bounds, inclusive.
         """
         fewest = np.where(high <= most_workers, high, self.workers + 1)
-        left = np.flatnonzero((low < fewest) & (low <= most_workers))
-        for begin in range(0, len(left), _AT_ONCE):
-            some = left[begin : begin + _AT_ONCE]
-            fewest[some] = self._find_fewest(costs[some], period, low[some], fewest[some], most_workers[some])
+        undecided = np.flatnonzero((low < fewest) & (low <= most_workers))
+        for begin in range(0, len(undecided), _CHUNK):
+            chunk = undecided[begin : begin + _CHUNK]
+            fewest[chunk] = self._find_fewest(costs[chunk], period, low[chunk], fewest[chunk], most_workers[chunk])
         return fewest
 
     def _find_fewest(
         self, costs: StageCosts, period: float, low: IntArray, high: IntArray, most_workers: IntArray
     ) -> IntArray:
         fewest, cluster = high.copy(), self.line.cluster
-        left = np.arange(len(low))
+        undecided = np.arange(len(low))
         for begin, end in self.spans:
-            if begin < 2 or not len(left):
+            if begin < 2 or not len(undecided):
                 continue
-            few, many = np.maximum(begin, low[left]), np.minimum(end, most_workers[left])
-            tried = (few <= many) & (few < fewest[left])
-            some, few, many = left[tried], few[tried] - 1, many[tried]
-            if not len(some):
+            too_few, enough = np.maximum(begin, low[undecided]), np.minimum(end, most_workers[undecided])
+            is_searched = (too_few <= enough) & (too_few < fewest[undecided])
+            searched, too_few, enough = undecided[is_searched], too_few[is_searched] - 1, enough[is_searched]
+            if not len(searched):
                 continue
-            within = period_s(costs[some], self.sites(many), cluster) <= period
-            some, few, many = some[within], few[within], many[within]
-            while len(open_ := np.flatnonzero(many - few > 1)):
-                middle = (few[open_] + many[open_]) // 2
-                good = period_s(costs[some[open_]], self.sites(middle), cluster) <= period
-                many[open_[good]] = middle[good]
-                few[open_[~good]] = middle[~good]
-            fewest[some] = np.minimum(fewest[some], many)
-            left = left[(fewest[left] > end) & (most_workers[left] > end)]
+            is_possible = period_s(costs[searched], self.sites(enough), cluster) <= period
+            searched, too_few, enough = searched[is_possible], too_few[is_possible], enough[is_possible]
+            while len(open_ := np.flatnonzero(enough - too_few > 1)):
+                middle = (too_few[open_] + enough[open_]) // 2
+                is_enough = period_s(costs[searched[open_]], self.sites(middle), cluster) <= period
+                enough[open_[is_enough]] = middle[is_enough]
+                too_few[open_[~is_enough]] = middle[~is_enough]
+            fewest[searched] = np.minimum(fewest[searched], enough)
+            undecided = undecided[(fewest[undecided] > end) & (most_workers[undecided] > end)]
         return fewest
 
 
@@ -202,10 +202,10 @@ class StageNeeds:
         allowed[0, -1] = False
         index = np.full(allowed.shape, -1)
         index[allowed] = np.arange(allowed.sum())
-        ways = {"never": (False,), "always": (True,), "auto": (False, True) if line.cluster.is_limited else (False,)}[
+        modes = {"never": (False,), "always": (True,), "auto": (False, True) if line.cluster.is_limited else (False,)}[
             recompute
         ]
-        costs = {recompute: StageCosts.of(space, places, allowed, recompute) for recompute in ways}
+        costs = {recompute: StageCosts.of(space, places, allowed, recompute) for recompute in modes}
         return cls(space, line, places, index, costs, RelaxedLine(line))
 
     @property
@@ -223,8 +223,8 @@ class StageNeeds:
     @property
     def smallest_s(self) -> float:
         compute_s = self.costs[min(self.costs)].compute_s
-        above = compute_s[compute_s > 0]
-        return float(above.min() if len(above) else 1.0) / (4 * self.workers * max(self.line.cluster.speeds))
+        positive_s = compute_s[compute_s > 0]
+        return float(positive_s.min() if len(positive_s) else 1.0) / (4 * self.workers * max(self.line.cluster.speeds))
 
     def for_period(self, period: float, low: PeriodNeeds | None = None, high: PeriodNeeds | None = None) -> PeriodNeeds:
         """Returns what a period needs, given the needs of a shorter and of a longer one."""
@@ -232,27 +232,27 @@ class StageNeeds:
         fastest_s = period * max(self.line.cluster.speeds)  # seconds of work that a worker does in a period
         for recompute, costs in self.costs.items():
             count = len(costs.first)
-            # A stage needs at least the workers for its own work, and must leave those for all other work.
-            few = np.ceil(costs.compute_s / fastest_s * (1 - 1e-12))
-            rest = (self.work_s - self.costs[min(self.costs)].compute_s) / fastest_s
-            most_workers = np.floor(self.workers - rest * (1 - 1e-12) + 1e-9).astype(int)
-            alone[recompute] = self._alone_s[recompute] <= period
-            least = np.maximum(few.astype(int), 2 if high is None else high.several[recompute])
-            most = np.full(count, self.workers + 1) if low is None else low.several[recompute]
-            several[recompute] = least
+            # A stage needs at least the workers for its own work, and must leave enough for all other work.
+            own_workers = np.ceil(costs.compute_s / fastest_s * (1 - 1e-12))
+            other_workers = (self.work_s - self.costs[min(self.costs)].compute_s) / fastest_s
+            most_workers = np.floor(self.workers - other_workers * (1 - 1e-12) + 1e-9).astype(int)
+            alone[recompute] = self._single_worker_s[recompute] <= period
+            at_least = np.maximum(own_workers.astype(int), 2 if high is None else high.several[recompute])
+            at_most = np.full(count, self.workers + 1) if low is None else low.several[recompute]
+            several[recompute] = at_least
             if not np.isinf(period):
-                several[recompute] = self.relaxed.fewest_workers(costs, period, least, most, most_workers)
+                several[recompute] = self.relaxed.fewest_workers(costs, period, at_least, at_most, most_workers)
         return PeriodNeeds(self, period, alone, several)
 
     @cached_property
-    def _alone_s(self) -> dict[bool, FloatArray]:
+    def _single_worker_s(self) -> dict[bool, FloatArray]:
         alone = self.relaxed.sites(np.array(1))
         return {recompute: period_s(costs, alone, self.line.cluster) for recompute, costs in self.costs.items()}
 
     def most_in_flight(self, memory_bytes: float, replicas: int, recompute: bool) -> IntArray:
-        """Returns the most in flight for which each stage has memory, up to the number of workers.
+        """Returns the most microbatches in flight that each stage has memory for, up to the number of workers.
 
-        Of several replicas, two need the most memory, because their share of a minibatch is the largest.
+        Two replicas need more memory than any higher number, because their share of a minibatch is the largest.
         """
         key = int(min(memory_bytes, 2**62)), replicas, recompute
         if key not in self._in_flight:
@@ -269,11 +269,11 @@ class StageNeeds:
         while len(open_ := np.flatnonzero(high - low > 1)):
             middle = (low[open_] + high[open_]) // 2
             for count in np.unique(middle):
-                some = open_[middle == count]
-                need = self.space.need_bytes(first[some], last[some], int(count), update_delay, recompute, replicas)
+                part = open_[middle == count]
+                need = self.space.need_bytes(first[part], last[part], int(count), update_delay, recompute, replicas)
                 fits = need + self.space.spare_bytes <= memory_bytes
-                low[some[fits]] = count
-                high[some[~fits]] = count
+                low[part[fits]] = count
+                high[part[~fits]] = count
         return low
 
 
@@ -282,8 +282,8 @@ class PeriodNeeds:
     """The needs of stages for one period.
 
     Attributes:
-        alone: which stages one worker runs within it, without and with (the key) recomputation.
-        several: the fewest workers, 2 or more, that run each stage within it; one more than exist if there are too few.
+        alone: which stages one worker runs within the period, without and with (the key) recomputation.
+        several: the fewest workers, 2 or more, that do; one more than exist if there are too few.
     """
 
     needs: StageNeeds
@@ -300,60 +300,60 @@ class PeriodNeeds:
         return feasible
 
     def fewest_workers(self) -> IntArray:
-        """Returns the fewest workers that run the layers from each place on; `_far` if there are too few."""
+        """Returns the fewest workers that run the layers from each place on; `_too_many` if there are too few."""
         needs = self.needs
         memory = needs.line.memory_bytes
-        far = self._far
-        fewest = np.full(len(needs.places), far)
+        too_many = self._too_many
+        fewest = np.full(len(needs.places), too_many)
         fewest[-1] = 0
         tables = []
         for recompute in needs.costs:
-            rows = self._count_ways(recompute)
+            rows = self._count_workers(recompute)
             rows[0] = rows[0] if memory is not None else np.minimum(*rows)
-            fitting = (
+            limits = (
                 [needs.most_in_flight(memory, count, recompute) for count in (1, max(needs.workers, 2))]
                 if memory is not None
                 else []
             )
-            tables.append([self._tabulate(row) for row in (*rows, *fitting)])
+            tables.append([self._tabulate(row) for row in (*rows, *limits)])
         for i in range(len(fewest) - 2, -1, -1):
             after = fewest[i + 1 :]
-            best = far
-            for single, many, *fitting in tables:
+            best = too_many
+            for single, several, *limits in tables:
                 counts = single[i, i + 1 :]
-                if fitting:
-                    counts = np.where(after + 1 <= fitting[0][i, i + 1 :], counts, far)
-                    room = fitting[1][i, i + 1 :]
-                    shared = np.maximum(many[i, i + 1 :], np.maximum(after - 1, 0) // np.maximum(room - 1, 1) + 1)
-                    counts = np.minimum(counts, np.where((room >= 2) | ((after == 0) & (room >= 1)), shared, far))
+                if limits:
+                    counts = np.where(after + 1 <= limits[0][i, i + 1 :], counts, too_many)
+                    limit = limits[1][i, i + 1 :]
+                    least = np.maximum(several[i, i + 1 :], np.maximum(after - 1, 0) // np.maximum(limit - 1, 1) + 1)
+                    counts = np.minimum(counts, np.where((limit >= 2) | ((after == 0) & (limit >= 1)), least, too_many))
                 best = min(best, int((counts + after).min()))
-            fewest[i] = min(best, far)
+            fewest[i] = min(best, too_many)
         return fewest
 
     def fewest_before(self) -> IntArray:
         """Returns the fewest workers that run the layers before each place, ignoring memory."""
-        far = self._far
-        table = self._tabulate(np.minimum.reduce([row for way in self.needs.costs for row in self._count_ways(way)]))
-        fewest = np.full(len(self.needs.places), far)
+        too_many = self._too_many
+        table = self._tabulate(np.minimum.reduce([row for way in self.needs.costs for row in self._count_workers(way)]))
+        fewest = np.full(len(self.needs.places), too_many)
         fewest[0] = 0
         for j in range(1, len(fewest)):
-            fewest[j] = min(far, int((fewest[:j] + table[:j, j]).min()))
+            fewest[j] = min(too_many, int((fewest[:j] + table[:j, j]).min()))
         return fewest
 
-    def _count_ways(self, recompute: bool) -> list[IntArray]:
-        """The workers of each stage, if it has one and if it has several."""
+    def _count_workers(self, recompute: bool) -> list[IntArray]:
+        """Returns the workers of each stage if it has one, and if it has several."""
         several = self.several[recompute]
         return [
-            np.where(self.alone[recompute], 1, self._far),
-            np.where(several > self.needs.workers, self._far, several),
+            np.where(self.alone[recompute], 1, self._too_many),
+            np.where(several > self.needs.workers, self._too_many, several),
         ]
 
     @property
-    def _far(self) -> int:
-        """More workers than exist, even if added up."""
+    def _too_many(self) -> int:
+        """A count for impossible stages, more than the workers of any plan."""
         return 4 * self.needs.workers + 4
 
     def _tabulate(self, row: IntArray) -> IntArray:
-        """As a table [from, to]."""
-        table = np.append(row, self._far if row.dtype != bool else False)
+        """Returns a row as a table [from, to]."""
+        table = np.append(row, self._too_many if row.dtype != bool else False)
         return table[self.needs.index]

@@ -14,7 +14,7 @@ from pipedream.core.schedule.occupancy import MethodOccupancy, VersionsRule, sta
 from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
-_FEW = 12  # so many layers are listed in an error
+_MAX_LISTED = 12  # layers in an error
 
 
 def manual_plan(
@@ -30,20 +30,20 @@ def manual_plan(
     update_delay: int = 0,
     recompute: str = "never",
 ) -> Plan:
-    """Returns the plan that is cut before each of the given layers, in the order of the model's graph.
+    """Returns the plan with a cut before each of the given layers, in the order of the model's graph.
 
     Args:
         cuts: indices of layers, or names of layers or modules; a module is cut before its first layer.
         replicas: workers of each stage; None: one each.
-        update_delay: the update delay of a pipeline's replicated stages.
+        update_delay: that of the replicated stages of a pipeline.
         versions, occupancy, recompute: see `search_plan`.
 
     Raises:
         PlanError: a cut that the model does not allow, counts that match neither the stages nor the workers, or a stage
             that does not fit the memory.
     """
-    places = tuple(place_of(profile.graph, cut) for cut in cuts)
-    check_cuts(profile, places)
+    positions = tuple(place_of(profile.graph, cut) for cut in cuts)
+    check_cuts(profile, positions)
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
         raise PlanError(
@@ -67,17 +67,17 @@ def manual_plan(
         downsets=(),
     )
     check_recompute(recompute)
-    plan = space.build_plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
+    plan = space.build_plan(positions, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
     if recompute == "auto":
-        needs = (stage.peak_bytes for stage in space.with_bytes(plan).stages)
+        peaks = (stage.peak_bytes for stage in space.with_bytes(plan).stages)
         limits = (site.memory_bytes for site in plan.costs.sites)
-        must = (limit is not None and need > limit for need, limit in zip(needs, limits, strict=True))
-        plan = space.build_plan(places, counts, note="cut by hand", recompute=tuple(must))
+        redone = (limit is not None and peak > limit for peak, limit in zip(peaks, limits, strict=True))
+        plan = space.build_plan(positions, counts, note="cut by hand", recompute=tuple(redone))
     return apply_depth(space, plan, in_flight)
 
 
 def place_of(graph: LayerGraph, cut: int | str) -> int:
-    """Returns the index of the first layer that is, or belongs to, the module of a name."""
+    """Returns the index of the layer of this name, or of the first layer of the module of this name."""
     if isinstance(cut, int):
         return cut
     names = [layer.name for layer in graph.layers]
@@ -90,40 +90,40 @@ def place_of(graph: LayerGraph, cut: int | str) -> int:
         raise PlanError(f"a cut before layer {cut!r} was asked for, {_explain_no_layer(graph, cut, names, paths)}")
     if not place:
         raise PlanError(
-            f"a cut before layer {cut!r} was asked for, which begins with the model's first layer, so that nothing "
-            f"would be left before it; cut before {_list_some(names[1:]) or 'no layer: the model has only one'}"
+            f"a cut before layer {cut!r} was asked for, which begins with the model's first layer, so no layer would "
+            f"be before the cut; cut before {_quote_names(names[1:]) or 'no layer: the model has only one'}"
         )
     return place
 
 
 def _explain_no_layer(graph: LayerGraph, cut: str, names: list[str], paths: list[str]) -> str:
     starts = {call.name: call.start for call in graph.calls}
-    inside = [call.start for call in graph.calls if f"{call.path}.".startswith(f"{cut}.") or call.name == cut]
-    around = [i for i, path in enumerate(paths) if cut.startswith(f"{path}.")]
-    if inside:
-        around = [i for i, name in enumerate(names) if starts.get(name, 0) <= inside[0]]
-    if around:
-        last = around[-1]
+    inner_starts = [call.start for call in graph.calls if f"{call.path}.".startswith(f"{cut}.") or call.name == cut]
+    enclosing = [i for i, path in enumerate(paths) if cut.startswith(f"{path}.")]
+    if inner_starts:
+        enclosing = [i for i, name in enumerate(names) if starts.get(name, 0) <= inner_starts[0]]
+    if enclosing:
+        last = enclosing[-1]
         why = (
             "and that cannot be cut ('pipedream layers RECIPE' prints why)"
             if graph.calls
             else "one module of a chain; profile with finest=True (--finest) to cut inside of it"
         )
-        others = _list_some(names[max(last, 1) : last + 2])
-        return f"which is within layer {names[last]!r}, {why}{others and f'; or cut before {others}'}"
-    if len(names) <= _FEW:
+        alternatives = _quote_names(names[max(last, 1) : last + 2])
+        return f"which is within layer {names[last]!r}, {why}{alternatives and f'; or cut before {alternatives}'}"
+    if len(names) <= _MAX_LISTED:
         return f"the model's layers are {', '.join(names)}; name one"
     modules = dict.fromkeys(prefix for path in paths for prefix in accumulate(path.split("."), "{}.{}".format))
-    near = get_close_matches(cut, modules, n=4, cutoff=0.5) or names[1:5]
-    return f"but no layer of the model belongs to such a module; cut before {_list_some(near)}, or another module"
+    nearest = get_close_matches(cut, modules, n=4, cutoff=0.5) or names[1:5]
+    return f"but the model has no layer or module of this name; cut before {_quote_names(nearest)}, or another module"
 
 
-def _list_some(names: list[str]) -> str:
+def _quote_names(names: list[str]) -> str:
     return " or ".join(map(repr, names[:4]))
 
 
 def check_cuts(profile: Profile, cuts: tuple[int, ...]) -> None:
-    """Checks that a model may be cut before each of these layers; see `Profile.without_tied_groups`.
+    """Checks that the model may be cut before each of these layers; see `Profile.without_tied_groups`.
 
     Raises:
         PlanError: a cut is not allowed, or the cuts are not in increasing order.
@@ -140,8 +140,8 @@ def check_cuts(profile: Profile, cuts: tuple[int, ...]) -> None:
             reason = f"the model has {count} layers, a cut lies between 1 and {count - 1}"
         else:
             reason = _explain_cut(profile, cut)
-        near = sorted(sorted(allowed, key=lambda i: abs(i - cut))[:_FEW])
-        raise PlanError(f"a cut before layer {cut} was asked for: {reason}; cut at one of {near}")
+        nearest = sorted(sorted(allowed, key=lambda i: abs(i - cut))[:_MAX_LISTED])
+        raise PlanError(f"a cut before layer {cut} was asked for: {reason}; cut at one of {nearest}")
 
 
 def _explain_cut(profile: Profile, cut: int) -> str:

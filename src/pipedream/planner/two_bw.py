@@ -8,10 +8,10 @@ microbatches of a replica in a minibatch of B samples:
     t = max over stages i of max(T_comp_i + sum over j of T_comm_ji,  T_allreduce_i / m(b))
     throughput = w b / t,  m(b) >= d
 
-So, unlike in this library's own model, messages do not overlap with compute, all-reduces do, and an update takes no
-time. The memory is the paper's, 2 |W| / d + d A / d + d A_in, with recomputation 2 |W| / d + A / d + d A_in, computed
-stage by stage and with gradients and optimizer state (`core.plan.memory`). The paper cuts a model of equal blocks
-evenly; here the cut into d stages is the one whose slowest stage is fastest (`search`).
+Unlike in this library's own model, messages do not overlap with compute, all-reduces do, and an update takes no time.
+The memory is the paper's, 2 |W| / d + d A / d + d A_in, with recomputation 2 |W| / d + A / d + d A_in, computed stage
+by stage and with gradients and optimizer state (`core.plan.memory`). The paper cuts a model of equal blocks evenly;
+here the cut into d stages is the one whose slowest stage is fastest (`search`).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def two_bw_s(plan: Plan, microbatches: int) -> float:
         microbatches: number per minibatch, over all replicas: w m(b).
     """
     per_replica = microbatches / plan.replicas[0]
-    slots = []
+    slots_s = []
     links = [
         plan.cluster.link(plan.cluster.reach(*plan.workers_of(s), *plan.workers_of(s + 1)))
         for s in range(len(plan.stages) - 1)
     ]
-    sends = [
+    sends_s = [
         transfer_s(stage.output_bytes * plan.cluster.message_share / microbatches, *link)
         for stage, link in zip(plan.stages, links, strict=False)
     ]
     for stage, site, sum_s, before_s, after_s in zip(
-        plan.stages, plan.costs.sites, plan.costs.sync_s, [0.0, *sends], [*sends, 0.0], strict=True
+        plan.stages, plan.costs.sites, plan.costs.sync_s, [0.0, *sends_s], [*sends_s, 0.0], strict=True
     ):
         forward_s, backward_s = stage.split_s(microbatches)
         compute_s = (forward_s * (2 if stage.recompute else 1) + backward_s) / site.speed
-        slots.append(max(compute_s + before_s + after_s, sum_s / per_replica))
-    return float(max(slots)) * per_replica
+        slots_s.append(max(compute_s + before_s + after_s, sum_s / per_replica))
+    return float(max(slots_s)) * per_replica
 
 
 def two_bw(
@@ -75,7 +75,7 @@ def two_bw(
     Raises:
         PlanError: no plan fits the memory, or none can have this number of microbatches.
     """
-    workers, most = cluster.workers, max(profile.batch, cluster.workers)
+    workers, max_microbatches = cluster.workers, max(profile.batch, cluster.workers)
     candidates: list[tuple[tuple[float, bool, int, int], Plan]] = []
     least_bytes: list[int] = []
     for stages in (count for count in range(1, workers + 1) if workers % count == 0):
@@ -86,16 +86,16 @@ def two_bw(
             base = replace(search_plan(profile, cluster.without_memory_limits(), shape=(w,) * stages), cluster=cluster)
         except PlanError:  # no chain of the graph's cuts has this many stages
             continue
-        splits = [workers << power for power in range((most // workers).bit_length())]
+        splits = [workers << power for power in range((max_microbatches // workers).bit_length())]
         for m in splits if microbatches is None else [microbatches]:
             if m % w or m // w < stages:
                 continue
             space = SearchSpace.of(profile, cluster, microbatches=m, occupancy=occupancy(m))
-            for redoes in (False, True) if recompute is None else (recompute,):
-                rows = tuple(replace(stage, recompute=redoes) for stage in base.stages)
+            for recomputes in (False, True) if recompute is None else (recompute,):
+                rows = tuple(replace(stage, recompute=recomputes) for stage in base.stages)
                 candidate = space.with_bytes(replace(base, stages=rows, microbatches=m))
                 if candidate.first_stage_over_memory is None:
-                    candidates.append(((two_bw_s(candidate, m), redoes, stages, m), candidate))
+                    candidates.append(((two_bw_s(candidate, m), recomputes, stages, m), candidate))
                 else:
                     least_bytes.append(max(stage.peak_bytes for stage in candidate.stages))
     if not candidates and least_bytes:

@@ -1,8 +1,8 @@
 """The workers in a line, and the site of each run of them: what a search over any cluster chooses among.
 
-Workers of a component of the network are adjacent. Of orders that differ only by swapping like components, one is
-searched. The line is assumed to have further workers before and after it; a stage at the input or the output exchanges
-nothing with them.
+Workers of a component of the network are adjacent. Of orders that differ only by swapping like components, only
+one is searched. The line is assumed to have further workers before and after it; a stage at the input or the output
+exchanges nothing with them.
 """
 
 from __future__ import annotations
@@ -26,105 +26,106 @@ class LineOrders:
     """Some orders of a cluster's workers.
 
     Attributes:
-        orders: the cluster's own comes first.
-        kind: in words; '' if there is only one order.
+        orders: the cluster's own order comes first.
+        kind: says in words which orders these are; '' if there is only one.
     """
 
     orders: tuple[tuple[int, ...], ...]
     kind: str = ""
 
     @classmethod
-    def of(cls, cluster: Cluster, most: int) -> LineOrders:
-        """Returns all orders if there are at most `most`; else those that keep like parts adjacent; else only one."""
+    def of(cls, cluster: Cluster, max_orders: int) -> LineOrders:
+        """Returns all orders if they are not too many, else those that keep like parts adjacent, else only one."""
         root = _build_tree(cluster)
-        count = root.count(apart=True)
+        count = root.count(interleave=True)
         if count == 1:
             return cls((tuple(range(cluster.workers)),))
-        if count <= most:
-            return cls(tuple(root.orders(apart=True)), f"in any of {count} orders of those that differ")
-        count = root.count(apart=False)
-        plain = tuple(range(cluster.workers))
-        if count < most:
-            others = [order for order in root.orders(apart=False) if order != plain]
-            return cls((plain, *others), f"in the cluster's order or any of {count} that keep like ones adjacent")
-        return cls((plain,), "in the cluster's order only")
+        if count <= max_orders:
+            return cls(tuple(root.orders(interleave=True)), f"in any of {count} orders of those that differ")
+        count = root.count(interleave=False)
+        own_order = tuple(range(cluster.workers))
+        if count < max_orders:
+            others = [order for order in root.orders(interleave=False) if order != own_order]
+            return cls((own_order, *others), f"in the cluster's order or any of {count} that keep like ones adjacent")
+        return cls((own_order,), "in the cluster's order only")
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A component, with its parts, or a worker. Components of equal likeness differ at most in their order."""
+    """A component, with its parts, or a worker. Those of one `kind` differ at most in the order of their parts."""
 
-    likeness: int
+    kind: int
     worker: int = 0
     parts: tuple[_Node, ...] = ()
 
-    def count(self, *, apart: bool) -> int:
+    def count(self, *, interleave: bool) -> int:
         if not self.parts:
             return 1
-        alike = Counter(part.likeness for part in self.parts)
-        inside = {part.likeness: part.count(apart=apart) for part in self.parts}
-        if apart:
-            ways: int = factorial(len(self.parts)) // prod(factorial(many) for many in alike.values())
-            for likeness, many in alike.items():
-                ways *= inside[likeness] ** many
-            return ways
-        return factorial(len(alike)) * prod(inside.values())
+        kind_counts = Counter(part.kind for part in self.parts)
+        part_orders = {part.kind: part.count(interleave=interleave) for part in self.parts}
+        if interleave:
+            total: int = factorial(len(self.parts)) // prod(factorial(count) for count in kind_counts.values())
+            for kind, count in kind_counts.items():
+                total *= part_orders[kind] ** count
+            return total
+        return factorial(len(kind_counts)) * prod(part_orders.values())
 
-    def orders(self, *, apart: bool) -> Iterator[tuple[int, ...]]:
-        """Its own first; with `apart`, also those that separate like parts."""
+    def orders(self, *, interleave: bool) -> Iterator[tuple[int, ...]]:
+        """Yields its orders, its own first; without `interleave`, only those that keep like parts adjacent."""
         if not self.parts:
             yield (self.worker,)
             return
-        alike: dict[int, list[_Node]] = {}
+        parts_by_kind: dict[int, list[_Node]] = {}
         for part in self.parts:
-            alike.setdefault(part.likeness, []).append(part)
-        names = list(alike)
-        if apart:
-            original = tuple(names.index(part.likeness) for part in self.parts)
-            rows = [original, *(row for row in _arrange([len(alike[name]) for name in names]) if row != original)]
+            parts_by_kind.setdefault(part.kind, []).append(part)
+        kinds, groups = list(parts_by_kind), list(parts_by_kind.values())
+        if interleave:
+            original = tuple(kinds.index(part.kind) for part in self.parts)
+            rows = [original, *(row for row in _arrange([len(group) for group in groups]) if row != original)]
         else:
-            blocks = _arrange([1] * len(names))
-            rows = [tuple(kind for kind in row for _ in alike[names[kind]]) for row in blocks]
+            blocks = _arrange([1] * len(kinds))
+            rows = [tuple(g for g in block for _ in groups[g]) for block in blocks]
         for row in rows:
-            yield from self._expand(row, [alike[name] for name in names], apart)
+            yield from self._expand(row, groups, interleave)
 
-    def _expand(self, row: tuple[int, ...], alike: list[list[_Node]], apart: bool) -> Iterator[tuple[int, ...]]:
-        taken = [0] * len(alike)
+    def _expand(self, row: tuple[int, ...], groups: list[list[_Node]], interleave: bool) -> Iterator[tuple[int, ...]]:
+        """Yields the orders in which the parts come from the groups of `row`, one after the other."""
+        used = [0] * len(groups)
         parts = []
-        for kind in row:
-            parts.append(alike[kind][taken[kind]])
-            taken[kind] += 1
-        if apart:
-            for choice in product(*(list(part.orders(apart=True)) for part in parts)):
-                yield tuple(worker for inside in choice for worker in inside)
+        for g in row:
+            parts.append(groups[g][used[g]])
+            used[g] += 1
+        if interleave:
+            for part_orders in product(*(list(part.orders(interleave=True)) for part in parts)):
+                yield tuple(worker for part_order in part_orders for worker in part_order)
             return
-        lists = {kind: [list(part.orders(apart=False)) for part in alike[kind]] for kind in set(row)}
-        for numbers in product(*(range(len(orders[0])) for orders in lists.values())):
-            chosen = dict(zip(lists, numbers, strict=True))
-            taken = [0] * len(alike)
+        orders = {g: [list(part.orders(interleave=False)) for part in groups[g]] for g in set(row)}
+        for numbers in product(*(range(len(group_orders[0])) for group_orders in orders.values())):
+            chosen = dict(zip(orders, numbers, strict=True))
+            used = [0] * len(groups)
             order: list[int] = []
-            for kind in row:
-                order += lists[kind][taken[kind]][chosen[kind]]
-                taken[kind] += 1
+            for g in row:
+                order += orders[g][used[g]][chosen[g]]
+                used[g] += 1
             yield tuple(order)
 
 
 def _build_tree(cluster: Cluster) -> _Node:
-    numbers: dict[tuple[object, ...], int] = {}  # a number for each likeness
+    kinds: dict[tuple[object, ...], int] = {}  # what makes components alike -> their kind
 
-    def number(likeness: tuple[object, ...]) -> int:
-        return numbers.setdefault(likeness, len(numbers))
+    def find_kind(properties: tuple[object, ...]) -> int:
+        return kinds.setdefault(properties, len(kinds))
 
-    alike = zip(cluster.speeds, cluster.memories, strict=True)
-    nodes = [_Node(number(likeness), worker) for worker, likeness in enumerate(alike)]
-    below = cluster.starts(0)
-    for ends in [*(cluster.starts(level) for level in range(1, len(cluster.levels))), (0, cluster.workers)]:
-        places = {start: place for place, start in enumerate(below)}
-        grouped = []
-        for first, last in pairwise(ends):
-            parts = tuple(nodes[places[first] : places[last]])
-            grouped.append(_Node(number((len(ends), *sorted(part.likeness for part in parts))), parts=parts))
-        nodes, below = grouped, ends
+    worker_properties = zip(cluster.speeds, cluster.memories, strict=True)
+    nodes = [_Node(find_kind(properties), worker) for worker, properties in enumerate(worker_properties)]
+    inner_starts = cluster.starts(0)
+    for starts in [*(cluster.starts(level) for level in range(1, len(cluster.levels))), (0, cluster.workers)]:
+        indices = {start: index for index, start in enumerate(inner_starts)}
+        components = []
+        for first, end in pairwise(starts):
+            parts = tuple(nodes[indices[first] : indices[end]])
+            components.append(_Node(find_kind((len(starts), *sorted(part.kind for part in parts))), parts=parts))
+        nodes, inner_starts = components, starts
     return nodes[0]
 
 
@@ -135,7 +136,7 @@ def _arrange(counts: list[int]) -> Iterator[tuple[int, ...]]:
         return
     for kind, count in enumerate(counts):
         if count:
-            rest = [left - (other == kind) for other, left in enumerate(counts)]
+            rest = [n - (other == kind) for other, n in enumerate(counts)]
             for row in _arrange(rest):
                 yield (kind, *row)
 
@@ -214,29 +215,30 @@ class WorkerLine:
         before: list[FloatArray] = []
         after: list[FloatArray] = []
         weights: list[FloatArray] = []
-        summed = (
+        sum_share = (
             np.where(replicas > 1, all_reduce_bytes(1, np.maximum(replicas, 2), how=self.cluster.sums), 0) / replicas
         ) * self.cluster.sum_costs.share
         reach = np.zeros(first.shape, dtype=int)
         for number, level in enumerate(self.cluster.levels):
             runs, rate = self._runs[number], level.link_bytes_per_s
             message_rate = rate / self.cluster.message_share
-            here, there = runs.of[first], runs.of[last]
-            leaves = here != there
-            reach = np.where(leaves, number, reach)
-            ring = np.where(leaves, summed / rate, 0.0)
+            first_run, last_run = runs.index[first], runs.index[last]
+            is_split = first_run != last_run
+            reach = np.where(is_split, number, reach)
+            sum_s_per_byte = np.where(is_split, sum_share / rate, 0.0)
             if not number:
-                share = 1 / replicas / message_rate
-                before, after, weights = [share], [share], [ring]
+                s_per_byte = 1 / replicas / message_rate
+                before, after, weights = [s_per_byte], [s_per_byte], [sum_s_per_byte]
                 continue
-            front, back = runs.of[first - 1], runs.of[np.minimum(last + 1, len(self.order) - 1)]
-            comes, goes = (first == 0) | (front != here), (last == len(self.order) - 1) | (back != there)
-            start = np.minimum(runs.ends[here] - first, replicas) / replicas / message_rate
-            end = np.where(leaves, (last + 1 - runs.starts[there]) / replicas / message_rate, 0.0)
-            between = np.where(leaves, runs.largest(here + 1, there), 0) / replicas / message_rate
-            before += [start * comes, end, between]
-            after += [start * (goes | leaves), end * goes, between]
-            weights += [ring, ring, np.where(between > 0, ring, 0.0)]
+            run_before, run_after = runs.index[first - 1], runs.index[np.minimum(last + 1, len(self.order) - 1)]
+            is_entered = (first == 0) | (run_before != first_run)
+            is_exited = (last == len(self.order) - 1) | (run_after != last_run)
+            start = np.minimum(runs.ends[first_run] - first, replicas) / replicas / message_rate
+            end = np.where(is_split, (last + 1 - runs.starts[last_run]) / replicas / message_rate, 0.0)
+            between = np.where(is_split, runs.largest(first_run + 1, last_run), 0) / replicas / message_rate
+            before += [start * is_entered, end, between]
+            after += [start * (is_exited | is_split), end * is_exited, between]
+            weights += [sum_s_per_byte, sum_s_per_byte, np.where(between > 0, sum_s_per_byte, 0.0)]
         links = np.array([self.cluster.sum_link(number) for number in range(len(self.cluster.levels))])
         return SiteArrays(
             replicas,
@@ -250,14 +252,15 @@ class WorkerLine:
         )
 
     def start(self, level: int, position: IntArray) -> IntArray:
+        """Returns the first position of the component that contains each position."""
         runs = self._runs[level]
-        return runs.starts[runs.of[position]]
+        return runs.starts[runs.index[position]]
 
     @cached_property
     def memory_bytes(self) -> int | None:
         """Memory of the largest worker; None if one is unlimited."""
-        most = max(np.inf if memory is None else memory for memory in self.cluster.memories)
-        return None if most == np.inf else int(most)
+        largest = max(np.inf if memory is None else memory for memory in self.cluster.memories)
+        return None if largest == np.inf else int(largest)
 
     @cached_property
     def _runs(self) -> list[_ComponentRuns]:
@@ -280,7 +283,7 @@ class WorkerLine:
 
 @dataclass(frozen=True, eq=False)
 class _ComponentRuns:
-    of: IntArray
+    index: IntArray  # the run of each position
     starts: IntArray
     ends: IntArray
     sizes: RunExtremes

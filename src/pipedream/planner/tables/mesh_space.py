@@ -1,6 +1,6 @@
-"""The search space of stages with meshes: on some replicas of a mesh of ranks, what do layers cost as a stage?
+"""The search space of stages with meshes: what layers cost as a stage on replicas of a mesh of ranks.
 
-The choices are data: a single rank, and the meshes with their rules whose rank the profile knows (`Profile.ranks`).
+A stage may have a single rank, or one of the meshes, with its rules, whose rank the profile knows (`Profile.ranks`).
 Workers take consecutive ranks. A worker lies within one machine (or other group of a cluster) or fills several.
 """
 
@@ -54,11 +54,11 @@ class MeshSite(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MeshSpace(SearchSpace):
-    """The space of a single rank, on a cluster of ranks, and the spaces of one rank of each mesh.
+    """The space of a single rank on a cluster of ranks, with the spaces of one rank of each mesh.
 
     Attributes:
         meshes: the meshes that a stage may have.
-        kept: the tables computed for the cluster's links, whatever its memory.
+        kept: tables that depend on the links of the cluster, but not on its memory.
     """
 
     meshes: tuple[Mesh, ...] = (Mesh(),)
@@ -99,7 +99,7 @@ class MeshSpace(SearchSpace):
         return replace(self, cluster=self.cluster.with_slower_links(factor), kept={})
 
     def boundary(self, sender: Mesh, receiver: Mesh) -> IntArray:
-        """Returns the bytes of `boundary_bytes` at each place."""
+        """Returns the `boundary_bytes` of a cut at each place."""
         sent, received = (self.of_rank(mesh).crossing for mesh in (sender, receiver))
         if sender == receiver:
             return sent
@@ -107,7 +107,7 @@ class MeshSpace(SearchSpace):
         return crossing
 
     def site_at(self, first: int, replicas: int, mesh: Mesh) -> MeshSite | None:
-        """Returns where a stage from a rank on lies (`PlanCosts.sites`); None if its workers may not lie there."""
+        """Returns the site of a stage that begins at a rank (`PlanCosts.sites`); None if no worker may be there."""
         key = (0 if self.cluster.is_flat else first), replicas, mesh
         if key not in self._sites:
             self._sites[key] = self._find_site(first, replicas, mesh)
@@ -120,11 +120,11 @@ class MeshSpace(SearchSpace):
     def _find_site(self, first: int, replicas: int, mesh: Mesh) -> MeshSite | None:
         cluster, end = self.cluster, first + replicas * mesh.size
         if cluster.is_flat:
-            wide = replace(cluster, levels=(replace(cluster.levels[0], width=replicas + 2),))
-            site = Site.of(wide, range(1, replicas + 1), 0, replicas + 1)
+            wide_cluster = replace(cluster, levels=(replace(cluster.levels[0], width=replicas + 2),))
+            site = Site.of(wide_cluster, range(1, replicas + 1), 0, replicas + 1)
             return self._number_site(site, (0,) * len(mesh.dimensions))
         starts = range(first, end, mesh.size)
-        if not all(_may_hold(cluster, start, start + mesh.size) for start in starts):
+        if not all(_may_be_worker(cluster, start, start + mesh.size) for start in starts):
             return None
         before, after = first - 1 if first else None, end if end < cluster.workers else None
         reaches = [reach_of(mesh, cluster, start) for start in starts]
@@ -139,34 +139,34 @@ class MeshSpace(SearchSpace):
         return self.kept.setdefault("numbers", {})
 
     def plan_of(self, choices: Sequence[StageChoice], note: str = "") -> Plan:
-        """Returns the plan of these stages at the paper's depth, without its peak memory; it takes the last ranks."""
+        """Returns the plan of these stages on the last ranks, at the paper's depth and without its peak memory."""
         counts, meshes = tuple(choice.replicas for choice in choices), [choice.mesh for choice in choices]
         delays = tuple(self.update_delay if count > 1 and len(choices) > 1 else 0 for count in counts)
-        idle = self.cluster.workers - sum(choice.ranks for choice in choices)
+        idle_ranks = self.cluster.workers - sum(choice.ranks for choice in choices)
         sizes = [mesh.size for mesh, count in zip(meshes, counts, strict=True) for _ in range(count)]
         spaces = self._select_spaces(counts, meshes)
         stages = []
         for s, (choice, space, delay) in enumerate(zip(choices, spaces, delays, strict=True)):
             stage = space.stage(choice.first, choice.last, choice.replicas, choice.recompute, delay)
-            after = meshes[s + 1] if s + 1 < len(meshes) else choice.mesh
-            sent = int(self.boundary(choice.mesh, after)[choice.last])
+            next_mesh = meshes[s + 1] if s + 1 < len(meshes) else choice.mesh
+            sent = int(self.boundary(choice.mesh, next_mesh)[choice.last])
             stages.append(replace(stage, mesh=choice.mesh.text, output_bytes=sent))
-        workers = range(idle, idle + len(sizes))
+        workers = range(idle_ranks, idle_ranks + len(sizes))
         return Plan(
             tuple(stages),
             depths.noam(counts, delays),
-            self.cluster.of_workers([*[1] * idle, *sizes]),
+            self.cluster.of_workers([*[1] * idle_ranks, *sizes]),
             delays,
             self.profile.model,
             self.profile.batch,
             note=note,
-            worker_order=() if self.cluster.is_flat or not idle else tuple(workers),
+            worker_order=() if self.cluster.is_flat or not idle_ranks else tuple(workers),
             graph=self.profile.graph if self.profile.graph.calls else None,
             runtime=self.profile.runtime,
         )
 
     def choices_of(self, plan: Plan) -> tuple[StageChoice, ...]:
-        """Returns what `plan_of` made a plan of."""
+        """Returns the choices from which `plan_of` builds this plan."""
         rows = zip(self.ends(plan), plan.stages, plan.meshes, strict=True)
         return tuple(StageChoice(*ends, stage.replicas, mesh, stage.recompute) for ends, stage, mesh in rows)
 
@@ -178,12 +178,12 @@ class MeshSpace(SearchSpace):
         starts = accumulate(ranks, initial=self.cluster.workers - sum(ranks))
         spaces = []
         for first, count, mesh in zip(starts, counts, meshes, strict=False):
-            lies = self.site_at(first, count, mesh)
-            spaces.append(self.of_rank(mesh, None if lies is None else lies.reach))
+            mesh_site = self.site_at(first, count, mesh)
+            spaces.append(self.of_rank(mesh, None if mesh_site is None else mesh_site.reach))
         return spaces
 
 
-def _may_hold(cluster: Cluster, first: int, last: int) -> bool:
+def _may_be_worker(cluster: Cluster, first: int, last: int) -> bool:
     """Returns whether these ranks may be one worker, see `Cluster.of_workers`."""
     if last - first == 1:
         return True
@@ -191,5 +191,5 @@ def _may_hold(cluster: Cluster, first: int, last: int) -> bool:
         starts = cluster.starts(number)
         if any(first < start < last for start in starts) and not {first, last} <= set(starts):
             return False
-    alike = {(cluster.devices[w], cluster.speeds[w], cluster.memories[w]) for w in range(first, last)}
-    return len(alike) == 1
+    rank_kinds = {(cluster.devices[w], cluster.speeds[w], cluster.memories[w]) for w in range(first, last)}
+    return len(rank_kinds) == 1

@@ -3,12 +3,12 @@
 A place is a downset of the graph (`planner.cuts`). Places 0 to n are the layers before each index, in the
 graph's order; the other searched downsets come after them.
 
-Seconds are added exactly (as integers over a common power of two) and rounded once. So stages that cost the same
-compare equal, and ties are broken by rule, not by rounding.
+Seconds are added exactly (as integers over a common power of two) and rounded once, so stages that cost the same
+compare equal, and ties are broken by rule.
 
-While layer i of a stage works, the layers up to i keep their activations. After i, in a backward, there are gradients
-of the parameters instead. So the peak is a maximum over the layers of a sum that begins at the model's first layer,
-minus what is before the stage: one table of maxima over runs answers for every stage (`StagePeaks`).
+While layer i of a stage works, the layers up to i keep their activations. In a backward, the layers after i have
+gradients of their parameters instead. So the peak is a maximum over the layers of a sum that begins at the model's
+first layer, minus the part before the stage: one table of maxima over runs answers for every stage (`StagePeaks`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipedream.planner.cuts import Lattice, bit_indices
 
 
 class PlaceBytes(NamedTuple):
-    """Bytes of all layers before each place, `trained` those of weights, and bytes that cross a cut there."""
+    """Bytes of the activations and trained weights of all layers before each place, and those that cross a cut."""
 
     activations: IntArray
     trained: IntArray
@@ -43,8 +43,8 @@ class PlaceBytes(NamedTuple):
 class StagePeaks:
     """The peaks of every stage of a profile, for a whole minibatch.
 
-    Between two places of the graph's own order, a stage is a run of layers and its peaks are exact. Between others it
-    is part of a run, and the peaks are upper bounds.
+    Between two places of the graph's own order, a stage is a run of layers and its peaks are exact. Between other
+    places it is part of a run, and its peaks are upper bounds.
 
     Attributes:
         count: number of layers; the places up to it are those of the graph's order.
@@ -79,13 +79,13 @@ class StagePeaks:
         backward = np.array([layer.backward_bytes for layer in layers])
         leaving = np.array([layer.leaving_bytes for layer in layers])
         # The loss runs after the last layer, whose backward begins when the loss is done.
-        last = np.array([downset >> (count - 1) & 1 for downset in downsets])
-        kept += last * profile.loss_bytes
+        has_last = np.array([downset >> (count - 1) & 1 for downset in downsets])
+        kept += has_last * profile.loss_bytes
         leaving[-1] = 0
         working[-1] = max(working[-1] - profile.loss_bytes, profile.loss_working_bytes)
-        ahead, trained = kept[1 : count + 1], places.trained[1 : count + 1]
-        # What a stage of a graph keeps twice is at most what crosses its cuts; an old profile does not record it.
-        others = np.array(places.crossing[count + 1 :]) * any(layer.arriving_bytes for layer in layers)
+        kept_up_to, trained = kept[1 : count + 1], places.trained[1 : count + 1]
+        # At most what crosses the cuts is kept twice in a stage of a graph; an old profile does not record it.
+        crossing_elsewhere = np.array(places.crossing[count + 1 :]) * any(layer.arriving_bytes for layer in layers)
         arriving = np.array([layer.arriving_bytes for layer in layers])
         return cls(
             count,
@@ -93,10 +93,10 @@ class StagePeaks:
             np.array([downset.bit_length() for downset in downsets]),
             kept,
             places.trained,
-            np.concatenate([arriving, arriving[-1:], others]),
-            np.concatenate([leaving[:1], leaving, others]),
-            RunExtremes.of(ahead + working, np.maximum),
-            RunExtremes.of(np.maximum(ahead + backward - trained, ahead + working - trained), np.maximum),
+            np.concatenate([arriving, arriving[-1:], crossing_elsewhere]),
+            np.concatenate([leaving[:1], leaving, crossing_elsewhere]),
+            RunExtremes.of(kept_up_to + working, np.maximum),
+            RunExtremes.of(np.maximum(kept_up_to + backward - trained, kept_up_to + working - trained), np.maximum),
             RunExtremes.of([layer.largest_parameter_bytes for layer in layers], np.maximum),
             RunExtremes.of(working, np.maximum),
             RunExtremes.of([layer.gathered_bytes for layer in layers], np.maximum),
@@ -114,13 +114,13 @@ class StagePeaks:
         return working
 
     def gathered_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns how much of it is for sharded weights, whatever the number of samples."""
+        """Returns how much of `working_bytes` is for sharded weights, whatever the number of samples."""
         gathered = self.gathered.between(self.lowest[first], self.highest[last])
-        least: Bytes = np.minimum(gathered, self.working_bytes(first, last))
-        return least
+        bounded: Bytes = np.minimum(gathered, self.working_bytes(first, last))
+        return bounded
 
     def relief_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns how much less a backward needs, see `StageSizes`."""
+        """Returns how much less a backward needs than all its bytes together, see `StageSizes`."""
         peak = self.kept[last] + self.working_bytes(first, last)
         run = peak - self.growing.between(*self._run(first, last)) - self.trained[first]
         return np.where(self._is_run(first, last), np.maximum(run, 0), 0)
@@ -131,8 +131,8 @@ class StagePeaks:
 
     def update_working_bytes(self, first: Place, last: Place, all_bytes: Bytes) -> Bytes:
         by_largest, by_all = self.update_working
-        need = by_largest * self.largest_parameter_bytes(first, last) + by_all * all_bytes
-        rounded: IntArray = np.ceil(need).astype(np.int64)
+        needed = by_largest * self.largest_parameter_bytes(first, last) + by_all * all_bytes
+        rounded: IntArray = np.ceil(needed).astype(np.int64)
         return rounded
 
     def _is_run(self, first: Place, last: Place) -> bool | BoolArray:
@@ -144,7 +144,7 @@ class StagePeaks:
 
 
 def _rate_update_working(profile: Profile) -> tuple[float, float]:
-    """The bytes of a step per byte of the largest parameter, and of all: one is 0.
+    """Returns the bytes of a step per byte of the largest parameter, and per byte of all; one of them is 0.
 
     An optimizer updates its parameters one by one, or all at once, which needs the temporaries of several.
     """
@@ -160,7 +160,7 @@ class PlaceSums:
 
     Attributes:
         forward, backward: seconds; the loss is part of the last layer's backward.
-        launch: those of the host's launches for both passes.
+        launch: seconds of the host's launches for both passes.
         parameters, trained, optimizer: bytes of all layers before each place; `trained` without frozen weights.
         crossing: bytes that cross a cut at each place; at 0 the model's input, at n its output.
         downsets: the layers before each place, as bit sets.
@@ -190,13 +190,13 @@ class PlaceSums:
         backward = [layer.backward_s.as_integer_ratio() for layer in layers]
         launch = [(layer.forward_launch_s + layer.backward_launch_s).as_integer_ratio() for layer in layers]
         loss = profile.loss_s.as_integer_ratio()
-        scale = max(below for _, below in (*forward, *backward, *launch, loss))
+        scale = max(denominator for _, denominator in (*forward, *backward, *launch, loss))
         backward_parts = _scale(backward, scale)
         backward_parts[-1] += loss[0] * (scale // loss[1])
         parameters = _sum_prefixes([layer.parameter_bytes for layer in layers], steps)
         trained = _sum_prefixes([layer.trained_bytes for layer in layers], steps)
         crossing = lattice.crossing_bytes(downsets, [layer.output_bytes for layer in layers])
-        # The profile has only one dtype, which inputs of another are counted as.
+        # The profile has only one dtype; inputs of another count as if they had it.
         crossing[0] = sum(prod(shape) for shape in profile.input_shapes) * profile.value_bytes
         crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
         activations = _sum_prefixes([layer.activation_bytes for layer in layers], steps)
@@ -217,19 +217,19 @@ class PlaceSums:
         )
 
     def matrix_bytes(self, updates: UpdateRule | None, first: Place, last: Place) -> tuple[Bytes, Bytes]:
-        """Returns what the compensations of an update keep for a stage's matrices, and what they need in an update."""
+        """Returns the bytes that an update's compensations keep for a stage's matrices, and need during an update."""
         if updates is None:
             return 0, 0
-        if updates.compensation not in self._kept:
+        if updates.compensation not in self._matrix_sums:
             kept, working = zip(*(updates.matrix_bytes(layer.matrices) for layer in self.profile.layers), strict=True)
             sums = np.array([sum(kept[i] for i in bit_indices(downset)) for downset in self.downsets])
-            self._kept[updates.compensation] = sums, RunExtremes.of(list(working), np.maximum)
-        sums, largest = self._kept[updates.compensation]
+            self._matrix_sums[updates.compensation] = sums, RunExtremes.of(list(working), np.maximum)
+        sums, largest = self._matrix_sums[updates.compensation]
         return sums[last] - sums[first], largest.between(self.peaks.lowest[first], self.peaks.highest[last])
 
     @cached_property
-    def _kept(self) -> dict[tuple[Compensation, ...], tuple[IntArray, RunExtremes]]:
-        """Compensations -> what they keep for all layers before each place, and need for each layer."""
+    def _matrix_sums(self) -> dict[tuple[Compensation, ...], tuple[IntArray, RunExtremes]]:
+        """Compensations -> bytes that they keep for all layers before each place, and need for each layer."""
         return {}
 
     def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
@@ -249,7 +249,7 @@ class PlaceSums:
         return self._add_copies(self.parameters[last] - self.parameters[first], first, last, trained_only=False)
 
     def trained_bytes(self, first: Place, last: Place) -> Bytes:
-        """The same without frozen ones."""
+        """Returns `parameter_bytes` without frozen parameters."""
         return self._add_copies(self.trained[last] - self.trained[first], first, last, trained_only=True)
 
     def _add_copies(self, total: Bytes, first: Place, last: Place, *, trained_only: bool) -> Bytes:
@@ -318,15 +318,15 @@ class PlaceSums:
 
 
 def _scale(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
-    """Fractions, whose denominators divide `scale`, as integers over it."""
-    return [above * (scale // below) for above, below in ratios]
+    """Returns fractions, whose denominators divide `scale`, as numerators over it."""
+    return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
 def _sum_prefixes(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
-    """Sums over the layers before each index, then over those of each further downset.
+    """Returns the sums over the layers before each index, then over those of each further downset.
 
     Args:
-        steps: the layers that each further downset has more and less than the one before it.
+        steps: the layers that each further downset adds to the one before it, and those that it lacks.
     """
-    changes = (sum(values[i] for i in more) - sum(values[i] for i in less) for more, less in steps)
+    changes = (sum(values[i] for i in added) - sum(values[i] for i in removed) for added, removed in steps)
     return [0, *accumulate(values), *islice(accumulate(changes, initial=0), 1, None)]
