@@ -5,14 +5,12 @@ Generators are seeded before the same calls as in a pipeline, so that dropout ma
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
@@ -175,14 +173,9 @@ class PlainModel:
         copy = partial(torch.Tensor.to, device="cpu", copy=True) if copies_on_cpu else torch.clone
         kept = [(p, p.data, copy(p.detach()), p.grad) for p in tensors.values()]
         slots = [(m._parameters, dict(m._parameters)) for m in every]
-        python, numpy = random.getstate(), np.random.get_state()
-        generator = torch.get_rng_state()
         self.draws = self.draws_unseeded = False
         try:
-            with preserve_state(modules, devices, others=others):
-                random.setstate(python)
-                np.random.set_state(numpy)
-                torch.set_rng_state(generator)
+            with preserve_state(modules, devices, None, others):
                 _fill(self.model, values)
                 for parameter, *_ in kept:
                     parameter.grad = None

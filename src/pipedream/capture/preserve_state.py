@@ -120,11 +120,11 @@ def _refill(target: Any, items: Any) -> None:
 
 @contextmanager
 def preserve_state(
-    modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0, others: Iterable[Any] = ()
+    modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int | None = 0, others: Iterable[Any] = ()
 ) -> Iterator[None]:
     """A context in which the modules work on copies of their buffers, and after which they are as before.
 
-    Attributes and random generators, which `seed` seeds within the context, are restored too, and so are `others`.
+    Attributes and random generators, which `seed` seeds for the context, are restored too, and so are `others`.
     """
     devices, modules = list(devices), list(modules)
     attributes = Attributes(modules)
@@ -134,7 +134,8 @@ def preserve_state(
     saved = [(module._buffers, dict(module._buffers)) for module in every]
     copies: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=devices), seeding_python_generators(seed):
-        seed_generators(seed, devices)
+        if seed is not None:
+            seed_generators(seed, devices)
         try:
             for slots, buffers in saved:
                 for name, buffer in buffers.items():
@@ -225,11 +226,12 @@ def read_python_generators() -> tuple[Any, ...]:
 
 
 @contextmanager
-def seeding_python_generators(seed: int) -> Iterator[None]:
-    """A context in which the generators of Python and NumPy are seeded."""
+def seeding_python_generators(seed: int | None) -> Iterator[None]:
+    """A context for which the generators of Python and NumPy are seeded, unless by None, and then restored."""
     states = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
     try:
         yield
     finally:
