@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,19 +80,22 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
 
 
 def _describe(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Layer, ...]:
-    names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-    owned: dict[int, list[str]] = {}
+    paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for slots in (module._parameters, module._buffers):
-            for name, tensor in slots.items():
-                if tensor is not None:
-                    owned.setdefault(id(module), []).append(f"{path}.{name}" if path else name)
-    seen: dict[int, int] = {}
+        paths.setdefault(id(module), []).append(path)
+    counts: Counter[int] = Counter()
     described = []
     for layer in layers:
-        seen[id(layer)] = count = seen.get(id(layer), 0) + 1
-        name = names[id(layer)] + (f"@{count}" if count > 1 else "")
-        parameters = tuple(text for module in layer.modules() for text in owned.get(id(module), ()))
+        counts[id(layer)] += 1
+        name = paths[id(layer)][0] or type(model).__name__
+        name += f"@{counts[id(layer)]}" if counts[id(layer)] > 1 else ""
+        parameters = tuple(
+            f"{path}.{slot}" if path else slot
+            for module in layer.modules()
+            for path in paths[id(module)]
+            for slot, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        )
         described.append(Layer(name, type(layer).__name__, parameters))
     return tuple(described)
 
