@@ -98,6 +98,11 @@ def test_any_nest_is_taken_apart_into_its_leaves_and_computes_the_same(make: Any
     assert torch.equal(run(captured, x), model(x))
     parameters = {name for layer in captured.graph.layers for name in layer.parameters}
     assert parameters == {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    value, sent = x, []
+    for name, layer in zip(names(captured)[:-1], captured.layers, strict=False):
+        value = layer(value)
+        sent.append((f"{name} output", value.nbytes, value.requires_grad))
+    assert [(value.name, value.bytes, value.gradient) for value in captured.graph.values] == sent
 
 
 def test_an_ordinary_class_with_several_inputs() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from pipedream.capture.captured import Captured, build_captured, find_layers
-from pipedream.capture.chain import find_chain, list_chain_values
+from pipedream.capture.chain import find_chain
 from pipedream.capture.compare import split
 from pipedream.capture.errors import check_model
 from pipedream.capture.plain_model import PlainModel
@@ -25,7 +24,6 @@ __all__ = [
     "build_captured",
     "call_model",
     "capture",
-    "capture_with_values",
     "find_layers",
     "list_cuda_devices",
     "preserve_state",
@@ -34,11 +32,13 @@ __all__ = [
 
 
 def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
-    """Finds the layers of a model by running it on a sample. The model is left unchanged.
+    """Splits a model into layers by running it on a sample, and lists what crosses each cut; prints as a table.
 
     A chain of modules is split into these modules. Any other model is split at the calls of its innermost modules; it
     then runs by its own forward (`ModelSlice`). With parameters on the meta device, or within `stand_ins`, the numbers
-    are not compared with the model's.
+    are not compared with the model's. The model is left unchanged.
+
+    This is ``pipedream.capture(model, batch)``.
 
     Args:
         model: its submodules become the layers, without being copied.
@@ -49,42 +49,24 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
         CaptureError: the model does not run on the sample, or its layers do not give what it gives.
     """
     check_model(model)
+    if not isinstance(sample, (tuple, Mapping)):
+        sample = (sample,)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        with stand_ins(model, sample) as empty:
+            return capture(model, empty, finest=finest)
     if type(sample) is tuple and not finest:
         chain = find_chain(model, sample)
         if chain is not None and (len(chain.layers) > 1 or not list(chain.layers[0].children())):
             return chain
-    if any(parameter.is_meta for parameter in model.parameters()):
-        with stand_ins(model, sample) as empty:
-            graph, refused = split(model, empty, (), compares=False)
-        return build_captured(model, graph, refused)
     graph, refused = split(model, sample, list_cuda_devices(model, sample), compares=not has_stand_ins(model, sample))
     return build_captured(model, graph, refused)
-
-
-def capture_with_values(model: nn.Module, batch: Any, *, finest: bool = False) -> Captured:
-    """Splits a model into layers, and lists what crosses each cut, also of a chain; prints as a table.
-
-    This is ``pipedream.capture(model, batch)``. The model is left unchanged.
-
-    Args:
-        batch: the model's only input, a tuple of positional arguments, or a mapping of keyword arguments.
-        finest: also split the modules of a chain into those inside them.
-
-    Raises:
-        CaptureError: the model does not run on the batch, or its layers do not give what it gives.
-    """
-    inputs = batch if isinstance(batch, (tuple, Mapping)) else (batch,)
-    captured = capture(model, inputs, finest=finest)
-    if captured.graph.calls or not isinstance(inputs, tuple):
-        return captured
-    return replace(captured, graph=replace(captured.graph, values=list_chain_values(captured, inputs)))
 
 
 class _Callable(ModuleType):
     """Makes this package callable, because it has the name of the function that users call."""
 
     def __call__(self, model: nn.Module, batch: Any, *, finest: bool = False) -> Captured:
-        return capture_with_values(model, batch, finest=finest)
+        return capture(model, batch, finest=finest)
 
 
 sys.modules[__name__].__class__ = _Callable

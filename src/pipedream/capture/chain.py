@@ -6,21 +6,21 @@ module stays one layer, and so does one with parameters, buffers or hooks of its
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from pipedream.capture.captured import Captured, build_chain
 from pipedream.capture.errors import is_compiled
 from pipedream.capture.preserve_state import (
     MODULE_ATTRIBUTES,
     list_cuda_devices,
-    preserve_state,
     read_python_generators,
     running,
 )
@@ -33,40 +33,35 @@ def find_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured | None:
     """Returns the layers of a model that is a chain in training and in evaluation mode; None for any other."""
     if any(map(is_compiled, model.modules())):
         return None
-    if any(parameter.is_meta for parameter in model.parameters()):
-        sample = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, sample)
     devices = list_cuda_devices(model, sample)
+    modes = (True, False)
     try:
-        traces = [_trace(model, sample, training, devices) for training in (True, False)]
+        roots, results = zip(*(_trace(model, sample, training, devices) for training in modes), strict=True)
     except Exception:  # which the general capture raises again, with advice
         return None
     whole = {id(module) for module in model.modules() if _has_hooks_or_tensors(module)}
-    for call in traces:
-        _note_whole(call, whole)
-    if id(model) in whole and any(call.calls for call in traces):
+    whole |= {id(call.module) for root in roots for call in root.every() if call.inner and not call.is_chain}
+    if id(model) in whole and any(root.inner for root in roots):
         return None
-    layers, in_evaluation = (_unfold(call, whole) for call in traces)
-    if list(map(id, layers)) != list(map(id, in_evaluation)):
+    calls, in_evaluation = (root.unfold(whole) for root in roots)
+    layers = [call.module for call in calls]
+    if list(map(id, layers)) != [id(call.module) for call in in_evaluation]:
         return None
+    for training, expected in zip(modes, results, strict=True) if not has_stand_ins(model, sample) else ():
+        try:
+            actual = _run(model, partial(_run_layers, layers), sample, training, devices)
+        except Exception:  # the forward does something besides calling its modules
+            return None
+        if not _is_equal(expected, actual):
+            return None
     captured = build_chain(model, layers)
-    return captured if has_stand_ins(model, sample) or _is_equal_to_model(model, captured, sample, devices) else None
-
-
-def list_chain_values(captured: Captured, sample: tuple[Any, ...]) -> tuple[Value, ...]:
-    """Returns what crosses the cuts of a chain: what each layer returns. Moments are the layers' indices."""
-    values = []
-    with (
-        preserve_state(captured.layers, list_cuda_devices(nn.ModuleList(captured.layers), sample)),
-        torch.enable_grad(),
-    ):
-        passed = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
-        for i, layer in enumerate(captured.layers[:-1]):
-            passed = layer(*passed) if i == 0 else layer(passed)
-            name = captured.graph.layers[i].name
-            for path, leaf in walk(passed):
-                if isinstance(leaf, torch.Tensor):
-                    values.append(Value(leaf.nbytes, leaf.requires_grad, i, i + 1, (ValueSite(name, "out", path, i),)))
-    return tuple(values)
+    names = [layer.name for layer in captured.graph.layers]
+    values = (
+        Value(size, gradient, i, i + 1, (ValueSite(names[i], "out", path, i),))
+        for i, call in enumerate(calls[:-1])
+        for path, size, gradient in call.tensors
+    )
+    return replace(captured, graph=replace(captured.graph, values=tuple(values)))
 
 
 def _has_hooks_or_tensors(module: nn.Module) -> bool:
@@ -75,52 +70,7 @@ def _has_hooks_or_tensors(module: nn.Module) -> bool:
     return any(hooks) or any(tensor is not None for tensor in tensors)
 
 
-def _note_whole(call: _Call, whole: set[int]) -> None:
-    """Adds the modules that do more than call their inner modules in a row."""
-    if call.calls and id(call.module) not in whole and not _is_chain(call):
-        whole.add(id(call.module))
-    for inner in call.calls:
-        _note_whole(inner, whole)
-
-
-def _unfold(call: _Call, whole: set[int]) -> list[nn.Module]:
-    if not call.calls or id(call.module) in whole:
-        return [call.module]
-    return [module for inner in call.calls for module in _unfold(inner, whole)]
-
-
 # -- the trace ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Values:
-    """Arguments or an output, as they were at the time of a call.
-
-    Attributes:
-        leaves: kept alive so that identity is meaningful.
-        marks: for each leaf, what an in-place operation would change.
-    """
-
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-    marks: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _Values:
-        leaves, spec = tree_flatten(value)
-        return cls(tuple(leaves), spec, tuple(_mark(leaf) for leaf in leaves))
-
-    def is_same(self, other: _Values | None) -> bool:
-        """Returns whether the other has the very same tensors, unchanged."""
-        return (
-            other is not None
-            and self.spec == other.spec
-            and self.marks == other.marks
-            and all(
-                a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
-                for a, b in zip(self.leaves, other.leaves, strict=True)
-            )
-        )
 
 
 @dataclass(eq=False)
@@ -128,39 +78,52 @@ class _Call:
     """One call of a module.
 
     Attributes:
+        inputs: as `_Tracer` describes them; equal to nothing if some have keywords.
         context: gradient, autocast and saved-tensor modes.
-        calls: in order; of its own children or of their children.
-        output: as a tuple of one; None if it raised.
+        inner: in order; of its own children or of their children.
+        output: described as a tuple of one; None if it raised.
+        tensors: path, bytes and requires_grad of each in the output.
         decides: its own forward may branch, and so take another path at another call.
     """
 
     module: nn.Module
-    inputs: _Values
-    has_keywords: bool
+    inputs: Any
     context: tuple[Any, ...]
-    calls: list[_Call] = field(default_factory=list)
-    output: _Values | None = None
+    inner: list[_Call] = field(default_factory=list)
+    output: Any = None
+    tensors: Sequence[tuple[str, int, bool]] = ()
     decides: bool = False
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether it does nothing but make its inner calls (at least one) in a row."""
+        passed = self.inputs
+        for call in self.inner:
+            if call.context != self.context or call.inputs != passed:
+                return False
+            passed = call.output
+        return not self.decides and self.output is not None and self.output == passed
 
-def _is_chain(call: _Call) -> bool:
-    """Returns whether a call does nothing but make its inner calls (at least one) in a row."""
-    if call.decides or call.has_keywords:
-        return False
-    passed: _Values | None = call.inputs
-    for inner in call.calls:
-        if inner.has_keywords or inner.context != call.context or not inner.inputs.is_same(passed):
-            return False
-        passed = inner.output
-    return call.output is not None and call.output.is_same(passed)
+    def every(self) -> Iterator[_Call]:
+        yield self
+        for call in self.inner:
+            yield from call.every()
+
+    def unfold(self, whole: Container[int]) -> list[_Call]:
+        """Returns the calls that it consists of, down to those of modules that stay whole."""
+        if not self.inner or id(self.module) in whole:
+            return [self]
+        return [call for inner in self.inner for call in inner.unfold(whole)]
 
 
 class _Tracer(TorchFunctionMode):
     """Builds the tree of calls, and notes which modules may branch in their own forward."""
 
-    def __init__(self, top: _Call) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._stack = [top]
+        self.top = _Call(model, None, ())
+        self._stack = [self.top]
+        self._kept: list[Any] = []
         self._drawn = _read_generators()
         self._attributes: dict[int, dict[str, Any]] = {}
 
@@ -172,8 +135,8 @@ class _Tracer(TorchFunctionMode):
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._note_draws()
         self._attributes.setdefault(id(module), _read_attributes(module))
-        call = _Call(module, _Values.of(args), bool(kwargs), _read_context())
-        self._stack[-1].calls.append(call)
+        call = _Call(module, object() if kwargs else self._describe(args), _read_context())
+        self._stack[-1].inner.append(call)
         self._stack.append(call)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -183,8 +146,16 @@ class _Tracer(TorchFunctionMode):
         self._note_draws()
         call = self._stack.pop()
         # It may decide by the attribute at its next call.
-        call.decides |= bool(call.calls) and self._attributes[id(module)] != _read_attributes(module)
-        call.output = _Values.of((output,))
+        call.decides |= bool(call.inner) and self._attributes[id(module)] != _read_attributes(module)
+        call.output = self._describe((output,))
+        tensors = ((path, leaf) for path, leaf in walk(output) if isinstance(leaf, torch.Tensor))
+        call.tensors = [(path, leaf.numel() * leaf.itemsize, leaf.requires_grad) for path, leaf in tensors]
+
+    def _describe(self, value: Any) -> tuple[Any, list[Any]]:
+        """Returns what is equal for the very same tensors, unchanged, and for equal plain values alone."""
+        leaves, spec = tree_flatten(value)
+        self._kept.append(leaves)  # so that no id is used again
+        return spec, list(map(_mark, leaves))
 
     def _note_draws(self) -> None:
         before, self._drawn = self._drawn, _read_generators()
@@ -193,29 +164,25 @@ class _Tracer(TorchFunctionMode):
         self._stack[-1].decides |= not same
 
 
-def _trace(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> _Call:
-    """Runs the model once, with gradients on, and returns the tree of calls."""
-    copies: dict[int, torch.Tensor] = {}
+def _trace(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> tuple[_Call, Any]:
+    """Returns the tree of calls of the model's forward, and its results (`_run`)."""
+    tracer = _Tracer(model)
 
-    def copy(leaf: Any) -> Any:  # into which the forward may write
-        return copies.setdefault(id(leaf), leaf.detach().clone()) if isinstance(leaf, torch.Tensor) else leaf
-
-    handles = []
-    with running(model, devices, training):
-        inputs = tree_map(copy, sample)
-        top = _Call(model, _Values.of(()), False, ())
-        tracer = _Tracer(top)
+    def traced(*inputs: Any) -> Any:
+        handles = []
         try:
             for module in model.modules():
                 # Outside of any hooks of the user.
                 handles.append(module.register_forward_pre_hook(tracer.enter, prepend=True, with_kwargs=True))
                 handles.append(module.register_forward_hook(tracer.leave, with_kwargs=True))
-            with torch.enable_grad(), tracer:
-                model(*inputs)
+            with tracer:
+                return model(*inputs)
         finally:
             for handle in handles:
                 handle.remove()
-    return top.calls[0]
+
+    results = _run(model, traced, sample, training, devices)
+    return tracer.top.inner[0], results
 
 
 def _read_generators() -> tuple[Any, ...]:
@@ -236,9 +203,9 @@ def _read_attributes(module: nn.Module) -> dict[str, Any]:
 def _mark(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         version = 0 if leaf.is_inference() else leaf._version
-        return version, leaf.requires_grad, leaf.is_leaf, len(leaf._backward_hooks or ())
-    # May contain hidden tensors, so it equals nothing, not even itself.
-    return None if isinstance(leaf, PLAIN) else object()
+        return id(leaf), version, leaf.requires_grad, leaf.is_leaf, len(leaf._backward_hooks or ())
+    # Other objects may contain hidden tensors, and equal nothing, not even themselves.
+    return (type(leaf), leaf) if isinstance(leaf, PLAIN) else object()
 
 
 def _read_context() -> tuple[Any, ...]:
@@ -254,42 +221,34 @@ def _read_context() -> tuple[Any, ...]:
 # -- the comparison -----------------------------------------------------------------------------------
 
 
-def _is_equal_to_model(model: nn.Module, captured: Captured, sample: tuple[Any, ...], devices: list[int]) -> bool:
-    """Compares the outputs and buffers of the model and the layers bitwise, in training and in evaluation mode.
-
-    Gradients need no comparison: tensors are passed on as the same objects, so the autograd graph is the same.
-    """
-
-    def run_layers(*inputs: Any) -> Any:
-        value = captured.layers[0](*inputs)
-        for layer in captured.layers[1:]:
-            value = layer(value)
-        return value
-
-    for training in (True, False):
-        expected = _run_copy(model, model, sample, training, devices)
-        try:
-            actual = _run_copy(model, run_layers, sample, training, devices)
-        except Exception:  # the forward does something besides calling its modules
-            return False
-        if not _is_equal(expected, actual):
-            return False
-    return True
-
-
-def _run_copy(
+def _run(
     model: nn.Module, forward: Callable[..., Any], sample: tuple[Any, ...], training: bool, devices: list[int]
 ) -> Any:
-    """Returns the output of a forward on a copy of the sample, and the buffers that it leaves."""
-    with running(model, devices, training), torch.no_grad():
-        inputs = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
-        return forward(*inputs), list(model.named_buffers())
+    """Returns the output of a forward on a copy of the sample, with gradients on, and the buffers that it leaves."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(leaf: Any) -> Any:  # into which the forward may write
+        return copies.setdefault(id(leaf), leaf.detach().clone()) if isinstance(leaf, torch.Tensor) else leaf
+
+    with running(model, devices, training), torch.enable_grad():
+        results = forward(*tree_map(copy, sample)), dict(model.named_buffers())
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, results)
+
+
+def _run_layers(layers: Sequence[nn.Module], *inputs: Any) -> Any:
+    value = layers[0](*inputs)
+    for layer in layers[1:]:
+        value = layer(value)
+    return value
 
 
 def _is_equal(expected: Any, actual: Any) -> bool:
-    a, spec_a = tree_flatten(expected)
-    b, spec_b = tree_flatten(actual)
-    return spec_a == spec_b and all(_is_equal_leaf(x, y) for x, y in zip(a, b, strict=True))
+    """Compares bitwise.
+
+    Gradients need no comparison: tensors are passed on as the same objects, so the autograd graph is the same.
+    """
+    (a, spec_a), (b, spec_b) = map(tree_flatten, (expected, actual))
+    return spec_a == spec_b and all(map(_is_equal_leaf, a, b))
 
 
 def _is_equal_leaf(a: Any, b: Any) -> bool:

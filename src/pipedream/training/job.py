@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipedream.capture import Captured, capture_with_values
+from pipedream.capture import Captured, capture
 from pipedream.core.errors import PlanError, RecipeError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -389,7 +389,7 @@ def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False)
         inputs = to_device(model_input(recipe, recipe.first_batch()), process_group.process_device(device))
         if not any(parameter.is_meta for parameter in recipe.model.parameters()):
             recipe.model.to(process_group.process_device(device))
-        return capture_with_values(recipe.model, inputs, finest=finest)
+        return capture(recipe.model, inputs, finest=finest)
 
 
 def model_input(recipe: Recipe, batch: Any) -> Any:

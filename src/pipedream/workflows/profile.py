@@ -263,7 +263,7 @@ def find_plan_layers(model: Any, plan: Plan, sample: Any) -> Captured:
     if plan.graph is not None:
         return _find_graph_layers(model, plan.graph)
     if sample is not None:
-        captured = capture(model, sample if isinstance(sample, (tuple, Mapping)) else (sample,))
+        captured = capture(model, sample)
     elif len(names) == plan.stages[-1].last and plan.unit == "minibatch":
         captured = find_layers(model, names)
     else:

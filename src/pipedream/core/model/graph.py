@@ -110,7 +110,7 @@ class LayerGraph(Artifact):
             empty if unknown.
         calls: calls of a model that runs by its own forward, in the order of their starts; layer i begins with the call
             of its name. Empty for a chain of modules.
-        values: values that cross cuts, if there are calls.
+        values: values that cross cuts; of a chain, moments are the indices of its layers.
         glue: parameters and buffers that are used outside of calls of their modules.
         replayed: functions whose results are sent to later stages, which lack the inputs to compute them.
         seeded: paths of modules whose calls are preceded by seeding the random generator.
