@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -16,6 +17,8 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -209,6 +212,41 @@ def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch, rank:
     with pytest.raises(PlanError, match=message.format(port=port)):
         process_group.join_group("cpu")
     assert not dist.is_initialized()
+
+
+def test_rank_0_that_does_not_come_to_torchruns_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    _machine(monkeypatch, 0, RANK=1, WORLD_SIZE=3)
+    for name, value in {"ADDR": "127.0.0.1", "PORT": str(store.port)}.items():
+        monkeypatch.setenv(f"MASTER_{name}", value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(process_group, "JOIN_TIMEOUT_S", 0.1)
+    message = rf"is not connected within 0.1 s: rank 0 did not come to \S+:{store.port}; look at"
+    with pytest.raises(PlanError, match=message):
+        process_group.join_group("cpu")
+
+
+@given(st.lists(st.sets(st.integers(0, 2), min_size=1), max_size=3))
+def test_an_attempt_meets_under_a_name_of_its_own(attempts: list[set[int]]) -> None:
+    """Whatever ranks of earlier ones have left in the store: of each the others did not come, or in time."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def open_attempt(ranks: set[int], limit_s: float) -> list[tuple[dist.Store, list[int]]]:
+        clients = [store.clone() for _ in ranks]
+        for client in clients:
+            client.set_timeout(timedelta(seconds=limit_s))
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(ranks)) as threads:
+            patch.setattr(process_group, "JOIN_TIMEOUT_S", limit_s)
+            return list(threads.map(lambda client, rank: process_group._open_attempt(client, rank, 3), clients, ranks))
+
+    for ranks in attempts:
+        for earlier, _ in open_attempt(ranks, 0.02):
+            earlier.set("earlier", "1")
+    stores, absent = zip(*open_attempt({0, 1, 2}, 60.0), strict=True)
+    assert absent == ([], [], [])
+    stores[0].set("now", "1")
+    assert all(store.check(["now", "address/0", "address/1", "address/2"]) for store in stores)
+    assert not any(store.check(["earlier"]) for store in stores)
 
 
 def _one_ends(how: str) -> str:

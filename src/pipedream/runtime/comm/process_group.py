@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it privately
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed re-exports them privately
 from torch.distributed import distributed_c10d
 
 from pipedream._version import __version__, hash_sources
@@ -25,6 +26,8 @@ from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
 
 JOIN_TIMEOUT_S = 300.0
 """How long the ranks wait for each other; the slowest one may still import torch."""
+
+_ANSWER_PERIOD_S = 0.005
 
 COME_TIMEOUT_S = 60.0
 """How long the first rank that makes a call waits for the others to make it."""
@@ -80,21 +83,47 @@ def _join(backend: str) -> None:
         raise PlanError(
             f"no connection from {here} to rank 0 at {place} within {JOIN_TIMEOUT_S:g} s; {advice} ({error})"
         ) from error
-    # torchrun's store outlives a restart, with the addresses of the previous attempt in it.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = distributed_c10d.PrefixStore(f"pipedream/attempt/{attempt}", everyones)
-    keys = [f"address/{other}" for other in range(processes)]
-    store.set(keys[rank], machine_address())
+    store, absent = _open_attempt(everyones, rank, processes)
     try:
+        if absent:
+            raise dist.DistStoreError("nothing of them is in the store")
         dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
     except RuntimeError as error:
         others = [other for other in range(processes) if other != rank]
-        if absent := [other for other in others if not store.check([keys[other]])]:
+        if absent := absent or [other for other in others if not store.check([f"address/{other}"])]:
             which = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come to {place}"
         else:
-            which = "it tried " + ", ".join(f"rank {other} at {store.get(keys[other]).decode()}" for other in others)
+            addresses = {other: store.get(f"address/{other}").decode() for other in others}
+            which = "it tried " + ", ".join(f"rank {other} at {address}" for other, address in addresses.items())
         raise PlanError(f"{here} is not connected within {JOIN_TIMEOUT_S:g} s: {which}; {advice} ({error})") from error
     set_timeout(dist.default_pg_timeout)
+
+
+def _open_attempt(everyones: TCPStore, rank: int, processes: int) -> tuple[PrefixStore, list[int]]:
+    """Returns a store with the addresses of this attempt's ranks alone, and the ranks that did not come in time.
+
+    torchrun's store outlives a restart, with what was written before. Its agents do not number the attempts alike: each
+    counts the failures of its own workers, and a machine that comes back none. So rank 0 names the attempt, and the
+    others ask it for the name, each by a question of its own.
+    """
+    name, question = uuid4().hex, "pipedream/question/{}".format
+    if rank:
+        everyones.set(question(rank), name)
+        try:
+            name = everyones.get(f"pipedream/answer/{name}").decode()
+        except RuntimeError:
+            return PrefixStore("pipedream/nowhere", everyones), [0]
+    store = PrefixStore(f"pipedream/attempt/{name}", everyones)
+    store.set(f"address/{rank}", machine_address())
+    absent = [] if rank else list(range(1, processes))
+    end_s = time.monotonic() + JOIN_TIMEOUT_S
+    while absent and time.monotonic() < end_s:
+        for key in map(question, absent):
+            if everyones.check([key]):  # perhaps that of an earlier attempt, until there is a new one
+                everyones.set(f"pipedream/answer/{everyones.get(key).decode()}", name)
+        time.sleep(_ANSWER_PERIOD_S)
+        absent = [other for other in absent if not store.check([f"address/{other}"])]
+    return store, absent
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
