@@ -47,22 +47,30 @@ def started_on_both(
 
 
 def start_on(
-    machines: Network, rank: int, rendezvous: str, program: tuple[str, ...], folder: Path, *, own_memory: bool = False
+    machines: Network,
+    rank: int,
+    rendezvous: str,
+    program: tuple[str, ...],
+    folder: Path,
+    *,
+    own_memory: bool = False,
+    nodes: str = "2",
 ) -> Started:
-    """Starts torchrun on one machine, for a run on two."""
+    """Starts torchrun on one machine, for a run on `nodes` of them: a number, or FEWEST:MOST."""
     host, first = machines.hosts[rank], machines.hosts[0].address
     meet = {
         "static": ("--master-addr", first, "--master-port", "29517", "--node-rank", str(rank)),
         "c10d": (
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29517", "--rdzv-id", "test"),
-            *("--rdzv-conf", f"is_host={int(not rank)},keep_alive_interval=1", "--local-addr", host.address),
+            *("--rdzv-conf", f"is_host={int(not rank)},keep_alive_interval=1,last_call_timeout=20"),
+            *("--local-addr", host.address),
         ),
     }[rendezvous]
     machine_folder = folder / f"machine{rank}"
     memory = machine_folder / "memory" if own_memory else None
     (memory or machine_folder).mkdir(parents=True, exist_ok=True)
     return commands.start(
-        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet, *program),
+        *("-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1", *meet, *program),
         folder=machine_folder,
         environment={"GLOO_SOCKET_IFNAME": LINK},
         within=within(host, memory),

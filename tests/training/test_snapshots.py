@@ -256,3 +256,55 @@ def test_a_machine_that_waits_replaces_a_lost_one(monkeypatch: pytest.MonkeyPatc
     losses = json.loads((tmp_path / "machine0" / "run" / "losses.json").read_text())
     assert [number for number, _ in losses] == list(range(40))
     assert not [path for rank in (0, 2) for path in (tmp_path / f"machine{rank}" / "memory").iterdir()]
+
+
+@pytest.mark.network
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_lost_machine_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Meanwhile the other one has both workers, so the run ends as if nothing had happened.
+
+    Each of the two torchruns counts its own restarts: the first one 1, the one that comes back none.
+    """
+    (tmp_path / "whole").mkdir()
+    size = 'os.environ.get("WORLD_SIZE")'
+    mark = f'(mark := Path("..", "alone" if {size} == "1" else "dead")).exists()'
+    write(tmp_path, f'(os.environ.get("RANK"), {size}) != ("0", "2") and not {mark}')
+    write(tmp_path / "whole", "False")
+    recipe = tmp_path / "mortal.py"
+    text = recipe.read_text(encoding="utf-8").replace('Path("dead").touch()', "mark.touch()").replace("26", "14")
+    recipe.write_text(text.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"), encoding="utf-8")
+    program = ("--max-restarts", "1", "-m", "pipedream", "train", str(recipe), "--out", "run", "--resume", "run")
+    program += ("--snapshot-every", "4", "--checkpoint-every", "0")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with slow_network((2,), (None,)) as machines:
+        start = partial(start_on, machines, rendezvous="c10d", program=program, folder=tmp_path, own_memory=True)
+        first, second = start(rank=0, nodes="1:2"), start(rank=1, nodes="1:2")
+        first.wait_for_file("../dead", 240.0)
+        second.signal(signal.SIGKILL, group=True)
+        second.end()
+        shutil.rmtree(tmp_path / "machine1")
+        first.wait_for_file("../alone", 240.0)
+        ends = [process.end(240.0) for process in (first, start(rank=1, nodes="1:2"))]
+    assert [ended.status for ended in ends] == [0, 0], ends[0].err + ends[1].err
+    out = ends[0].out
+    resumed = re.findall(r"^resuming from memory, \S+( \(.*\))?: minibatch (\d+), epoch \d$", out, re.M)
+    assert [where for where, _ in resumed] == ["", " (rank 1 from the memory of another machine)"], out
+    numbers = [int(number) for _, number in resumed]
+    assert 4 <= numbers[0] < numbers[1] < numbers[0] + 14
+    for start_of_line in ("Plan", "snapshots take"):
+        lines = re.findall(f"^{start_of_line} .*", out, re.M)
+        assert lines == lines[:1] * 3
+    run, whole = tmp_path / "machine0" / "run", tmp_path / "whole" / "run"
+    pipedream.run(
+        lambda seed: load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed),
+        plan=pipedream.Plan.load(run / "plan.json"),
+        checkpoint_every=4,
+        out=whole,
+        quiet=True,
+    )
+    weights, others = (torch.load(folder / "weights.pt") for folder in (run, whole))
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+    losses = [json.loads((folder / "losses.json").read_text()) for folder in (run, whole)]
+    assert losses[0] == losses[1]
+    assert not [path for rank in (0, 1) for path in (tmp_path / f"machine{rank}" / "memory").iterdir()]

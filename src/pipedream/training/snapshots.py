@@ -142,8 +142,9 @@ def remove_snapshots(run: AnyPath) -> None:
 def find_newest_snapshot(folder: Path, saved: int) -> tuple[Path, list[int]] | None:
     """Returns the newest snapshot of which the machines together have all, if it is newer than what is on disk.
 
-    Also returns the ranks whose part another machine has. A damaged part does not count if another machine has a whole
-    one. From a snapshot that is as new a run that was at its end would save that checkpoint again. Every rank calls it.
+    Also returns the ranks whose part, or the whole, another machine has. A damaged part does not count if another
+    machine has a whole one. From a snapshot that is as new a run that was at its end would save that checkpoint again.
+    Every rank calls it.
 
     Args:
         saved: minibatches of the newest checkpoint on disk, or -1.
@@ -163,7 +164,8 @@ def find_newest_snapshot(folder: Path, saved: int) -> tuple[Path, list[int]] | N
         except ArtifactError as error:
             _report(f"the snapshot in memory is not used: {error}", rank)
             continue
-        is_elsewhere = "elsewhere" * (name_file(rank) in find_file_problems(path, manifest))
+        lacking = find_file_problems(path, manifest).keys()
+        is_elsewhere = "elsewhere" * (name_file(rank) in lacking or lacking == manifest.files.keys())
         return path, [other for other, text in enumerate(gather_texts(is_elsewhere, group)) if text]
     return None
 

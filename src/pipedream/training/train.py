@@ -245,7 +245,10 @@ def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> Checkpoint
         return None
     folder = open_snapshots(every, job.place, is_named=job.options.out is not None, is_resumed=job.resumed is not None)
     number = every if isinstance(every, int) else None
-    planned_bytes = check_memory(number, folder, count_saved_bytes(planned.plan), process.rank)
+    saved_bytes = count_saved_bytes(planned.plan)
+    if process.count == 1:  # it has all workers
+        saved_bytes = [sum(saved_bytes)]
+    planned_bytes = check_memory(number, folder, saved_bytes, process.rank)
     process.console.print(f"snapshots take {format_bytes(planned_bytes)} of each machine's memory, two at a time\n")
     return CheckpointPolicy(folder, number, keep=1, planned_bytes=planned_bytes)
 

@@ -242,7 +242,7 @@ def test_an_attempt_meets_under_a_name_of_its_own(attempts: list[set[int]]) -> N
     for ranks in attempts:
         for earlier, _ in open_attempt(ranks, 0.02):
             earlier.set("earlier", "1")
-    stores, absent = zip(*open_attempt({0, 1, 2}, 60.0), strict=True)
+    stores, absent = zip(*open_attempt({0, 1, 2}, 20.0), strict=True)
     assert absent == ([], [], [])
     stores[0].set("now", "1")
     assert all(store.check(["now", "address/0", "address/1", "address/2"]) for store in stores)
