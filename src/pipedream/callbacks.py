@@ -43,7 +43,10 @@ class Callback:
         """
 
     def on_worker_lost(self, pipeline: Any, ranks: Sequence[int]) -> None:
-        """Before training continues without workers that were lost (``train --elastic``); their ranks until then."""
+        """Before training continues without workers that were lost (``train --elastic``, not under torchrun).
+
+        `ranks` are theirs until then, each among those that the ones before it have left.
+        """
 
     @property
     def follows_checkpoints(self) -> bool:
