@@ -39,8 +39,9 @@ class PlanCosts:
     def sites(self) -> tuple[Site, ...]:
         before = [None, *(workers[-1] for workers in self.taken[:-1])]
         after = [*(workers[0] for workers in self.taken[1:]), None]
-        clusters = [replace(self.cluster, sum_costs=costs) for costs in self.sum_costs]
-        return tuple(Site.of(*row) for row in zip(clusters, self.taken, before, after, strict=True))
+        clusters = {costs: replace(self.cluster, sum_costs=costs) for costs in set(self.sum_costs)}
+        rows = zip(self.sum_costs, self.taken, before, after, strict=True)
+        return tuple(Site.of(clusters[costs], workers, first, last) for costs, workers, first, last in rows)
 
     @property
     def on_gpus(self) -> bool:
