@@ -71,7 +71,7 @@ def simulate(
         ScheduleError: a rank does not receive the next message of a channel, or a message has no receiver.
         ValueError: a slow rank does not exist.
     """
-    with _pause_collection():
+    with pause_collection():
         clock = _Clock(program, costs.with_compensation(program), total, stragglers or Stragglers(), in_turns)
         clock.run()
         return clock.build_timeline()
@@ -89,10 +89,9 @@ def time_updates(program: Program, costs: Costs, total: int, first: int, last: i
     Raises:
         ValueError: the updates take no time.
     """
-    with _pause_collection():
-        clock = _UpdateClock(program, costs, total, first, last)
-        with suppress(_EnoughError):
-            clock.run()
+    clock = _UpdateClock(program, costs, total, first, last)
+    with suppress(_EnoughError):
+        clock.run()
     seconds = clock.updated_s[clock.last] - clock.updated_s[clock.first]
     if seconds <= 0:
         raise ValueError(f"updates {first} to {last} of the input stage were asked for, and take no time")
@@ -104,8 +103,8 @@ class _EnoughError(Exception):
 
 
 @contextmanager
-def _pause_collection() -> Iterator[None]:
-    """Pauses Python's garbage collector, which would take a third of the time."""
+def pause_collection() -> Iterator[None]:
+    """Pauses Python's garbage collector, which would take a third of the time or more."""
     paused = gc.isenabled()
     gc.disable()
     try:

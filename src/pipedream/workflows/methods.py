@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from pipedream import planner, schedules, simulator
@@ -47,6 +48,7 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
     return {name: methods[name] for name in (*reversed(flushing), *late)}
 
 
+@simulator.pause_collection()
 def score(plan: Plan) -> planner.Score:
     """Simulates a plan under its method, without a proof, until it repeats itself, and measures whole periods."""
     program = lower(schedules.build(plan.schedule, plan, plan.microbatches))
@@ -61,7 +63,8 @@ def score(plan: Plan) -> planner.Score:
     ops = [(rank, op) for rank, mine in enumerate(program.ranks) for op in mine.period if isinstance(op, Op)]
     if program.overlaps_updates and costs.runtime.overlap_device:  # beside the passes
         ops = [(rank, op) for rank, op in ops if op.kind is not Kind.UPDATE]
-    busy_s = sum(costs.op_s(op.kind, op.stage) / costs.speed(rank) for rank, op in ops) / cycle
+    op_s, speed = cache(costs.op_s), cache(costs.speed)
+    busy_s = sum(op_s(op.kind, op.stage) / speed(rank) for rank, op in ops) / cycle
     samples = round(plan.batch * max(program.updates.per_update) / m)
     return planner.Score(m * microbatch_s, 1 - busy_s / (len(program.ranks) * microbatch_s), samples)
 
