@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 from drawn import meshed_cluster, meshed_profile
@@ -13,6 +14,7 @@ from marks import seeds
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, profile_of_rank
+from pipedream.core.plan.plan import Plan
 from pipedream.planner import MeshSearch, SearchSpace, mesh_search, search_plan
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
@@ -129,6 +131,28 @@ def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) 
     assert plan.bound_s <= best_s * (1 + 1e-9)
     assert plan.slowest_stage_s >= best_s * (1 - 1e-9)
     assert plan.ranks == cluster.workers or not all_ranks
+
+
+@pytest.mark.parametrize("seed", seeds(6, 24, 60))
+def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
+    draw = random.Random(seed)
+    monkeypatch.setattr(mesh_search, "_MOST_WORK", draw.choice([0.0, 3e8]))
+    profile, cluster = meshed_profile(draw, 6), meshed_cluster(draw, limited=seed % 3 > 0, levels=1 + seed % 2)
+    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
+    options: dict[str, Any] = {"recompute": draw.choice(["never", "auto"]), "update_delay": draw.choice([0, 1])}
+    shared = MeshSearch.of(profile, cluster, meshes, **options)
+
+    def find(search: MeshSearch, shape: Any, slower: float) -> Plan | str:
+        try:
+            return search.best(shape, slower=slower)
+        except PlanError as error:
+            return str(error)
+
+    for shape in ("any", "pipeline", (1, 1)):
+        for slower in (1.0, 4.0):
+            alone = find(MeshSearch.of(profile, cluster, meshes, **options), shape, slower)
+            assert find(shared, shape, slower) == alone
 
 
 @pytest.mark.parametrize("seed", range(8))

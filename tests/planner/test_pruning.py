@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from drawn import inner_site
 from marks import seeds
 
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
@@ -76,7 +77,7 @@ def test_counts_the_fewest_workers() -> None:
     """Layers of 3, 1, 1 and 3 s, at most 2 s a stage: two workers for 3 s, one for both of 1 s."""
     profile = Profile.of_chain(tuple(LayerProfile(seconds, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 3.0)))
     space = SearchSpace.of(profile, Cluster.flat(8))
-    sites = {count: [space.site(count)] for count in range(1, 9)}
+    sites = {count: [inner_site(space.cluster, count)] for count in range(1, 9)}
     ahead, behind = fewest_workers(space, 2.0, sites, 8)
     assert ahead.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four
     assert behind.tolist() == [4, 3, 2, 2, 0]

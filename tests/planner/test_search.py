@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SHAPES, SearchSpace, search_plan
+from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search_plan
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)
@@ -82,6 +83,38 @@ def test_never_loses_to_replicas_alike_where_memory_is_short(
     except PlanError:
         return
     assert whole.workers == workers
+
+
+@given(
+    chains(),
+    st.integers(2, 5),
+    st.sampled_from([0.1, 1.0, 10.0]),
+    st.one_of(st.none(), st.integers(20, 300)),
+    st.sampled_from(["never", "auto", "always"]),
+    st.booleans(),
+)
+def test_searches_that_share_tables_find_what_each_finds_alone(
+    profile: Profile, workers: int, bandwidth: float, memory: int | None, recompute: str, all_workers: bool
+) -> None:
+    """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
+    cluster = Cluster.flat(workers, bandwidth, 0.2, memory)
+
+    def make() -> PlanSearch:
+        return PlanSearch.of(profile, cluster, recompute=recompute, all_workers=all_workers, update_delay=1)
+
+    def find(search: PlanSearch, shape: Any, slower: float) -> Plan | str:
+        try:
+            return search.best(shape, slower=slower)
+        except PlanError as error:
+            return str(error)
+
+    shared, unnamed = make(), replace(make(), names_rivals=False)
+    for shape in ("any", "pipeline", (1, 1), (workers,), "straight"):
+        for slower in (1.0, 4.0):
+            alone = find(make(), shape, slower)
+            assert find(shared, shape, slower) == alone
+            without = find(unnamed, shape, slower)
+            assert without == (replace(alone, note=without.note) if isinstance(without, Plan) else alone)
 
 
 @pytest.mark.parametrize(

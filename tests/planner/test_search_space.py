@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from drawn import inner_site
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ TINY = Profile.of_chain(
 
 def seconds(space: SearchSpace, first: int, last: int, replicas: int) -> float:
     """Of a stage with neighbours, all links being alike."""
-    return float(space.period_s(space.passes_s(first, last), first, last, space.site(replicas)))
+    return float(space.period_s(space.passes_s(first, last), first, last, inner_site(space.cluster, replicas)))
 
 
 def test_every_field_of_every_stage() -> None:

@@ -18,6 +18,7 @@ from pipedream.core.model.collective import Collective
 from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
+from pipedream.core.plan.cost import Site
 from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
@@ -275,3 +276,10 @@ def meshed_cluster(draw: random.Random, *, limited: bool, levels: int) -> Cluste
     if levels == 1:
         return Cluster.flat(draw.choice([2, 3, 4]), inner, latency_s, memory)
     return Cluster((Level(2, inner, latency_s), Level(2, inner / draw.choice([2, 8]), latency_s)), memory)
+
+
+def inner_site(cluster: Cluster, replicas: int) -> Site:
+    """The site of a stage that has neighbours, if all links were like the slowest."""
+    flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
+    flat = replace(flat, message_shares=cluster.message_shares, sum_costs=cluster.sum_costs)
+    return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)

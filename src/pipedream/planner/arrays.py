@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,22 @@ Place = int | IntArray
 Bytes = int | IntArray
 Seconds = float | FloatArray
 
+_Array = TypeVar("_Array", bound=NDArray[Any])
+
+_KEPT_BYTES = 2**29
+
 _HALF = 52  # bits: two such halves of a whole number are exact as floating-point numbers
+
+
+class Tables(dict[Any, Any]):
+    """Arrays of about the same size by what they depend on; as many are kept as half a gigabyte holds."""
+
+    def look_up(self, key: Any, make: Callable[[], _Array]) -> _Array:
+        """Returns the array of a key, made if there is none. Nobody may change it."""
+        table: _Array = self[key] if key in self else make()
+        if key not in self and len(self) * table.nbytes < _KEPT_BYTES:
+            self[key] = table
+        return table
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,7 +82,7 @@ class _Alternatives:
         try:  # the best plan without limits may fit as it is
             planned = apply_depth(space, replace(free, cluster=self.cluster), "noam")
         except PlanError:
-            search = PlanSearch(space, self.options.recompute, self.options.all_workers)
+            search = PlanSearch(space, self.options.recompute, self.options.all_workers, names_rivals=False)
             planned = search.best(finalist.shape, slower=finalist.slower)
         noam = planned.in_flight
         planned = apply_depth(space, planned, in_flight)
@@ -105,13 +105,14 @@ class _Alternatives:
         key = id(profile), update_delay
         if key not in self._searches:
             again = "always" if self.options.recompute == "always" else "never"
-            self._searches[key] = PlanSearch.of(
+            search = PlanSearch.of(
                 profile,
                 self.cluster.without_memory_limits(),
                 update_delay=update_delay,
                 all_workers=self.options.all_workers,
                 recompute=again,
             )
+            self._searches[key] = replace(search, names_rivals=False)
         if (*key, finalist) not in self._plans:
             self._plans[*key, finalist] = self._searches[key].best(finalist.shape, slower=finalist.slower)
         return self._plans[*key, finalist]

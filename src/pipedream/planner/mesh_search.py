@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,12 +21,13 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.planner.arrays import Tables
 from pipedream.planner.cycles import shorten_cycle
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.dynamic_program.recurrence import Shortage, check_recompute, refuse
 from pipedream.planner.search import fitting_plan, parse_counts
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
-from pipedream.planner.tables.search_space import SearchSpace, apply_depth
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_positions, with_slower_links
 
 _MOST_WORK = 3e8
 """Comparisons of costs in the exact program; above this it is only bounded."""
@@ -72,7 +73,7 @@ class MeshSearch:
         check_recompute(recompute)
         base = SearchSpace.of(profile, cluster, **space)
         if cuts is not None:
-            base = replace(base, positions=(0, *cuts, len(profile.layers)))
+            base = with_positions(base, (0, *cuts, len(profile.layers)))
         return cls(_drop_beaten(MeshSpace.over(base, meshes), all_ranks), recompute, all_ranks, cuts)
 
     def best(
@@ -89,7 +90,7 @@ class MeshSearch:
         """
         search = partial(self._search_provable if shape in ("any", "pipeline") else self._search, shape=shape)
         if slower != 1:
-            slowed = self.space.with_slower_links(slower)
+            slowed = with_slower_links(self.space, slower)
             choices = slowed.choices_of(search(slowed))
             return apply_depth(
                 self.space, self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight
@@ -104,9 +105,9 @@ class MeshSearch:
 
         return shorten_cycle(self._search(space, shape), space.cluster.workers, search, tried=1)
 
-    def _make_program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> MeshProgram:
+    def _make_program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> Any:
         counts = None if shape in ("any", "pipeline") else parse_counts(shape)
-        return MeshProgram(
+        return (MeshPeriods if how == "below" else MeshProgram)(
             space,
             how,
             counts,
@@ -122,11 +123,11 @@ class MeshSearch:
         names = ", ".join(str(mesh) for mesh in space.meshes)
         kinds = f"plans whose stages have replicas and meshes ({names}) of their own, on consecutive ranks"
         # The bound where memory for messages is not counted yet, if the exact program is too large.
-        bounds = space.kept.setdefault(f"bounds, with {space.cluster.memories}", {})
+        bounds = space.kept.setdefault(f"bounds, with {space.cluster.memories}", Tables())
         key = shape, self.cycle
-        if space.spare_bytes and key in bounds:
-            return self._search_large(space, shape, kinds, bounds[key], [])
         below = program(how="below")
+        if space.spare_bytes and key in bounds:
+            return self._search_large(below, shape, kinds, bounds[key], [])
         relaxed = below.best()
         if relaxed is None:
             refuse(_find_shortage(below, kinds), kinds)
@@ -135,25 +136,26 @@ class MeshSearch:
         if fits_rank_memory(space, choices) and plan.slowest_stage_s <= bound_s * _EQUAL:
             return _add_note(plan, kinds, plan.slowest_stage_s, is_exact=not space.spare_bytes)
         exact = program(how="exact")
-        if exact.work <= _MOST_WORK:
+        if not exact.exceeds(_MOST_WORK):
             answer = exact.best()
             if answer is None:
                 refuse(_find_shortage(exact, kinds), kinds)
             return _add_note(space.plan_of(answer[1]), kinds, answer[0], is_exact=not space.spare_bytes)
         if space.cluster.is_limited and not space.spare_bytes:
             bounds[key] = bound_s
-        return self._search_large(space, shape, kinds, bound_s, [plan] if fits_rank_memory(space, choices) else [])
+        return self._search_large(below, shape, kinds, bound_s, [plan] if fits_rank_memory(space, choices) else [])
 
     def _search_large(
-        self, space: MeshSpace, shape: str | tuple[int, ...], kinds: str, bound_s: float, plans: list[Plan]
+        self, below: MeshPeriods, shape: str | tuple[int, ...], kinds: str, bound_s: float, plans: list[Plan]
     ) -> Plan:
+        space = below.space
         program = partial(self._make_program, space, shape=shape)
         # One that fits with more memory kept free.
-        plans_by_shape = space.kept.setdefault(f"plans, with {space.cluster.memories}", {})
+        plans_by_shape = space.kept.setdefault(f"plans, with {space.cluster.memories}", Tables())
         fitting = plans_by_shape.setdefault((shape, self.cycle), {})
         plans = [*plans, *(plan for spare_bytes, plan in fitting.items() if spare_bytes >= space.spare_bytes)]
         if shape in ("any", "pipeline") and space.cluster.is_limited:
-            bound_s, more = self._bisect(space, shape, bound_s, plans)
+            bound_s, more = _bisect(below, bound_s, plans)
             plans = [*plans, *more]
         elif (above := program(how="above").best()) is not None:
             plans.append(space.plan_of(above[1]))
@@ -162,26 +164,23 @@ class MeshSearch:
         best = fitting[space.spare_bytes] = min(plans, key=lambda plan: plan.slowest_stage_s)
         return _add_note(best, kinds, min(bound_s, best.slowest_stage_s), is_exact=False)
 
-    def _bisect(
-        self, space: MeshSpace, shape: str | tuple[int, ...], bound_s: float, plans: list[Plan]
-    ) -> tuple[float, list[Plan]]:
-        """A higher bound, and plans between it and the best that is known."""
-        program = self._make_program(space, "below", shape)
-        periods = MeshPeriods(**{field.name: getattr(program, field.name) for field in fields(program) if field.init})
-        high_s, nearer = min((plan.slowest_stage_s for plan in plans), default=np.inf), list[Plan]()
-        for _ in range(_STEPS):
-            if high_s <= bound_s * (_COARSE if space.spare_bytes else _CLOSE):
-                break
-            middle_s = 1.5 * bound_s if np.isinf(high_s) else (bound_s + high_s) / 2
-            choices = periods.within(middle_s)
-            if choices is None:
-                bound_s = middle_s
-            else:
-                nearer.append(space.plan_of(choices))
-                high_s = middle_s
-        if not plans and not nearer and (choices := periods.within(np.inf)) is not None:
-            nearer.append(space.plan_of(choices))
-        return bound_s, nearer
+
+def _bisect(below: MeshPeriods, bound_s: float, plans: list[Plan]) -> tuple[float, list[Plan]]:
+    """A higher bound, and plans between it and the best that is known."""
+    high_s, nearer = min((plan.slowest_stage_s for plan in plans), default=np.inf), list[Plan]()
+    for _ in range(_STEPS):
+        if high_s <= bound_s * (_COARSE if below.space.spare_bytes else _CLOSE):
+            break
+        middle_s = 1.5 * bound_s if np.isinf(high_s) else (bound_s + high_s) / 2
+        choices = below.within(middle_s)
+        if choices is None:
+            bound_s = middle_s
+        else:
+            nearer.append(below.space.plan_of(choices))
+            high_s = middle_s
+    if not plans and not nearer and (choices := below.within(np.inf)) is not None:
+        nearer.append(below.space.plan_of(choices))
+    return bound_s, nearer
 
 
 def _add_note(plan: Plan, kinds: str, bound_s: float, *, is_exact: bool) -> Plan:

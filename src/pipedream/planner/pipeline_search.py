@@ -44,12 +44,14 @@ class PipelineSearch:
     Attributes:
         lines: in the order in which they win ties.
         order_kind: in words; '' if there is only one line.
+        names_rivals: as in `planner.search.PlanSearch`.
     """
 
     space: SearchSpace
     recompute: str
     lines: tuple[WorkerLine, ...]
     order_kind: str
+    names_rivals: bool = True
     _pipelines: dict[bool, Plan | None] = field(default_factory=dict, init=False)
     _bisections: dict[bool, tuple[Bisection, ...]] = field(default_factory=dict, init=False)
 
@@ -138,6 +140,8 @@ class PipelineSearch:
         )
 
     def best_with_counts(self, counts: tuple[int, ...]) -> Plan | None:
+        if len(counts) == 1:
+            return self.best_single_stage(counts)
         return self._find_best(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
 
     def shortage_of_pipelines(self, all_workers: bool) -> Shortage:

@@ -21,7 +21,7 @@ from pipedream.core.schedule.occupancy import MethodOccupancy, VersionsRule, sta
 from pipedream.core.units import format_bytes, format_excess, format_seconds
 from pipedream.planner.dynamic_program.recurrence import check_recompute, refuse
 from pipedream.planner.pipeline_search import PipelineSearch
-from pipedream.planner.tables.search_space import SearchSpace, apply_depth
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_slower_links
 
 _Space = TypeVar("_Space", bound=SearchSpace)
 
@@ -93,11 +93,16 @@ def search_plan(
 
 @dataclass(frozen=True, eq=False)
 class PlanSearch:
-    """The searches of one space for plans of several shapes, see `search_plan`."""
+    """The searches of one space for plans of several shapes, see `search_plan`.
+
+    Attributes:
+        names_rivals: notes say what other plans take, which takes longer.
+    """
 
     space: SearchSpace
     recompute: str = "never"
     all_workers: bool = False
+    names_rivals: bool = True
 
     @classmethod
     def of(
@@ -119,8 +124,7 @@ class PlanSearch:
             PlanError: see `search_plan`.
         """
         if slower != 1:
-            slowed = replace(self.space, cluster=self.space.cluster.with_slower_links(slower))
-            plan = replace(self, space=slowed).best(shape)
+            plan = replace(self, space=with_slower_links(self.space, slower)).best(shape)
             return apply_depth(self.space, replace(plan, cluster=self.space.cluster, bound_s=0.0), in_flight)
         space, profile = self.space, self.space.profile
         workers, longest = space.cluster.workers, len(space.positions) - 1
@@ -138,10 +142,13 @@ class PlanSearch:
 
     @cached_property
     def _base_searches(self) -> PipelineSearch:
-        return PipelineSearch.of(self.space, self.recompute)
+        return self._make_new_searches(self.space)
 
     def _make_searches(self, space: SearchSpace) -> PipelineSearch:
-        return self._base_searches if space is self.space else PipelineSearch.of(space, self.recompute)
+        return self._base_searches if space is self.space else self._make_new_searches(space)
+
+    def _make_new_searches(self, space: SearchSpace) -> PipelineSearch:
+        return replace(PipelineSearch.of(space, self.recompute), names_rivals=self.names_rivals)
 
     def _plan_equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
         return _add_bound(_plan_with_counts(self._make_searches(space), counts), space)
@@ -328,10 +335,10 @@ def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan
     )
     _check_counts(searches.space, counts, f"a {kind}{sizes}")
     plan = searches.best_with_counts(counts) or refuse(searches.shortage_of_counts(counts), f"{kind}s{sizes}")
-    rivals = [] if is_straight else [searches.best_straight]
     kinds = f"{kind}s{sizes}{searches.order_note}"
     best = "best found" if searches.space.spare_bytes else "optimal"
-    return replace(plan, note=f"{best} among {kinds}{_describe_rivals(plan, searches, (searches.workers,), rivals)}")
+    rivals = _describe_rivals(plan, searches, (searches.workers,), straight=not is_straight)
+    return replace(plan, note=f"{best} among {kinds}{rivals}")
 
 
 def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
@@ -349,14 +356,14 @@ def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool
         rivals = _describe_rivals(plan, searches, (workers, 1))
         return replace(plan, note=f"the model cannot be cut; fastest of its plans of one stage{rivals}")
 
-    pipeline, straight = searches.best_pipeline(all_workers), searches.best_straight
+    pipeline = searches.best_pipeline(all_workers)
     sizes = "2" if longest == 2 else f"2 to {longest}"
     kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
     if as_pipeline:
         plan = pipeline or refuse(searches.shortage_of_pipelines(all_workers), kinds)
         best = "best found" if plan.bound_s < plan.slowest_stage_s else searches.optimality
         best = f"{best} among {kinds}{searches.order_note}"
-        return replace(plan, note=f"{best}{_describe_rivals(plan, searches, (workers,), [straight])}")
+        return replace(plan, note=f"{best}{_describe_rivals(plan, searches, (workers,), straight=True)}")
     # A single stage sends nothing to another, so it comes first and wins ties.
     plans = [plan for plan in (single, pipeline) if plan is not None]
     best_of_all = min(plans, key=lambda plan: plan.slowest_stage_s, default=None)
@@ -369,7 +376,7 @@ def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool
         )
         refuse(short, f"plans ({kinds})")
     plan = replace(best_of_all, bound_s=min(plan.bound_s for plan in plans))
-    others = _describe_rivals(plan, searches, (workers, 1), [pipeline, straight])
+    others = _describe_rivals(plan, searches, (workers, 1), pipeline, straight=True)
     return replace(plan, note=f"fastest predicted among {kinds}{searches.order_note}{others}")
 
 
@@ -394,8 +401,11 @@ def _join_counts(counts: tuple[int, ...]) -> str:
 
 
 def _describe_rivals(
-    best: Plan, searches: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()
+    best: Plan, searches: PipelineSearch, ones: Iterable[int], pipeline: Plan | None = None, *, straight: bool = False
 ) -> str:
+    if not searches.names_rivals:
+        return ""
+    pipelines = pipeline, searches.best_straight if straight else None
     rivals = {str(count): searches.best_single_stage((count,)) for count in ones}
     rivals |= {plan.config: plan for plan in pipelines if plan is not None}
     parts = [""]

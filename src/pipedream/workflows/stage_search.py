@@ -43,7 +43,7 @@ class StageSearch:
         `rival_s` as in `planner.compare_by_simulation`.
         """
         request, workers = self.request, self.request.workers_and_links.workers
-        if not (request.strategy == "simulate" and self._is_automatic(request.shape)) or workers > MOST_SIMULATED:
+        if not self._is_simulated:
             with progress("planning"):
                 only = self.plan_best(request.shape)
             return planner.Comparison(only, (make_candidate(only, request.shape_text),))
@@ -187,6 +187,12 @@ class StageSearch:
             raise refused or PlanError(f"no plan gives each stage at most {most} workers; split minibatches further")
         return min(plans, key=lambda plan: (plan.slowest_stage_s, len(plan.stages), plan.workers))
 
+    @property
+    def _is_simulated(self) -> bool:
+        request = self.request
+        is_small = request.workers_and_links.workers <= MOST_SIMULATED
+        return request.strategy == "simulate" and self._is_automatic(request.shape) and is_small
+
     def _is_automatic(self, shape: str | tuple[int, ...]) -> bool:
         return self.request.cuts is None and shape in ("any", "pipeline")
 
@@ -200,7 +206,7 @@ class StageSearch:
 
     def _search(self, parts: int) -> planner.PlanSearch:
         if parts not in self._searches:
-            self._searches[parts] = planner.PlanSearch.of(
+            search = planner.PlanSearch.of(
                 self.profile,
                 self.request.workers_and_links,
                 occupancy=occupancy_of(self.request.schedule, parts),
@@ -209,6 +215,7 @@ class StageSearch:
                 recompute=self._recompute,
                 all_workers=self.request.all_workers,
             )
+            self._searches[parts] = replace(search, names_rivals=not self._is_simulated)
         return self._searches[parts]
 
 

@@ -162,6 +162,20 @@ class MethodOccupancy:
 
     of_plan: Callable[[Plan], tuple[StageOccupancy, ...]]
     versions_grow_with_stages: bool = False
+    _of_stages: dict[tuple[int, int, int], StageOccupancy] = field(default_factory=dict, init=False)
+
+    def of_stage(self, in_flight: int, update_delay: int, replicas: int) -> StageOccupancy:
+        """Returns what the input stage of two holds, the least that any stage with this depth can hold."""
+        key = in_flight, update_delay, replicas
+        if key not in self._of_stages:
+            small = replace(
+                Plan.uniform(2, replicas=(replicas, 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0)
+            )
+            occupancy = self.of_plan(small)[0]
+            if self.versions_grow_with_stages:
+                occupancy = replace(occupancy, versions=min(occupancy.versions, 2))
+            self._of_stages[key] = occupancy
+        return self._of_stages[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +185,6 @@ class OccupancyRule:
     versions: VersionsRule
     method: MethodOccupancy | None
     microbatches: int
-    _occupancies: dict[tuple[int, int, int], StageOccupancy] = field(default_factory=dict, init=False)
 
     def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
         """Returns the least that a stage can hold while its neighbors are not known: what the input stage of two holds.
@@ -181,16 +194,7 @@ class OccupancyRule:
         if self.method is None:
             return StageOccupancy(in_flight, self.versions(in_flight, update_delay))
         share = -(-self.microbatches // replicas)  # replicas matter only through their share of a minibatch
-        key = in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay)
-        if key not in self._occupancies:
-            small = replace(
-                Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0)
-            )
-            occupancy = self.method.of_plan(small)[0]
-            if self.method.versions_grow_with_stages:
-                occupancy = replace(occupancy, versions=min(occupancy.versions, 2))
-            self._occupancies[key] = occupancy
-        return self._occupancies[key]
+        return self.method.of_stage(in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay))
 
     def of_plan(self, plan: Plan) -> tuple[StageOccupancy, ...]:
         if self.method is not None:

@@ -17,26 +17,30 @@ Ties go to fewer stages, then fewer ranks, then the meshes in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import islice
+from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 from pipedream.core.plan.mesh import Mesh
-from pipedream.planner.arrays import FloatArray, IntArray
-from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState
-from pipedream.planner.dynamic_program.pruning import chain_workers
-from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, states_of_counts
-from pipedream.planner.tables.mesh_space import MeshSite, StageChoice
+from pipedream.planner.arrays import FloatArray, IntArray, Tables
+from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState, MeshWorkers
+from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, find_spans, states_of_counts
+from pipedream.planner.tables.mesh_space import StageChoice
+
+_Cost = Callable[[MeshWorkers, int | None, int | None], FloatArray]
 
 
 @dataclass(frozen=True, eq=False)
 class MeshProgram(MeshCosts):
     """All plans of a space, and the tables that find the best of them."""
 
-    _merged: dict[tuple[int, int], FloatArray] = field(default_factory=dict, init=False)
-    """The least over the meshes of the first stage."""
+    _merged: Tables = field(default_factory=Tables, init=False)
+    """Costs of stages on any of some workers that the same stages may follow."""
 
     def best(self) -> tuple[float, tuple[StageChoice, ...]] | None:
         """Returns the least seconds of a slowest stage, with its stages; None if nothing fits."""
@@ -46,18 +50,19 @@ class MeshProgram(MeshCosts):
         """Returns the least need of a fullest rank, with its stages; None if no plan has this shape."""
         return self._find_best(self._compute_least_need)
 
-    def _find_best(self, cost: Callable[..., FloatArray]) -> tuple[float, tuple[StageChoice, ...]] | None:
+    def _find_best(self, cost: _Cost) -> tuple[float, tuple[StageChoice, ...]] | None:
+        self._merged.clear()
         tables = self._fill_tables(cost, None)
         least = min((float(tables[state][0, 0]) for state in self._starts(tables)), default=np.inf)
         if np.isinf(least):
             return None
         return least, self._walk(cost, least)
 
-    @property
-    def work(self) -> float:
-        """Comparisons of costs."""
+    def exceeds(self, comparisons: float) -> bool:
+        """Returns whether it has to compare more costs."""
         pairs = len(self._before) * (len(self.space.meshes) if self.how == "exact" else 1)
-        return float(sum(1 for _ in self._iterate_stages()) * pairs * len(self._places) ** 2)
+        most = int(comparisons // (pairs * len(self._places) ** 2))
+        return next(islice(self._iterate_stages(), most, None), None) is not None
 
     @cached_property
     def _before(self) -> tuple[int | None, ...]:
@@ -69,20 +74,34 @@ class MeshProgram(MeshCosts):
         """The pairs (workers up to the output, replicas) of `counts`."""
         return None if self.counts is None else frozenset(states_of_counts(self.counts))
 
-    def _iterate_stages(self) -> Iterator[tuple[MeshState, int, MeshSite]]:
-        """Yields each state with the replicas and the site of its stage, by increasing ranks."""
+    @cached_property
+    def _stages(self) -> dict[MeshState, dict[MeshState, list[MeshWorkers]]]:
+        """Each state, by increasing ranks, with the workers that its stage may have, by the state after it.
+
+        The mesh of the latter is always 0.
+        """
+        stages: dict[MeshState, dict[MeshState, list[MeshWorkers]]] = {}
+        for state, rest, workers in self._iterate_stages():
+            stages.setdefault(state, {}).setdefault(rest, []).append(workers)
+        return stages
+
+    def _iterate_stages(self) -> Iterator[tuple[MeshState, MeshState, MeshWorkers]]:
         after = {0: {0}}  # ranks -> how many workers they may be, for those that can be reached
         for ranks in range(1, self._total + 1):
             for number, mesh in enumerate(self.space.meshes):
                 for replicas in self._list_replicas(ranks, mesh):
-                    later = after.get(ranks - replicas * mesh.size)
+                    left = ranks - replicas * mesh.size
+                    later = after.get(left)
                     lies = self.space.site_at(self._total - ranks, replicas, mesh) if later else None
                     if lies is None or later is None:
                         continue
-                    for workers in sorted({rest + replicas if self._counts_workers else 0 for rest in later}):
+                    for rest in sorted(later):
+                        workers = rest + replicas if self._counts_workers else 0
                         if self._requested is None or (workers, replicas) in self._requested:
                             after.setdefault(ranks, set()).add(workers)
-                            yield MeshState(ranks, workers, number), replicas, lies
+                            state = MeshState(ranks, workers, number if self.how == "exact" else 0)
+                            in_flight = self._estimate_in_flight(replicas, left, rest)
+                            yield state, MeshState(left, rest, 0), MeshWorkers(number, replicas, lies, in_flight)
 
     def _list_replicas(self, ranks: int, mesh: Mesh) -> list[int]:
         return [count for count in range(1, ranks // mesh.size + 1) if not self.cycle % count]
@@ -95,44 +114,47 @@ class MeshProgram(MeshCosts):
             if (not self.all_ranks or state.ranks == self._total) and whole in (None, state.workers)
         ]
 
-    def _fill_tables(self, cost: Callable[..., FloatArray], limit: float | None) -> dict[MeshState, FloatArray]:
+    def _fill_tables(self, cost: _Cost, limit: float | None) -> dict[MeshState, FloatArray]:
         """For each state, as [mesh before, place]: the least maximum of the costs from there on; with a limit that all
         of them keep, the fewest stages."""
         tables: dict[MeshState, FloatArray] = {}
-        self._merged.clear()
-        for state, replicas, lies in self._iterate_stages():
-            rows = []
-            for before in self._before:
-                least = np.full(len(self._places), np.inf)
-                for after, rest in self._iterate_followers(tables, state, replicas):
-                    costs = cost(state, replicas, lies, before, after)
-                    joined = np.maximum(costs, rest) if limit is None else np.where(costs <= limit, rest + 1, np.inf)
-                    np.minimum(least, joined.min(axis=1), out=least)
-                rows.append(least)
-            table = np.stack(rows)
-            tables[state] = np.minimum(tables[state], table) if state in tables else table
-            key = state.ranks, state.workers
-            self._merged[key] = np.minimum(self._merged.get(key, np.inf), tables[state])
+        for state, stages in self._stages.items():
+            table = np.full((len(self._before), len(self._places)), np.inf)
+            for rest, workers in stages.items():
+                for before, least in zip(self._before, table, strict=True):
+                    for after, then in self._iterate_followers(tables, rest, state.mesh):
+                        costs = self._merge_costs(cost, workers, before, after)
+                        joined = (
+                            np.maximum(costs, then) if limit is None else np.where(costs <= limit, then + 1, np.inf)
+                        )
+                        np.minimum(least, joined.min(axis=1), out=least)
+            tables[state] = table
         return tables
 
+    def _merge_costs(
+        self, cost: _Cost, workers: Sequence[MeshWorkers], before: int | None, after: int | None
+    ) -> FloatArray:
+        """Returns the least costs of stages on any of these workers."""
+        rows = (cost(each, before, after) for each in workers)
+        key = tuple(each.kind for each in workers), before, after
+        return self._merged.look_up(key, lambda: reduce(np.minimum, rows))
+
     def _iterate_followers(
-        self, tables: dict[MeshState, FloatArray], state: MeshState, replicas: int
+        self, tables: dict[MeshState, FloatArray], rest: MeshState, mesh: int
     ) -> Iterator[tuple[int | None, FloatArray]]:
-        """Yields the mesh after a stage, where it matters, with the table of what follows."""
-        ranks = state.ranks - replicas * self.space.meshes[state.mesh].size
-        workers = state.workers - replicas if self._counts_workers else 0
-        if not ranks:
+        """Yields the mesh after a stage on a mesh, where it matters, with the table of what follows."""
+        if not rest.ranks:
             end = np.full(len(self._places), np.inf)
             end[-1] = 0.0
             yield None, end
         elif self.how != "exact":
-            yield None, self._merged[ranks, workers][0]
+            yield None, tables[rest][0]
         else:
             for number in range(len(self.space.meshes)):
-                if (after := tables.get(MeshState(ranks, workers, number))) is not None:
-                    yield number, after[state.mesh]
+                if (after := tables.get(rest._replace(mesh=number))) is not None:
+                    yield number, after[mesh]
 
-    def _walk(self, cost: Callable[..., FloatArray], limit: float) -> tuple[StageChoice, ...]:
+    def _walk(self, cost: _Cost, limit: float) -> tuple[StageChoice, ...]:
         tables = self._fill_tables(cost, limit)
         starts = self._starts(tables)
         fewest = min(float(tables[state][0, 0]) for state in starts)
@@ -140,62 +162,57 @@ class MeshProgram(MeshCosts):
         choices: list[StageChoice] = []
         place, before, stages_left = 0, 0, fewest
         while True:
-            choice, after, place = self._step(cost, limit, tables, state, before, place, stages_left)
+            choice, state_after, end = self._step(cost, limit, tables, state, before, place, stages_left)
             choices.append(choice)
-            stages_left -= 1
-            ranks = state.ranks - choice.ranks
-            if not ranks:
+            if not state_after.ranks:
                 return tuple(choices)
-            workers = state.workers - choice.replicas if self._counts_workers else 0
-            before = state.mesh if self.how == "exact" else 0
-            numbers = range(len(self.space.meshes)) if after is None else (after,)
-            nexts = (MeshState(ranks, workers, number) for number in numbers)
-            state = next(
-                candidate
-                for candidate in nexts
-                if candidate in tables and tables[candidate][before, place] == stages_left
-            )
+            before, state, place, stages_left = state.mesh, state_after, end, stages_left - 1
 
     def _step(
         self,
-        cost: Callable[..., FloatArray],
+        cost: _Cost,
         limit: float,
         tables: dict[MeshState, FloatArray],
         state: MeshState,
         before: int,
         place: int,
         stages_left: float,
-    ) -> tuple[StageChoice, int | None, int]:
-        """Returns the stage of a state from a place on, the mesh after it, and the index of its end."""
-        mesh = self.space.meshes[state.mesh]
-        for replicas in self._list_replicas(state.ranks, mesh):
-            ranks, workers = state.ranks - replicas * mesh.size, state.workers - replicas if self._counts_workers else 0
-            has_rest = ranks == 0 == workers or any(
-                MeshState(ranks, workers, o) in tables for o in range(len(self.space.meshes))
-            )
-            lies = self.space.site_at(self._total - state.ranks, replicas, mesh)
-            if (
-                not has_rest
-                or lies is None
-                or (self._requested is not None and (state.workers, replicas) not in self._requested)
-            ):
-                continue
-            for after, rest in self._iterate_followers(tables, state, replicas):
-                costs = cost(state, replicas, lies, self._before[before], after)[place]
-                ends = np.flatnonzero((costs <= limit) & (rest + 1 == stages_left))
+    ) -> tuple[StageChoice, MeshState, int]:
+        """Returns the stage of a state from a place on, the state after it, and the index of its end."""
+        for workers, rest in self._list_workers(state):
+            for after, then in self._iterate_followers(tables, rest, state.mesh):
+                costs = cost(workers, self._before[before], after)[place]
+                ends = np.flatnonzero((costs <= limit) & (then + 1 == stages_left))
                 if len(ends):
-                    first, end = int(self._places[place]), int(self._places[ends[0]])
-                    again = self._must_recompute(state, replicas, lies, place, int(ends[0]))
-                    return StageChoice(first, end, replicas, mesh, again), after, int(ends[0])
+                    end, mesh = int(ends[0]), self.space.meshes[workers.mesh]
+                    span = int(self._places[place]), int(self._places[end])
+                    again = self._must_recompute(workers, place, end)
+                    return StageChoice(*span, workers.replicas, mesh, again), rest._replace(mesh=after or 0), end
         raise AssertionError("the tables have no such stage")
 
-    def _must_recompute(self, state: MeshState, replicas: int, lies: MeshSite, place: int, end: int) -> bool:
-        most = lies.site.memory_bytes
-        must = most is not None and self._compute_need(state, replicas, lies, False)[place, end] > most
+    def _list_workers(self, state: MeshState) -> list[tuple[MeshWorkers, MeshState]]:
+        """Returns the workers that a state's stage may have, by their mesh and number, each with the state after it."""
+        rows = [(workers, rest) for rest, same in self._stages[state].items() for workers in same]
+        return sorted(rows, key=lambda row: row[0][:2])
+
+    def _must_recompute(self, workers: MeshWorkers, place: int, end: int) -> bool:
+        most = workers.lies.site.memory_bytes
+        must = most is not None and self._compute_need(workers, False)[place, end] > most
         return self.recompute == "always" or (self.recompute == "auto" and bool(must))
 
 
 _FAR = 1 << 29  # more workers than any cluster has
+
+
+def _look_ahead(limits: IntArray) -> IntArray:
+    """Returns limits of stages [from, to] as [places ahead, from], up to the last that are not negative."""
+    count = len(limits)
+    padded = np.full((count, 2 * count), -1, dtype=np.int32)
+    padded[:, :count] = limits
+    down, right = padded.strides
+    ahead = as_strided(padded, (count, count), (right, down + right))
+    longest = np.flatnonzero((ahead >= 0).any(axis=1))
+    return np.ascontiguousarray(ahead[: longest[-1] + 1 if len(longest) else 1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,48 +230,41 @@ class MeshPeriods(MeshProgram):
     """
 
     how: str = "below"
-    _rooms: dict[tuple[int, int | None, int, bool, bool], IntArray] = field(default_factory=dict, init=False)
-    _most: dict[tuple[float, int, int, int | None, int], IntArray] = field(default_factory=dict, init=False)
 
     def within(self, period_s: float) -> tuple[StageChoice, ...] | None:
         """Returns the stages of a plan whose stages all keep the period, with the fewest workers; None if none does."""
-        total, sizes = self._total, [mesh.size for mesh in self.space.meshes]
-        fewest = np.full((total + 1, len(self._places)), _FAR, dtype=np.int32)  # small numbers, for speed
+        total, count = self._total, len(self._places)
+        padded = np.full((total + 1, 2 * count), _FAR, dtype=np.int32)  # small numbers, for speed
+        fewest, ahead = padded[:, :count], sliding_window_view(padded, count + 1, axis=1)  # [ranks, places ahead, from]
         fewest[0, -1] = 0
-        self._most.clear()
-        rows = [
-            (state.ranks, sizes[state.mesh] * replicas, replicas, self._find_most(state, replicas, lies, period_s))
-            for state, replicas, lies in self._all_stages
-        ]
-        spans = self._find_spans()
-        for ranks, taken, replicas, most in rows:
-            first, last = spans[ranks], spans[ranks - taken]
-            if first.start < first.stop and last.start < last.stop:
-                rest = fewest[ranks - taken, last]
-                possible = self._count_in_flight(rest, replicas) <= most[first, last]
-                workers = np.where(possible, rest + replicas, np.int32(_FAR)).min(axis=1)
-                np.minimum(fewest[ranks, first], workers, out=fewest[ranks, first])
+        least = np.full(self._allowed.shape, total + 1)  # ranks that keep the period, whatever fits
+        limits = {}
+        for number, same in {id(same): same for *_, same in self._alike}.items():
+            most = reduce(np.maximum, (self._find_most(workers, period_s) for workers in same))
+            replicas, taken = same[0].replicas, same[0].replicas * self._mesh_sizes[same[0].mesh]
+            least[(most > 0) & (least > taken)] = taken
+            limits[number] = _look_ahead(replicas * (most - 1))
+        spans = find_spans(least, total)
+        for ranks, rest, replicas, same in self._alike:
+            first, limit = spans[ranks], limits[id(same)]
+            if first.start < first.stop and spans[rest].start < spans[rest].stop:
+                after = ahead[rest, : len(limit), first]
+                workers_from = np.where(after <= limit[:, first], after + replicas, np.int32(_FAR)).min(axis=0)
+                np.minimum(fewest[ranks, first], workers_from, out=fewest[ranks, first])
         starts = [total] if self.all_ranks else range(1, total + 1)
         start = min(starts, key=lambda n: int(fewest[n, 0]))
         return None if fewest[start, 0] >= _FAR else tuple(self._iterate_choices(fewest, start, period_s))
 
-    def _find_spans(self) -> list[slice]:
-        """For each number of ranks up to the output, where a stage on the first of them can begin.
-
-        Before and after it there must be enough ranks to keep the period, whatever fits.
-        """
-        total = self._total
-        least = np.full(self._allowed.shape, total + 1)
-        for (_, mesh, _, _, replicas), most in self._most.items():
-            ranks = replicas * self.space.meshes[mesh].size
-            least[(most > 0) & (least > ranks)] = ranks
-        before, after = chain_workers(least, total)
-        rows = (np.flatnonzero((after <= ranks) & (before + ranks <= total)) for ranks in range(total + 1))
-        return [slice(int(row[0]), int(row[-1]) + 1) if len(row) else slice(0, 0) for row in rows]
-
     @cached_property
-    def _all_stages(self) -> list[tuple[MeshState, int, MeshSite]]:
-        return list(self._iterate_stages())
+    def _alike(self) -> list[tuple[int, int, int, list[MeshWorkers]]]:
+        """Ranks up to the output, those after a stage, its replicas, and all such workers; equal lists are the same."""
+        rows: dict[tuple[int, int, int], list[MeshWorkers]] = {}
+        for state, stages in self._stages.items():
+            for rest, same in stages.items():
+                for workers in same:
+                    rows.setdefault((state.ranks, rest.ranks, workers.replicas), []).append(workers)
+        kinds: dict[Any, list[MeshWorkers]] = {}
+        return [(*row, kinds.setdefault(tuple(one.kind[:3] for one in same), same)) for row, same in rows.items()]
 
     def _iterate_choices(self, fewest: IntArray, ranks: int, period_s: float) -> Iterator[StageChoice]:
         place = 0
@@ -264,57 +274,47 @@ class MeshPeriods(MeshProgram):
             yield choice
 
     def _find_next(self, fewest: IntArray, ranks: int, place: int, period_s: float) -> tuple[StageChoice, int]:
-        for number, mesh in enumerate(self.space.meshes):
-            for replicas in self._list_replicas(ranks, mesh):
-                lies = self.space.site_at(self._total - ranks, replicas, mesh)
-                if lies is None:
-                    continue
-                rest = fewest[ranks - replicas * mesh.size]
-                state = MeshState(ranks, 0, number)
-                may = self._count_in_flight(rest, replicas) <= self._find_most(state, replicas, lies, period_s)[place]
-                ends = np.flatnonzero(may & (rest + replicas == fewest[ranks, place]))
-                if len(ends):
-                    end = int(ends[0])
-                    in_flight = self._count_in_flight(rest, replicas)[end]
-                    again = self.recompute == "always" or bool(
-                        in_flight > self._find_room(state, replicas, lies, False)[place, end]
-                    )
-                    span = int(self._places[place]), int(self._places[end])
-                    return StageChoice(*span, replicas, mesh, again), end
+        for workers, rest in self._list_workers(MeshState(ranks, 0, 0)):
+            after, replicas = fewest[rest.ranks], workers.replicas
+            may = after + replicas == fewest[ranks, place]
+            if not may.any():
+                continue
+            in_flight = (after + (replicas - 1)) // replicas + 1
+            ends = np.flatnonzero(may & (in_flight <= self._find_most(workers, period_s, place)))
+            if len(ends):
+                end = int(ends[0])
+                again = self.recompute == "always" or bool(in_flight[end] > self._find_room(workers, False)[place, end])
+                span = int(self._places[place]), int(self._places[end])
+                return StageChoice(*span, replicas, self.space.meshes[workers.mesh], again), end
         raise AssertionError("the tables have no such stage")
 
-    def _find_most(self, state: MeshState, replicas: int, lies: MeshSite, period_s: float) -> IntArray:
+    def _find_most(self, workers: MeshWorkers, period_s: float, places: int | slice = slice(None)) -> IntArray:
         """The most in flight with which stages [from, to] fit; 0 for those that do not keep the period."""
-        key = period_s, state.mesh, lies.number, lies.site.memory_bytes, replicas
-        if key not in self._most:
-            ways = [
-                np.where(
-                    self._compute_cost(state.mesh, lies, recompute) <= period_s,
-                    self._find_room(state, replicas, lies, recompute),
-                    0,
-                )
-                for recompute in RECOMPUTE[self.recompute]
-            ]
-            self._most[key] = np.maximum.reduce(ways).astype(np.int32)
-        return self._most[key]
+        ways = (
+            np.where(
+                self._compute_cost(workers.mesh, workers.lies, recompute)[places] <= period_s,
+                self._find_room(workers, recompute)[places],
+                0,
+            )
+            for recompute in RECOMPUTE[self.recompute]
+        )
+        return reduce(np.maximum, ways)
 
-    @staticmethod
-    def _count_in_flight(rest: IntArray, replicas: int) -> IntArray:
-        return (rest + (replicas - 1)) // replicas + 1
-
-    def _find_room(self, state: MeshState, replicas: int, lies: MeshSite, recompute: bool) -> IntArray:
+    def _find_room(self, workers: MeshWorkers, recompute: bool) -> IntArray:
         """The most in flight for which each stage has memory."""
-        limit, share = lies.site.memory_bytes, -(-self.space.microbatches // replicas)
-        key = state.mesh, limit, share, replicas > 1, recompute
-        if key not in self._rooms:
+        limit = workers.lies.site.memory_bytes
+
+        def make() -> IntArray:
             low = np.zeros(self._allowed.shape, dtype=int)  # it fits at `low`, and not at `high`
             high = np.full(self._allowed.shape, self._total + 2 if limit is None else self._total + 1)
             while limit is not None and (high - low > 1).any():
                 middle = (low + high) // 2
                 for in_flight in np.unique(middle[high - low > 1]):
-                    need = self._compute_need_in_flight(state.mesh, lies, int(in_flight), replicas, recompute)
+                    need = self._compute_need(workers._replace(in_flight=int(in_flight)), recompute)
                     here = (middle == in_flight) & (high - low > 1)
                     low = np.where(here & (need <= limit), middle, low)
                     high = np.where(here & (need > limit), middle, high)
-            self._rooms[key] = low if limit is not None else high
-        return self._rooms[key]
+            return low if limit is not None else high
+
+        key = "room", limit, self.space.spare_bytes, *self._list_limits(workers, recompute)
+        return self.space.needs.look_up(key, make)

@@ -14,8 +14,8 @@ import numpy as np
 
 from pipedream.core.plan.cost import Site
 from pipedream.planner.arrays import BoolArray, ExactSums, IntArray
-from pipedream.planner.dynamic_program.recurrence import DynamicProgram
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.dynamic_program.recurrence import DynamicProgram, chain_workers
+from pipedream.planner.tables.search_space import SearchSpace, with_positions
 
 _ENOUGH = 160  # with so few places the dynamic program takes a fraction of a second
 _LITTLE = 4e6  # comparisons of a dynamic program that need no pruning either
@@ -34,14 +34,14 @@ def prune_places(
     Unchanged with at most `enough` places, `little` work, or many workers. A first plan is searched on `first` places.
     """
     space, workers = pipelines.space, max(w for w, _ in pipelines.states)
-    sites, single = pipelines.distinct_sites, pipelines.allow_single_stage
 
     def is_enough(places: int) -> bool:
         return places <= enough or places**2 * len(pipelines.states) <= little
 
     if is_enough(len(space.positions)) or workers > _MOST_WORKERS:
         return pipelines
-    first_plan = replace(pipelines, space=replace(space, positions=_thin_out(space, first))).best()
+    sites, single = pipelines.distinct_sites, pipelines.allow_single_stage
+    first_plan = replace(pipelines, space=with_positions(space, _thin_out(space, first))).best()
     if first_plan is None:
         return pipelines
     low, high = 0.0, first_plan.slowest_stage_s
@@ -68,7 +68,7 @@ def prune_places(
     pruned = _keep(pipelines, is_kept)
     if not space.is_complete and space.cluster.is_flat and is_kept.sum() > _MOST:
         # Still fewer places will do if they have as good a plan.
-        few = replace(pipelines, space=replace(space, positions=_thin_out(pruned.space, _MOST)))
+        few = replace(pipelines, space=with_positions(space, _thin_out(pruned.space, _MOST)))
         if min(few.periods.values()) <= high * (1 + _CLOSE):
             return few
     return pruned
@@ -77,7 +77,7 @@ def prune_places(
 def _keep(pipelines: DynamicProgram, is_kept: BoolArray) -> DynamicProgram:
     is_kept[[0, -1]] = True
     positions = tuple(place for place, keep in zip(pipelines.space.positions, is_kept, strict=True) if keep)
-    return replace(pipelines, space=replace(pipelines.space, positions=positions))
+    return replace(pipelines, space=with_positions(pipelines.space, positions))
 
 
 def fewest_workers(
@@ -95,21 +95,6 @@ def fewest_workers(
     if not allow_single_stage:
         least[0, -1] = workers + 1
     return chain_workers(least, workers)
-
-
-def chain_workers(least: IntArray, workers: int) -> tuple[IntArray, IntArray]:
-    """Returns the fewest workers up to each place and from it, given those of stages [from, to].
-
-    `workers` + 1 means more.
-    """
-    count = len(least)
-    before, after = np.full(count, workers + 1), np.full(count, workers + 1)
-    before[0] = after[-1] = 0
-    for i in range(1, count):
-        before[i] = min(workers + 1, (before[:i] + least[:i, i]).min())
-    for i in range(count - 2, -1, -1):
-        after[i] = min(workers + 1, (after[i + 1 :] + least[i, i + 1 :]).min())
-    return before, after
 
 
 def _find_least_replicas(

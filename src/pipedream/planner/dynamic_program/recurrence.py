@@ -23,18 +23,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipedream.core.errors import PlanError, ShortageError
-from pipedream.core.plan.cost import PortLoad, Site
-from pipedream.core.plan.memory import StageSizes
+from pipedream.core.plan.cost import Site
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
-from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Tables
+from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes
 from pipedream.planner.workers import WorkerLine
 
 RECOMPUTE = {"never": (False,), "auto": (False, True), "always": (True,)}
@@ -74,9 +73,7 @@ def least_need(recompute: str, need: Callable[[bool], IntArray]) -> IntArray:
     return least
 
 
-_CACHE_BYTES = 2**29  # of costs that are kept for further states
-
-_CostKey = tuple[Site, int] | tuple[Site, str] | tuple[PortLoad, ...]
+_Kept = TypeVar("_Kept")
 
 State = tuple[int, int]
 """(workers from a stage to the output, replicas of the stage)."""
@@ -84,6 +81,13 @@ State = tuple[int, int]
 
 def _count_in_flight(state: State) -> int:
     return (state[0] - 1) // state[1] + 1
+
+
+def spread(values: NDArray[Any], allowed: BoolArray, other: float) -> NDArray[Any]:
+    """Returns values of the allowed stages as [from, to], with another one for the rest."""
+    table = np.full(allowed.shape, other, dtype=values.dtype)
+    table[allowed] = values
+    return table
 
 
 def replicated_states(workers: int) -> tuple[State, ...]:
@@ -119,11 +123,7 @@ class DynamicProgram:
     allow_single_stage: bool = True
     line: WorkerLine | None = None
     recompute: str = "never"
-    _costs: dict[_CostKey, FloatArray] = field(default_factory=dict, init=False)
-    _needs: dict[tuple[StageOccupancy, StageOccupancy, int, bool, bool], IntArray] = field(
-        default_factory=dict, init=False
-    )
-    _rows: dict[tuple[bool, int], tuple[FloatArray | IntArray, ...]] = field(default_factory=dict, init=False)
+    _costs: Tables = field(default_factory=Tables, init=False)
 
     def best(self, note: str = "") -> Plan | None:
         """Returns the best plan at the paper's depth; None if none fits."""
@@ -201,55 +201,42 @@ class DynamicProgram:
         order[0, -1] &= self.allow_single_stage
         return order
 
-    @cached_property
-    def _passes(self) -> tuple[FloatArray, FloatArray]:
-        forward, backward = self.space.passes_s(self._places[:, None], self._places[None, :])
-        return np.asarray(forward, dtype=float), np.asarray(backward, dtype=float)
+    def _keep(self, name: Any, make: Callable[[], _Kept]) -> _Kept:
+        """Returns what all programs on these places and links have in common."""
+        kept, key = self.space.kept.setdefault("programs", Tables()), (name, self.allow_single_stage)
+        kept[key] = value = kept[key] if key in kept else make()
+        return value
 
     @cached_property
-    def _redone(self) -> tuple[FloatArray, FloatArray]:
-        forward, backward = self._passes
-        return forward, backward + forward
+    def _ends(self) -> tuple[IntArray, IntArray]:
+        """The places from which, and to which, the allowed stages are; other arrays of all stages have their order."""
+        first, last = np.nonzero(self._allowed)
+        return self._places[first], self._places[last]
 
-    @cached_property
+    @property
     def _bytes(self) -> tuple[Bytes, Bytes, Bytes]:
-        return self.space.bytes_of(self._places[:, None], self._places[None, :])
+        return self._keep("bytes", lambda: self.space.bytes_of(*self._ends))
 
-    @cached_property
-    def _updates(self) -> tuple[FloatArray, FloatArray]:
-        """Seconds without and with an update delay, which a single stage never has."""
-        ends = self._places[:, None], self._places[None, :]
-        without, delayed = (np.array(self.space.update_s(*ends, update_delay), dtype=float) for update_delay in (0, 1))
-        delayed[0, -1] = without[0, -1]
-        return without, delayed
+    def _list_costs(self, recompute: bool, update_delay: int) -> tuple[Any, ...]:
+        """Returns the arguments of `Site.compute_s` for all stages."""
+        first, last = self._ends
+        forward, backward = self.space.passes_s(first, last)
+        update = np.array(np.broadcast_to(self.space.update_s(first, last, update_delay), first.shape), dtype=float)
+        if update_delay:  # a single stage never has one
+            end = int(self._places[-1])
+            update[(first == 0) & (last == end)] = self.space.update_s(0, end)
+        return forward, backward + forward if recompute else backward, update, self._bytes[0]
 
     def _compute_cost(self, site: Site, recompute: bool) -> FloatArray:
-        weights, before, after = self._bytes
-        bare = replace(site, ports=(), memory_bytes=None)
-        compute_s = self._cache_cost((bare, f"compute, {recompute}"), lambda: self._compute_s(site, recompute))
-        port_s = self._cache_cost(site.ports, lambda: np.asarray(site.port_s(weights, before, after)))
-        return np.maximum(compute_s, port_s)
+        bare, kept = replace(site, ports=(), memory_bytes=None), self._keep("costs", Tables)
+        compute_s = kept.look_up((bare, recompute), lambda: self._compute_s(site, recompute))
+        port_s = kept.look_up(site.ports, lambda: np.asarray(site.port_s(*self._bytes)))
+        return spread(np.maximum(compute_s, port_s), self._allowed, np.inf)
 
     def _compute_s(self, site: Site, recompute: bool) -> FloatArray:
         update_delay = self.space.update_delay if site.replicas > 1 else 0
-        if (recompute, update_delay) not in self._rows:
-            rows = (
-                *(self._redone if recompute else self._passes),
-                self._updates[update_delay],
-                np.asarray(self._bytes[0]),
-            )
-            self._rows[recompute, update_delay] = tuple(row[self._allowed] for row in rows)
-        seconds = np.full(self._allowed.shape, np.inf)
-        seconds[self._allowed] = site.compute_s(*self._rows[recompute, update_delay])
-        return seconds
-
-    def _cache_cost(self, key: _CostKey, make: Callable[[], FloatArray]) -> FloatArray:
-        if key in self._costs:
-            return self._costs[key]
-        cost = make()
-        if len(self._costs) * 8 * len(self._places) ** 2 < _CACHE_BYTES:
-            self._costs[key] = cost
-        return cost
+        rows = self._keep((recompute, update_delay), lambda: self._list_costs(recompute, update_delay))
+        return np.asarray(site.compute_s(*rows))
 
     def _compute_need(self, state: State, recompute: bool) -> IntArray:
         replicas = state[1]
@@ -262,30 +249,21 @@ class DynamicProgram:
             replicas > 1,
             recompute,
         )
-        if key not in self._needs:
-            ends, sizes = self._sizes
-            whole, all_sizes = self._sizes_of_one_stage
-            need = np.asarray(self.space.need_bytes(*ends, in_flight, update_delay, recompute, replicas, sizes))
-            need = need + self.space.spare_bytes
-            need[0, -1] = self.space.need_bytes(*whole, in_flight, 0, recompute, replicas, all_sizes)
-            self._needs[key] = need
-        return self._needs[key]
 
-    @cached_property
-    def _sizes(self) -> tuple[tuple[IntArray, IntArray], StageSizes]:
-        ends = self._places[:, None], self._places[None, :]
-        return ends, self.space.sizes(*ends)
+        def make() -> IntArray:
+            sizes = self._keep("sizes", lambda: self.space.sizes(*self._ends))
+            needs = self.space.need_bytes(*self._ends, in_flight, update_delay, recompute, replicas, sizes)
+            need = spread(np.asarray(needs), self._allowed, 0)
+            need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), in_flight, 0, recompute, replicas)
+            return need
 
-    @cached_property
-    def _sizes_of_one_stage(self) -> tuple[tuple[int, int], StageSizes]:
-        whole = 0, int(self._places[-1])
-        return whole, self.space.sizes(*whole)
+        return add_spare_bytes(self.space, self.space.needs.look_up(key, make))
 
     def _compute_seconds(self, state: State) -> FloatArray:
         site, need = self._sites[state], partial(self._compute_need, state)
-        key = site, 0 if site.memory_bytes is None else _count_in_flight(state)
+        key = id(site), 0 if site.memory_bytes is None else _count_in_flight(state)  # equal sites are the same one
         cost = partial(self._compute_cost, site)
-        return self._cache_cost(key, lambda: limit_costs(self.recompute, site.memory_bytes, cost, need))
+        return self._costs.look_up(key, lambda: limit_costs(self.recompute, site.memory_bytes, cost, need))
 
     def _compute_least_bytes(self, state: State) -> FloatArray:
         return np.where(self._allowed, least_need(self.recompute, partial(self._compute_need, state)), np.inf)
@@ -334,6 +312,16 @@ class DynamicProgram:
             rest[-1] = -np.inf
         return rest
 
+    def _find_spans(self, period: float) -> list[slice]:
+        """`find_spans` of the stages that keep a period, whatever fits."""
+        workers = len(self._line.order)
+        least = np.full(self._allowed.shape, workers + 1)
+        sites = {(site.replicas, site.speed, site.sum_link): site for site in self._sites.values()}
+        for site in sorted(sites.values(), key=lambda site: -site.replicas):
+            site = site if self.space.cluster.is_flat else replace(site, ports=())  # else there are many ports
+            least[self._compute_cost(site, RECOMPUTE[self.recompute][0]) <= period] = site.replicas
+        return find_spans(least, workers)
+
     def _walk(self, period: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The cuts and replicas that win the ties within a period."""
         none = np.iinfo(np.int64).max // 4
@@ -343,17 +331,20 @@ class DynamicProgram:
         keys: dict[State, IntArray] = {}
         rests: dict[State, IntArray] = {}
         best: dict[int, IntArray] = {}
+        spans = self._find_spans(period)
         for state in self.states:
             workers, count = state
-            if self._suffixes[state].min() > period:
+            rows, columns = spans[workers], spans[workers - count]
+            if rows.start == rows.stop or columns.start == columns.stop or self._suffixes[state].min() > period:
                 continue
             rest = np.full(len(self._places), none)
             if workers - count in best:
                 np.minimum(rest, best[workers - count] + sends, out=rest)
             if workers == count:
                 rest[-1] = 0
-            rests[state] = rest
-            keys[state] = np.where(self._compute_seconds(state) <= period, rest[None, :] + 1, none).min(axis=1)
+            rests[state], keys[state] = rest, np.full(len(self._places), none)
+            keeps = self._compute_seconds(state)[rows, columns] <= period
+            keys[state][rows] = np.where(keeps, rest[columns] + 1, none).min(axis=1)
             best[workers] = np.minimum(best.get(workers, none), keys[state])
 
         place = 0
@@ -392,6 +383,31 @@ class DynamicProgram:
             left -= count
         taken = self._line.taken(workers)
         return self.space.build_plan(cuts, counts, note, order=taken, recompute=tuple(recompute))
+
+
+def find_spans(least: IntArray, workers: int) -> list[slice]:
+    """For each number of workers up to the output, returns where a stage on the first of them can begin.
+
+    Before and after it there must be enough workers, of which stages [from, to] take the least.
+    """
+    before, after = chain_workers(least, workers)
+    rows = (np.flatnonzero((after <= count) & (before + count <= workers)) for count in range(workers + 1))
+    return [slice(int(row[0]), int(row[-1]) + 1) if len(row) else slice(0, 0) for row in rows]
+
+
+def chain_workers(least: IntArray, workers: int) -> tuple[IntArray, IntArray]:
+    """Returns the fewest workers up to each place and from it, given those of stages [from, to].
+
+    `workers` + 1 means more.
+    """
+    count = len(least)
+    before, after = np.full(count, workers + 1), np.full(count, workers + 1)
+    before[0] = after[-1] = 0
+    for i in range(1, count):
+        before[i] = min(workers + 1, (before[:i] + least[:i, i]).min())
+    for i in range(count - 2, -1, -1):
+        after[i] = min(workers + 1, (after[i + 1 :] + least[i, i + 1 :]).min())
+    return before, after
 
 
 def tie_break_key(plan: Plan) -> tuple[float, int, int, int, tuple[tuple[int, int], ...], tuple[bool, ...]]:

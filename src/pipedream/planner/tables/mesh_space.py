@@ -7,10 +7,10 @@ Workers take consecutive ranks. A worker lies within one machine (or other group
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from pipedream.core.plan.cost import Site
 from pipedream.core.plan.layout import boundary_bytes
 from pipedream.core.plan.mesh import Mesh, profile_of_rank, reach_of
 from pipedream.core.plan.plan import Plan
-from pipedream.planner.arrays import IntArray
+from pipedream.planner.arrays import IntArray, Tables
 from pipedream.planner.tables.search_space import SearchSpace
 
 
@@ -58,11 +58,9 @@ class MeshSpace(SearchSpace):
 
     Attributes:
         meshes: the meshes that a stage may have.
-        kept: tables that depend on the links of the cluster, but not on its memory.
     """
 
     meshes: tuple[Mesh, ...] = (Mesh(),)
-    kept: dict[str, dict[Any, Any]] = field(default_factory=dict)
 
     @classmethod
     def over(cls, space: SearchSpace, meshes: Sequence[Mesh]) -> Self:
@@ -92,11 +90,7 @@ class MeshSpace(SearchSpace):
 
     @property
     def _spaces(self) -> dict[tuple[Mesh, tuple[int, ...]], SearchSpace]:
-        return self.kept.setdefault("spaces", {})
-
-    def with_slower_links(self, factor: float) -> Self:
-        """Returns the space on slower links."""
-        return replace(self, cluster=self.cluster.with_slower_links(factor), kept={})
+        return self.kept.setdefault("spaces", Tables())
 
     def boundary(self, sender: Mesh, receiver: Mesh) -> IntArray:
         """Returns the `boundary_bytes` of a cut at each place."""
@@ -115,7 +109,7 @@ class MeshSpace(SearchSpace):
 
     @cached_property
     def _sites(self) -> dict[tuple[int, int, Mesh], MeshSite | None]:
-        return self.kept.setdefault(f"sites, with {self.cluster.memories}", {})
+        return self.kept.setdefault(f"sites, with {self.cluster.memories}", Tables())
 
     def _find_site(self, first: int, replicas: int, mesh: Mesh) -> MeshSite | None:
         cluster, end = self.cluster, first + replicas * mesh.size
@@ -136,7 +130,7 @@ class MeshSpace(SearchSpace):
 
     @property
     def _numbers(self) -> dict[tuple[Site, tuple[int, ...]], int]:
-        return self.kept.setdefault("numbers", {})
+        return self.kept.setdefault("numbers", Tables())
 
     def plan_of(self, choices: Sequence[StageChoice], note: str = "") -> Plan:
         """Returns the plan of these stages on the last ranks, at the paper's depth and without its peak memory."""

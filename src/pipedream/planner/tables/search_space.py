@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,9 +32,11 @@ from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
 from pipedream.core.units import format_bytes
-from pipedream.planner.arrays import BoolArray, Bytes, Place, Seconds
+from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, Tables
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
 from pipedream.planner.tables.place_sums import PlaceSums
+
+_Space = TypeVar("_Space", bound="SearchSpace")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,8 @@ class SearchSpace(PlaceSums):
         is_complete: no plan on any other places is faster than the best on these.
         occupancy: None: everything admitted, with `versions`.
         spare_bytes: memory that a search keeps free for messages.
+        needs: what stages [from, to] between these positions need, whatever the links and the memory.
+        kept: what searches on these positions and links have in common, whatever the memory.
     """
 
     cluster: Cluster
@@ -58,7 +62,9 @@ class SearchSpace(PlaceSums):
     is_complete: bool = True
     occupancy: MethodOccupancy | None = None
     spare_bytes: int = 0
-    _stages: dict[tuple[int, int], Stage] = field(default_factory=dict, init=False)
+    needs: Tables = field(default_factory=Tables)
+    kept: dict[str, Tables] = field(default_factory=dict)
+    _stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -168,13 +174,6 @@ class SearchSpace(PlaceSums):
     def period_s(self, passes_s: tuple[Seconds, Seconds], first: Place, last: Place, site: Site) -> Seconds:
         seconds: Seconds = site.period_s(*passes_s, self.update_s(first, last), *self.bytes_of(first, last))
         return seconds
-
-    def site(self, replicas: int) -> Site:
-        """Returns the site of a stage that has neighbours, if all links were like the slowest."""
-        cluster = self.cluster
-        flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
-        flat = replace(flat, message_shares=cluster.message_shares, sum_costs=cluster.sum_costs)
-        return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
 
     def need_bytes(
         self,
@@ -337,6 +336,25 @@ class SearchSpace(PlaceSums):
         numbers = {layer.name: i for i, layer in enumerate(self.profile.graph.layers)}
         stages = (sum(1 << numbers[name] for name in stage.names) for stage in plan.stages)
         return list(pairwise(places[downset] for downset in (0, *accumulate(stages))))
+
+
+def with_positions(space: _Space, positions: tuple[int, ...]) -> _Space:
+    """Returns the space with other positions."""
+    return replace(space, positions=positions, needs=Tables(), kept={})
+
+
+def with_slower_links(space: _Space, factor: float) -> _Space:
+    """Returns the space on slower links."""
+    return replace(space, cluster=space.cluster.with_slower_links(factor), kept={})
+
+
+def add_spare_bytes(space: SearchSpace, needs: IntArray) -> IntArray:
+    """Returns the needs of stages [from, to] with the memory to keep free; a single stage sends no messages."""
+    if not space.spare_bytes:
+        return needs
+    more: IntArray = needs + space.spare_bytes
+    more[0, -1] = needs[0, -1]
+    return more
 
 
 def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
