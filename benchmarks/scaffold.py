@@ -152,6 +152,13 @@ def format_mib(size_bytes: float) -> str:
     return f"{size_bytes / (1 << 20):.1f} MiB"
 
 
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes rows as JSON, each in a line, and makes the file's folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(map(json.dumps, rows))
+    file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
 def find_published() -> Path | None:
     """Returns the folder of the profiles that the original published, where this machine has them.
 
@@ -219,14 +226,6 @@ def local_world(processes: int) -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank)} for rank in range(processes)]
 
 
-def run_processes(
-    program: Path, request: Mapping[str, Any], processes: int = 1, variables: Mapping[str, str] | None = None
-) -> Any:
-    """Runs a program with a request in so many processes; returns what rank 0 printed last, as JSON."""
-    command = (sys.executable, str(program), json.dumps(request))
-    return run_commands([(command, world | dict(variables or {})) for world in local_world(processes)])
-
-
 class WorkersFailedError(SystemExit):
     """Some of the processes of a benchmark have failed.
 
@@ -239,18 +238,20 @@ class WorkersFailedError(SystemExit):
         self.statuses = statuses
 
 
-def run_commands(commands: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> Any:
-    """Runs commands with their variables at the same time; returns what the first printed last, as JSON.
+def run_processes(
+    program: Path, request: Mapping[str, Any], processes: int = 1, variables: Mapping[str, str] | None = None
+) -> Any:
+    """Runs a program with a request in so many processes; returns what rank 0 printed last, as JSON.
 
     Raises:
         WorkersFailedError: one failed, after which the others had a few seconds to end.
     """
-    workers: list[subprocess.Popen[str]] = []
+    command, workers = (sys.executable, str(program), json.dumps(request)), list[subprocess.Popen[str]]()
     with tempfile.TemporaryFile("w+") as answer:
         try:
-            for rank, (command, variables) in enumerate(commands):
-                output = subprocess.DEVNULL if rank else answer
-                workers.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, text=True))
+            for rank, world in enumerate(local_world(processes)):
+                output, environment = subprocess.DEVNULL if rank else answer, os.environ | world | dict(variables or {})
+                workers.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
             while workers[0].poll() is None and not any(worker.poll() for worker in workers):
                 time.sleep(0.02)
             end_s = time.monotonic() + (5 if any(worker.poll() for worker in workers) else 60)

@@ -18,7 +18,7 @@ import torch
 import pipedream as pd
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "convergence")]
-from scaffold import Environment, format_table, make_parser
+from scaffold import Environment, format_table, make_parser, write_rows
 from steppers import STEPPERS
 from tasks import TASKS
 
@@ -48,8 +48,7 @@ def main() -> int:
         if not any(run.items() <= row.items() for row in rows):
             rows.append(run | _train(**run))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            options.out.mkdir(parents=True, exist_ok=True)
-            file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+            write_rows(file, rows)
     print(f"{Environment().describe('one process')}\n\n{_format_tables(rows)}")
     return 0
 

@@ -22,7 +22,7 @@ from pipedream import Cluster, Plan, Profile, metrics
 from pipedream.slow_links import Network, slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, format_table, make_parser, stop_if
+from scaffold import Environment, format_table, make_parser, parse_quick, stop_if, write_rows
 from scatter import Pair, scatter_svg
 from worker_processes import REAL, Workers, worker_processes
 
@@ -93,23 +93,6 @@ class Row:
         return "emulated" if not self.real else "paced" if self.dilation > 1 else "free"
 
 
-@dataclass
-class _Patience:
-    """How long each plan is run.
-
-    Attributes:
-        rounds: segments.
-        free: what computes does so as fast as it can.
-        left_s: seconds for running again what other processes disturbed.
-        end_s: by the monotonic clock: no further plan of this number of workers begins after it.
-    """
-
-    rounds: int
-    free: bool
-    left_s: float
-    end_s: float = float("inf")
-
-
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     options = _parse_options()
@@ -123,19 +106,17 @@ def main() -> int:
         return 0
     stop_if(why_not(), "prediction")
     place, began = Environment(), time.monotonic()
-    shapes = [plan for plan in PLANS if not options.plans or plan[0] in options.plans]
-    patience = _Patience(options.rounds, options.free, options.patience)
-    links = options.rates or list(RATES)
+    shapes = [plan for plan in PLANS if plan[0] in options.plans]
     rows = []
     counts = [_count_workers(config) for config, _ in shapes]
     profiles: dict[str, Profile] = {}
     with slow_network((max(counts),), (None,)) as network:
         for count in sorted({REAL, *counts}):
             with worker_processes(network, count, _WORKER) as workers:
-                profiles = profiles or {name: workers.profile(name) for name in options.models or MODELS}
+                profiles = profiles or {name: workers.profile(name) for name in options.models}
                 # Each number of workers has its share of the time, so that none is left out alone.
-                patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
-                rows += _Bench(workers, network, patience, options.every).measure_all(shapes, profiles, links)
+                end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
+                rows += _Bench(workers, network, options, end_s).measure_all(shapes, profiles)
     print(place.describe(f"{options.rounds} segments a plan") + "\n" + _describe_profiles(profiles))
     _write_rows(rows, options.out)
     return 0
@@ -143,8 +124,7 @@ def main() -> int:
 
 def _write_rows(rows: list[Row], folder: Path | None) -> None:
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        write_rows(folder / "rows.json", map(asdict, rows))
         (folder / "prediction.svg").write_text(_plot(rows))
     print(_format_tables(rows))
 
@@ -158,15 +138,12 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=120, help="seconds for running again what other processes "
                         "disturb")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=18, help="minutes after which no further plan begins")
-    parser.add_argument("--plans", nargs="+", choices=sorted({config for config, _ in PLANS}), help="all unless given")
-    parser.add_argument("--rates", nargs="+", choices=list(RATES), help="all unless given")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="all unless given")
+    configs = sorted({config for config, _ in PLANS})
+    parser.add_argument("--plans", nargs="+", choices=configs, default=configs)
+    parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--out", type=Path, help="folder for rows.json and prediction.svg")
-    options = parser.parse_args()
-    if options.quick:
-        options.plans, options.rates = options.plans or ["1-1", "2-1", "2-2"], options.rates or ["400 mbit/s"]
-        options.patience, options.every = 0, True
-    return options
+    return parse_quick(parser, plans=["1-1", "2-1", "2-2"], rates=["400 mbit/s"], patience=0, every=True)
 
 
 @dataclass(frozen=True)
@@ -174,26 +151,24 @@ class _Bench:
     """Measures plans of as many workers as there are processes.
 
     Attributes:
-        every: each plan and model over each rate, and not over one.
+        end_s: by the monotonic clock: no further plan begins after it.
     """
 
     workers: Workers
     network: Network
-    patience: _Patience
-    every: bool
+    options: argparse.Namespace
+    end_s: float
 
-    def measure_all(
-        self, shapes: list[tuple[str, str]], profiles: dict[str, Profile], links: list[str]
-    ) -> Iterator[Row]:
+    def measure_all(self, shapes: list[tuple[str, str]], profiles: dict[str, Profile]) -> Iterator[Row]:
         """Yields a row for each plan, each model and each rate."""
-        for link, model, shape in product(links, profiles, shapes):
+        for link, model, shape in product(self.options.rates, profiles, shapes):
             turn = (PLANS.index(shape) + list(MODELS).index(model)) % len(RATES)
             if _count_workers(shape[0]) != len(self.workers.workers):
                 continue
-            if not self.every and turn != list(RATES).index(link):
+            if not self.options.every and turn != list(RATES).index(link):
                 continue
             label = f"  {model}, {link}, {', '.join(shape)}"
-            if time.monotonic() > self.patience.end_s:
+            if time.monotonic() > self.end_s:
                 print(f"{label}: left out, no time is left", file=sys.stderr)
                 continue
             row = self._measure_least_disturbed(link, model, profiles[model], shape)
@@ -213,19 +188,19 @@ class _Bench:
             row = self._measure(link, model, profile, shape)
             if best is None or row.disturbed < best.disturbed:
                 best = row
-            if best.disturbed <= _QUIET or self.patience.left_s <= 0:
+            if best.disturbed <= _QUIET or self.options.patience <= 0:
                 return best
-            self.patience.left_s -= time.monotonic() - began
+            self.options.patience -= time.monotonic() - began
 
     def _measure(self, link: str, model: str, profile: Profile, shape: tuple[str, str]) -> Row:
         config, depth = shape
         real = len(self.workers.workers) <= REAL
         cluster = Cluster.flat(_count_workers(config), RATES[link], LATENCY_S)
         profiles, drift = [], 0.0
-        if real and self.patience.free:
+        if real and self.options.free:
             plan = pd.plan(self.workers.profile(model), cluster, shape=config, in_flight=depth)
             seconds, others = [], 0.0
-            for _ in range(self.patience.rounds):
+            for _ in range(self.options.rounds):
                 profiles.append(self.workers.profile(model))
                 lasted, taken = self._run(plan, link, _FREE_S, model)
                 seconds.append(statistics.median(lasted))
@@ -261,7 +236,7 @@ class _Bench:
         how["warm"] = turn * ceil(2 * max(map(int.__mul__, plan.in_flight, plan.replicas)) / turn)
         how["segment"] = turn * max(1, ceil(segment_s / (plan.slowest_stage_s * dilation) / turn))
         limit = partial(self.network.limit, RATES[link] / dilation)
-        seconds, disturbance = self.workers.run_segments(how | {"segments": self.patience.rounds}, limit)
+        seconds, disturbance = self.workers.run_segments(how | {"segments": self.options.rounds}, limit)
         return [taken_s / dilation for taken_s in seconds], disturbance.share()
 
 

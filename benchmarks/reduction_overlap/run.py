@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ from pipedream.slow_links import slow_network, why_not
 sys.path.append(str(Path(__file__).parents[1]))
 import scaffold
 from scaffold import compare_rounds, format_range
+from worker_processes import worker_processes
 
 RATES = {"no limit": None, "1 gbit/s": 125e6, "400 mbit/s": 50e6}
 """Name -> bytes per second."""
@@ -40,17 +39,9 @@ def main() -> int:
 
 def _measure(bytes_per_s: float | None, request: dict[str, object]) -> dict[str, list[float]]:
     """Runs the two workers, one core each; returns variant -> seconds per minibatch of a worker, round by round."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
     worker = str(Path(__file__).with_name("worker.py"))
-    with slow_network((2,), (bytes_per_s,)) as network:
-        commands = [
-            (
-                host.inside("taskset", "-c", str(core), sys.executable, worker, json.dumps(request)),
-                network.variables(rank) | {"OMP_NUM_THREADS": "1"},
-            )
-            for rank, (host, core) in enumerate(zip(network.hosts, cores, strict=True))
-        ]
-        return dict(scaffold.run_commands(commands))
+    with slow_network((2,), (bytes_per_s,)) as network, worker_processes(network, 2, worker) as workers:
+        return dict(workers.ask(request))
 
 
 def _format_table(name: str, seconds_by_variant: dict[str, list[float]]) -> str:

@@ -6,7 +6,6 @@ Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, 
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -24,8 +23,9 @@ import pipedream as pd
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import answer_request, collect_rounds, gather
+from scaffold import collect_rounds, gather
 from vgg import CLASSES, make_vgg
+from worker_processes import answer_lines
 
 WARMUP = 3
 MIB = 1 << 20
@@ -35,12 +35,15 @@ MIB = 1 << 20
 class Sizes:
     """How large the network (`make_vgg`) and its minibatches are."""
 
-    batch: int
+    samples: int
     width: float
     dense: int
 
     def network(self) -> torch.nn.Sequential:
         return make_vgg(self.width, self.dense)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(self.samples, 3, 32, 32), torch.randint(CLASSES, (self.samples,))
 
 
 def measure(request: dict[str, Any]) -> dict[str, list[float]]:
@@ -67,15 +70,10 @@ def measure(request: dict[str, Any]) -> dict[str, list[float]]:
     return collect_rounds(time_slowest, variants, request["rounds"])
 
 
-def batch(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a minibatch."""
-    return torch.randn(sizes.batch, 3, 32, 32), torch.randint(CLASSES, (sizes.batch,))
-
-
 def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
     """Returns the seconds of a minibatch by a one-stage plan."""
     model = sizes.network()
-    plan, sample = pd.Plan.uniform(1, replicas=(2,)), batch(sizes)[:1]
+    plan, sample = pd.Plan.uniform(1, replicas=(2,)), sizes.batch()[:1]
     plan = replace(plan, stages=(replace(plan.stages[0], last=len(model)),))
     with pd.Pipeline(model, plan, loss=functional.cross_entropy, optimizer=optimizer, sample=sample) as pipeline:
         (worker,) = pipeline._session.local.workers
@@ -89,7 +87,7 @@ def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
         if not early:
             worker._backwards.update_completed_by = lambda op: None
         start = 0.0
-        for done in pipeline.train([batch(sizes)] * (2 * (WARMUP + segment))):
+        for done in pipeline.train([sizes.batch()] * (2 * (WARMUP + segment))):
             if done.number == 2 * WARMUP - 1:
                 start = time.perf_counter()
         return (time.perf_counter() - start) / segment
@@ -111,7 +109,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _time_loop(model: torch.nn.Module, sizes: Sizes, segment: int) -> float:
-    stepper, (x, y) = optimizer(model.parameters()), batch(sizes)
+    stepper, (x, y) = optimizer(model.parameters()), sizes.batch()
     start = 0.0
     for number in range(WARMUP + segment):
         if number == WARMUP:
@@ -123,5 +121,5 @@ def _time_loop(model: torch.nn.Module, sizes: Sizes, segment: int) -> float:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    answer_request(measure)
+    dist.init_process_group("gloo")
+    answer_lines(measure)
