@@ -5,7 +5,6 @@ Prints one JSON object: for each slice (plain, by hand, ours), each (seconds, se
 
 from __future__ import annotations
 
-import cProfile
 import json
 import sys
 import time
@@ -15,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from stages import ComputingLayer, loss, optimizer, print_profile
+from stages import ComputingLayer, loss, optimizer
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -23,7 +22,7 @@ import pipedream as pd
 
 def main(request: dict[str, Any]) -> None:
     """Runs what was asked: keys `model` ('tiny': two layers, or (rows, width, products) of one), `stages`,
-    `schedule`, `slices`, `slice` (minibatches), `profile`."""
+    `schedule`, `slices`, `slice` (minibatches)."""
     torch.set_num_threads(1)
     make_model = partial(_make_model, request["model"])
     rows, width = (8, 8) if request["model"] == "tiny" else request["model"][:2]
@@ -32,7 +31,6 @@ def main(request: dict[str, Any]) -> None:
     plain, by_hand = _make_plain_loop(make_model(), batch), _make_stages_by_hand(make_model(), batch)
     how: dict[str, Any] = {"microbatches": 1, "loss": loss, "optimizer": optimizer, "sample": batch[0]}
     with pd.Pipeline(make_model(), plan, schedule=request["schedule"], **how) as pipeline:
-        profiler = cProfile.Profile(time.thread_time)
         count, slices = request["slice"], []
         # One stream, which rests while the others run.
         ours = pipeline.train([batch] * (request["slices"] + 2) * count)
@@ -41,17 +39,12 @@ def main(request: dict[str, Any]) -> None:
             times = {}
             # Each slice begins with another one: what disturbs the machine disturbs all.
             for stream in streams[number % 3 :] + streams[: number % 3]:
-                if request["profile"] and stream is ours and number:
-                    profiler.enable()
                 start, cpu_start = time.perf_counter(), time.thread_time()
                 for _ in islice(stream, count):
                     pass
                 times[stream] = (time.perf_counter() - start) / count, (time.thread_time() - cpu_start) / count
-                profiler.disable()
             slices.append([times[stream] for stream in streams])
         ours.close()
-    if request["profile"]:
-        print_profile(profiler, f"one process, {request}")
     print(json.dumps(slices[1:]), flush=True)  # the first slice warms up
 
 

@@ -41,7 +41,7 @@ Rounds = list[list[Segment]]
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process, "ops": _ask_ops}
+    sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process}
     sections |= {"startup": _ask_startup, "memory": _ask_memory}
     parser = scaffold.make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
     parser.add_argument("--only", choices=sections)
@@ -49,10 +49,7 @@ def main() -> int:
     parser.add_argument("--segment", type=int, default=64, help="microbatches that a segment of waiting stages times")
     parser.add_argument("--stages", type=int, nargs="+", choices=(2, 4), default=(2, 4), help="of waiting stages")
     parser.add_argument("--messages", type=int, nargs="+", default=(4096, 1 << 20), metavar="BYTES")
-    parser.add_argument("--profile", action="store_true", help="print profiles of each rank; times are then useless")
     options = scaffold.parse_quick(parser, rounds=1, segment=8, stages=(2,), messages=(4096,))
-    if options.profile and not options.quick:
-        options.rounds, options.segment = 1, 160
     scaffold.stop_if(None if len(os.sched_getaffinity(0)) > 1 else "it needs two cores", "overhead")
     environment = scaffold.Environment()
     scaffold.print_sections(sections, options)
@@ -64,8 +61,8 @@ def main() -> int:
 
 
 def _measure(shape: Shape, variants: Sequence[str], options: argparse.Namespace, **more: Any) -> dict[str, Rounds]:
-    request = {name: getattr(options, name) for name in ("rounds", "segment", "profile")}
-    request |= {"shape": asdict(shape), "variants": list(variants), "pinned": False} | more
+    request = {"rounds": options.rounds, "segment": options.segment, "pinned": False} | more
+    request |= {"shape": asdict(shape), "variants": list(variants)}
     rounds_by_variant = scaffold.run_processes(FOLDER / "variants.py", request, shape.stages)
     return {
         name: [[Segment(*rank) for rank in ranks] for ranks in rounds] for name, rounds in rounds_by_variant.items()
@@ -176,26 +173,16 @@ def _ask_process(options: argparse.Namespace) -> Iterator[str]:
     titles = "stages | method | plain loop, us | stages by hand, us | ours, us | bound | ours of plain | in CPU time"
     yield scaffold.format_head(titles, "llr")
     cases = [("two tiny", 2.5, "tiny", 2, method, 10) for method in ("pipedream", "1f1b")]
-    if not options.profile:
-        cases.append(("one of 50 ms", 1.02, [8, 64, 2] if options.quick else LARGE, 1, "pipedream", 1))
+    cases.append(("one of 50 ms", 1.02, [8, 64, 2] if options.quick else LARGE, 1, "pipedream", 1))
     for name, bound, model, stages, schedule, count in cases:
         # Short slices: most of them are disturbed by nothing.
         number = 2 if options.quick else 60 * options.rounds // (1 if count > 1 else 8)
         request = {"model": model, "stages": stages, "schedule": schedule, "slices": number, "slice": count}
-        slices = scaffold.run_processes(FOLDER / "one_process.py", request | {"profile": options.profile})
+        slices = scaffold.run_processes(FOLDER / "one_process.py", request)
         plain, by_hand, ours = (list(zip(*stream, strict=True)) for stream in zip(*slices, strict=True))
         times = (scaffold.format_quartiles(walls, lambda s: f"{s * 1e6:.0f}") for walls, _ in (plain, by_hand, ours))
         ratios = (scaffold.format_quartiles(scaffold.compare_rounds(ours[i], plain[i])) for i in range(2))
         yield scaffold.format_row((name, schedule, *times, bound, *ratios))
-    yield ""
-
-
-def _ask_ops(options: argparse.Namespace) -> Iterator[str]:
-    parts_us = scaffold.run_processes(FOLDER / "ops.py", {"minibatches": 20 if options.quick else 600})
-    yield f"### Where the {sum(parts_us.values()):.0f} us of a microbatch go, two stages that wait 1 + 2 ms\n"
-    yield scaffold.format_table(
-        "part | us of CPU", "lr", [(part, f"{parts_us[part]:.1f}") for part in sorted(parts_us)]
-    )
     yield ""
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
-import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -124,10 +121,3 @@ def network(shape: Shape, waits: Waits) -> nn.Sequential:
     # Inputs and outputs of the network are one number, so that only messages have the size.
     widths = [shape.message_bytes // 4] * (shape.stages - 1) + [1]
     return nn.Sequential(*(WaitingLayer(shape, width, waits) for width in widths))
-
-
-def print_profile(profiler: cProfile.Profile, title: str) -> None:
-    """Prints where a process's main thread spent CPU time."""
-    print(f"== {title}: CPU seconds of the main thread", file=sys.stderr)
-    for order in ("tottime", "cumulative"):
-        pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(40)

@@ -5,7 +5,6 @@ Started by run.py, which sets torch's variables.
 
 from __future__ import annotations
 
-import cProfile
 import gc
 import itertools
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stages import Shape, Waits, loss, network, optimizer, print_profile
+from stages import Shape, Waits, loss, network, optimizer
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -211,7 +210,7 @@ VARIANTS: dict[str, Callable[[Bench], AbstractContextManager[Running]]] = {
 
 
 def measure(request: dict[str, Any]) -> dict[str, list[Any]]:
-    """Runs what was asked: keys `shape`, `variants`, `rounds`, `segment`, `profile`, `pinned` (each rank to a core).
+    """Runs what was asked: keys `shape`, `variants`, `rounds`, `segment`, `pinned` (each rank to a core).
 
     Returns variant -> rounds -> ranks -> `Segment` as a list.
     """
@@ -221,31 +220,22 @@ def measure(request: dict[str, Any]) -> dict[str, list[Any]]:
     shape = Shape(**request["shape"])
     segments_by_variant: dict[str, list[Any]] = {name: [] for name in request["variants"]}
     for name in take_turns(segments_by_variant, request["rounds"]):
-        profiler = cProfile.Profile(time.thread_time) if request["profile"] else None
         dist.barrier(group)
-        segment = _time_segment(name, Bench(shape, Waits(), group, request["segment"]), profiler)
+        segment = _time_segment(name, Bench(shape, Waits(), group, request["segment"]))
         segments_by_variant[name].append(gather(astuple(segment), group))
-        for rank in range(shape.stages):
-            if profiler is not None and dist.get_rank() == rank:
-                print_profile(profiler, f"{name}, rank {rank}")
-            dist.barrier(group)
         gc.collect()
     return segments_by_variant
 
 
-def _time_segment(name: str, bench: Bench, profiler: cProfile.Profile | None) -> Segment:
-    """Times minibatches of a variant, after some that warm up; the profiler runs meanwhile."""
+def _time_segment(name: str, bench: Bench) -> Segment:
+    """Times minibatches of a variant, after some that warm up."""
     with VARIANTS[name](bench) as (step, microbatches, warmup):
         for _ in range(warmup):
             step()
         bench.waits.clear()
         cpu_s, start_s = _read_cpu_s(), time.perf_counter()
-        if profiler is not None:
-            profiler.enable()
         for _ in range(minibatches := bench.count(microbatches)):
             step()
-        if profiler is not None:
-            profiler.disable()
         seconds = time.perf_counter() - start_s, _read_cpu_s() - cpu_s
         means_s = bench.waits.means_s
     count = microbatches * minibatches
