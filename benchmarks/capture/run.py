@@ -1,13 +1,13 @@
-"""What it costs to run an unmodified model in stages: per microbatch, with one stage, to capture it, and compiled."""
+"""What it costs to run an unmodified model in stages: per microbatch, with one stage, and to capture it."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import subprocess
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -71,15 +71,13 @@ def in_slices(model: nn.Module, sample: Batch, cut: str, microbatches: int) -> S
     return plain(model, microbatches, lambda **batch: second(first(batch)))
 
 
-def in_pipeline(
-    stack: ExitStack, model: nn.Module, sample: Batch, cuts: tuple[str, ...], microbatches: int, **options: Any
-) -> Step:
+def in_pipeline(stack: ExitStack, model: nn.Module, sample: Batch, cuts: tuple[str, ...], microbatches: int) -> Step:
     """Returns training by a pipeline of these stages, all in this process."""
     profile = pipedream.profile(model, sample, runs=1, warmup=1)
     cluster = pipedream.Cluster.flat(len(cuts) + 1)
     shape: dict[str, Any] = {"cuts": cuts} if cuts else {"shape": "data-parallel"}
     plan = pipedream.plan(profile, cluster, schedule="1f1b", microbatches=microbatches, **shape)
-    pipeline = stack.enter_context(pipedream.Pipeline(model, plan, loss=None, optimizer=OPTIMIZER, **options))
+    pipeline = stack.enter_context(pipedream.Pipeline(model, plan, loss=None, optimizer=OPTIMIZER))
 
     def step(loader: list[Batch]) -> None:
         for _ in pipeline.train(loader):
@@ -128,30 +126,24 @@ def overhead(quick: bool) -> None:
         print(scaffold.format_row((name, format_seconds(median(times)), shown)))
 
 
-def beside_plain(quick: bool, *, compiled: bool) -> None:
-    """Prints the time of a pipeline of one stage, or with modules compiled, of that of the plain loop."""
-    blocks, width, rounds, count = (2, 64, 2, 2) if quick else (6, 192, 11 if compiled else 21, 10)
+def beside_plain(quick: bool) -> None:
+    """Prints the time of a pipeline of one stage beside that of the plain loop."""
+    blocks, width, rounds, count = (2, 64, 2, 2) if quick else (6, 192, 21, 10)
     loader = batches(count, 4, 64)
-    make = partial(gpt2, blocks, width)
-    cuts = (f"transformer.h.{blocks // 2}",)
     with ExitStack() as stack:
-        steps = {"plain": plain(make(), 1)}
-        if compiled:
-            steps["plain, torch.compile"] = plain(torch.compile(make()), 1)  # type: ignore[arg-type]
-            steps["2 stages"] = in_pipeline(stack, make(), loader[0], cuts, 1)
-            steps["2 stages, compile=True"] = in_pipeline(stack, make(), loader[0], cuts, 1, compile=True)
-        else:
-            steps["pipeline of one stage"] = in_pipeline(stack, make(), loader[0], (), 1)
+        steps = {"plain": plain(gpt2(blocks, width), 1)}
+        steps["pipeline of one stage"] = in_pipeline(stack, gpt2(blocks, width), loader[0], (), 1)
         seconds_by_way = seconds(steps, loader, rounds)
-    print(f"### {'Compiled' if compiled else 'One stage'}: GPT-2, {blocks} blocks of width {width}\n")
+    print(f"### One stage: GPT-2, {blocks} blocks of width {width}\n")
     print(scaffold.format_head(" | a minibatch (least to most) | of plain", "lr"))
     for name, times in seconds_by_way.items():
         share = median(scaffold.compare_rounds(times, seconds_by_way["plain"]))
         print(scaffold.format_row((name, scaffold.format_range(times, format_seconds), f"{share:.1%}")))
 
 
-def capture_alone(quick: bool) -> None:
-    """Captures GPT-2 medium in this process, and prints a row."""
+def capture_alone(quick: bool) -> str:
+    """Captures GPT-2 medium in this process, and returns a row."""
+    torch.set_num_threads(1)
     blocks, width, words = (2, 64, 256) if quick else (24, 1024, 50257)
     model = gpt2(blocks, width, words, 1024)
     size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
@@ -161,10 +153,8 @@ def capture_alone(quick: bool) -> None:
     captured = pipedream.capture(model, batch)
     taken = time.perf_counter() - began
     most = scaffold.read_memory("VmHWM")
-    print(
-        f"| {format_bytes(size)} | {len(captured.graph.layers)} | {taken:.1f} s | {format_bytes(most - before)} | "
-        f"{(most - before + size) / size:.2f} |"
-    )
+    sizes = format_bytes(most - before), f"{(most - before + size) / size:.2f}"
+    return scaffold.format_row((format_bytes(size), len(captured.graph.layers), f"{taken:.1f} s", *sizes))
 
 
 def capture_in_processes(quick: bool) -> None:
@@ -173,31 +163,22 @@ def capture_in_processes(quick: bool) -> None:
     titles = "weights | layers | seconds | memory beyond the model's | model and that, of the model"
     print(scaffold.format_head(titles, "r"), flush=True)
     for _ in range(1 if quick else 3):
-        command = [sys.executable, __file__, "--capture-alone", *(["--quick"] if quick else [])]
-        subprocess.run(command, check=True)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            print(pool.submit(capture_alone, quick).result(), flush=True)
 
 
-PARTS = {
-    "overhead": overhead,
-    "one-stage": partial(beside_plain, compiled=False),
-    "capture": capture_in_processes,
-    "compile": partial(beside_plain, compiled=True),
-}
+PARTS = {"overhead": overhead, "one-stage": beside_plain, "capture": capture_in_processes}
 
 
 def main() -> None:
     parser = scaffold.make_parser(__doc__, "small: that it runs, not how long it takes")
-    parser.add_argument("parts", nargs="*", help="overhead, one-stage, capture, compile; all by default")
+    parser.add_argument("parts", nargs="*", help="overhead, one-stage, capture; all by default")
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor, where others work on it too")
-    parser.add_argument("--capture-alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     if options.cpu_time:
         time.perf_counter = time.process_time
-    if options.capture_alone:
-        capture_alone(options.quick)
-        return
     environment = scaffold.Environment()
     for name in options.parts or PARTS:
         print()
