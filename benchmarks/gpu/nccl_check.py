@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ import torch
 import torch.distributed as dist
 from findings import Finding, need_card
 from loops import Scale
-from process_checks import Job, start_job, wait_for_all
+from rank_checks import Job, start_ranks, wait_for_all
 
 GROUPS = (1, 4, 16)
 SENT = 1 << 20  # elements of a message
@@ -106,9 +109,23 @@ def _check_groups(device: torch.device) -> Iterator[Finding]:
 def _check_two_ranks(device: torch.device) -> Iterator[Finding]:
     """What NCCL says to two ranks on one card is noted; no answer is wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        started = start_job(Job(folder, str(device), 2, 8, 8, 1, do="share_card_over_nccl"))
-        seconds = wait_for_all(started, 20)
+        seconds = wait_for_all(start_ranks(__file__, Job(folder, str(device), {}, []), 2), 20)
         printed = (Path(folder) / "0.said").read_text(encoding="utf-8")
     duplicate = [line for line in printed.splitlines() if "Duplicate GPU" in line]
     note = (duplicate or printed.strip().splitlines()[-1:] or [""])[0]
     yield Finding("two_ranks_on_one_card_s", seconds, note=note[:300])
+
+
+def share_card(device: torch.device) -> None:
+    """Is one of two ranks that add one number up over NCCL, which may refuse two ranks on one card."""
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    tensor = torch.ones(1, device=device)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    print(f"the sum is {tensor.item():g}")
+    os._exit(0)  # leaving the group may wait for the other rank
+
+
+if __name__ == "__main__":
+    share_card(torch.device(json.loads(sys.argv[1])["device"]))

@@ -117,15 +117,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], int, torc
 """Name -> its function, that of its (inputs, targets), samples in a minibatch, and autocast's dtype."""
 
 
-def write_profile(name: str, device: torch.device, folder: Path, *, batch: int = 0, runs: int = 10) -> Profile:
-    """Measures a model into ``<folder>/<name>.json``.
-
-    Args:
-        batch: by default the model's own.
-    """
+def write_profile(name: str, device: torch.device, folder: Path, *, runs: int = 10) -> Profile:
+    """Measures a model into ``<folder>/<name>.json``."""
     build, data, samples, autocast = MODELS[name]
     torch.manual_seed(0)
-    x, y = data(batch or samples)
+    x, y = data(samples)
     y = y.to(device)
     profile = pd.profile(
         build(),

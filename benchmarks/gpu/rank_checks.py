@@ -1,9 +1,9 @@
-"""Checks links, sums and meshes over NCCL between several processes that share one card.
+"""Checks over several processes that share one card: over NCCL, or through the memory of this machine.
 
 NCCL refuses two ranks on one card of one host; with an NCCL_HOSTID of its own, each takes itself for a host, and they
 talk over sockets of the loopback interface.
 
-python links_check.py JOB    # is one of the processes: JSON, see `Job`
+python rank_checks.py JOB    # is one of the processes: JSON, see `Job`; started with RANK, WORLD_SIZE and the rest
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,15 +27,17 @@ from unittest import mock
 import loops
 import torch
 import torch.distributed as dist
-from findings import Finding
-from process_checks import start_ranks, wait_for_all
+from findings import Finding, need_card
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.runtime.comm import connections
+from pipedream.runtime.comm import connections, shared_memory
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import local_world, stop_processes
 
 MICROBATCHES = 4
-PATIENCE_S = 90.0
+PATIENCE_S = 110.0
 GONE_S = 15.0
 """How long the ranks may live after one of them has failed."""
 NCCL_ON_ONE_CARD = {
@@ -57,7 +60,8 @@ class Case:
     Attributes:
         stages: of the plan; two workers may have four.
         replicas: of the first stage.
-        waits: for the whole device, after each minibatch.
+        waits: for the whole device, at random minibatches.
+        over: 'nccl', 'memory' that the ranks share, or 'gloo', by pinned memory as between machines.
     """
 
     name: str
@@ -67,7 +71,17 @@ class Case:
     replicas: int = 1
     mesh: str = ""
     dropout: float = 0.0
-    waits: bool = False
+    waits: int = 0
+    over: str = "nccl"
+
+    def count_minibatches(self, scale: loops.Scale) -> tuple[int, int]:
+        """Returns those of two streams, which both end with a drain."""
+        if self.name == "large":
+            return 1, 1
+        if self.over == "nccl":
+            return scale.minibatches // 2, scale.minibatches // 2
+        count = scale.many_minibatches // 4
+        return count // 4, count - count // 4
 
 
 CASES = (
@@ -77,12 +91,17 @@ CASES = (
     Case("pipedream_2bw", 2, "pipedream_2bw"),
     Case("interleaved_1f1b", 2, "interleaved_1f1b", stages=4),
     Case("chimera", 2, "chimera"),
-    Case("waits", 2, waits=True),
+    Case("waits", 2, waits=50),
     Case("types", 2),
     Case("large", 2),
     Case("mesh", 2, mesh="model:2", stages=1),
     Case("replicas", 3, "pipedream", replicas=2),
     Case("meshes", 4, mesh="model:2", dropout=0.1),
+)
+PROCESSES = (
+    Case("2_processes", 2, dropout=0.1, waits=50, over="memory"),
+    Case("2_processes_over_gloo", 2, dropout=0.1, waits=50, over="gloo"),
+    Case("4_processes", 4, stages=4, dropout=0.1, over="memory"),
 )
 
 
@@ -99,7 +118,7 @@ class Job:
     folder: str
     device: str
     scale: dict[str, Any]
-    cases: list[str]
+    cases: list[dict[str, Any]]
     fails: str = ""
     bound: bool = False
 
@@ -153,26 +172,63 @@ def links(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
         version = ".".join(map(str, torch.cuda.nccl.version()))
         yield Finding("nccl_version", float(".".join(version.split(".")[:2])), note=version)
     for ranks in sorted({case.ranks for case in CASES}):
-        cases = [case for case in CASES if case.ranks == ranks]
-        with tempfile.TemporaryDirectory() as folder:
-            job = Job(folder, str(device), asdict(scale), [case.name for case in cases], bound=ranks == 3)
-            began = time.monotonic()
-            wait_for_all(_start(job, ranks), PATIENCE_S)
-            yield Finding(f"{ranks}_ranks_s", time.monotonic() - began)
-            for case in cases:
-                yield from _compare(case, Path(folder), device, scale)
+        yield from _run([case for case in CASES if case.ranks == ranks], device, scale)
     for failure in ("exception", "killed"):
-        yield _fail(failure, device, scale)
+        yield _fail(CASES[0], failure, device, scale)
 
 
-def _compare(case: Case, folder: Path, device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+def processes(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+    """Two and four processes against one, their memory and waits."""
+    for case in PROCESSES:
+        yield from _run([case], device, scale)
+
+
+def death(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+    """One of two processes is killed: when all are gone, and what stays of the card's memory."""
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    yield _fail(PROCESSES[0], "killed", device, scale)
+    need_card(device)
+    missing = free_bytes - torch.cuda.mem_get_info(device)[0]
+    yield Finding("missing_bytes_after_death", missing, "<=", 64 << 20)
+
+
+def host_of_processes(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+    """Seconds of a microbatch at a stage of two processes, with layers of no work."""
+    case = Case("host", 2, over="memory")
+    small = replace(scale, width=8, samples=32, many_minibatches=4 * max(8, 2 * scale.repeats))
+    with tempfile.TemporaryDirectory() as folder:
+        wait_for_all(_start([case], folder, device, small), PATIENCE_S)
+        answers, missing = _read_answers(case, Path(folder))
+    if missing:
+        raise RuntimeError(missing.note)
+    us = max(answer["minibatch_s"] for answer in answers) / MICROBATCHES * 1e6
+    yield Finding("two_processes_us_of_a_microbatch", us, note="the card takes turns between its processes")
+
+
+def _run(cases: list[Case], device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+    """Trains cases of as many ranks, one after the other, and compares each with one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = wait_for_all(_start(cases, folder, device, scale), PATIENCE_S)
+        yield Finding(f"{cases[0].ranks}_ranks_s" if len(cases) > 1 else f"{cases[0].name}_s", seconds)
+        for case in cases:
+            yield from _compare(case, Path(folder), device, scale)
+
+
+def _read_answers(case: Case, folder: Path) -> tuple[list[dict[str, Any]], Finding | None]:
+    """Returns what each rank wrote, or what the first one printed that did not write."""
     files = [folder / f"{case.name}.{rank}.json" for rank in range(case.ranks)]
     missing = [rank for rank, file in enumerate(files) if not file.exists()]
     if missing:
         printed = (folder / f"{missing[0]}.said").read_text(encoding="utf-8")
-        yield Finding(f"{case.name}_missing_ranks", len(missing), "==", 0, printed[-2000:])
+        return [], Finding(f"{case.name}_missing_ranks", len(missing), "==", 0, printed[-2000:])
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files], None
+
+
+def _compare(case: Case, folder: Path, device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
+    answers, missing = _read_answers(case, folder)
+    if missing:
+        yield missing
         return
-    answers = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     growth = max(abs(answer["at_drains"][1] - answer["at_drains"][0]) for answer in answers)
     seconds = [max(answer[key] for answer in answers) for key in ("connect_s", "train_s")]
     note = "connected in {:.1f} s, trained in {:.1f} s".format(*seconds)
@@ -187,12 +243,16 @@ def _compare(case: Case, folder: Path, device: torch.device, scale: loops.Scale)
         yield Finding(f"{case.name}_distance", loops.distance(state, expected), "<=", 1e-5)
     else:
         yield Finding(f"{case.name}_differing_weights", loops.differing_bits(state, expected), "==", 0)
+    if case.over != "nccl" and case.waits:
+        waits_s = [wait_s for answer in answers for wait_s in answer["waits_s"]]
+        longest = max(waits_s, default=0.0)
+        yield Finding(f"{case.name}_longest_wait_for_the_device_s", longest, "<=", 1.0, f"of {len(waits_s)}")
 
 
-def _fail(failure: str, device: torch.device, scale: loops.Scale) -> Finding:
+def _fail(case: Case, failure: str, device: torch.device, scale: loops.Scale) -> Finding:
     """Returns how long the ranks live after one has failed."""
     with tempfile.TemporaryDirectory() as folder:
-        started = _start(Job(folder, str(device), asdict(scale), ["1f1b"], fails=failure), 2)
+        started = _start([case], folder, device, scale, failure)
         file, limit = Path(folder) / "fails", time.monotonic() + PATIENCE_S / 2
         while not file.exists() and time.monotonic() < limit and started[1].poll() is None:
             time.sleep(0.05)
@@ -207,12 +267,52 @@ def _fail(failure: str, device: torch.device, scale: loops.Scale) -> Finding:
     return Finding(name, seconds, "<=", GONE_S, "" if seconds <= GONE_S else printed)
 
 
-def _start(job: Job, ranks: int) -> list[subprocess.Popen[str]]:
-    def choose_variables(rank: int) -> dict[str, str]:
-        variables = {"FAILS_FILE": str(Path(job.folder) / "fails")}
-        return variables if job.device == "cpu" else variables | NCCL_ON_ONE_CARD | {"NCCL_HOSTID": f"rank{rank}"}
+def _start(
+    cases: list[Case], folder: str, device: torch.device, scale: loops.Scale, fails: str = ""
+) -> list[subprocess.Popen[str]]:
+    ranks, on_card = cases[0].ranks, device.type == "cuda" and cases[0].over == "nccl"
 
+    def choose_variables(rank: int) -> dict[str, str]:
+        variables = {"FAILS_FILE": str(Path(folder) / "fails")}
+        return variables | NCCL_ON_ONE_CARD | {"NCCL_HOSTID": f"rank{rank}"} if on_card else variables
+
+    job = Job(folder, str(device), asdict(scale), list(map(asdict, cases)), fails, bound=ranks == 3)
     return start_ranks(__file__, job, ranks, choose_variables)
+
+
+def start_ranks(
+    program: str, job: Job, ranks: int, variables: Callable[[int], dict[str, str]] = lambda rank: {}
+) -> list[subprocess.Popen[str]]:
+    """Starts a program with a job for each rank; what they print goes to ``<rank>.said`` in the job's folder."""
+    started = []
+    for rank, world in enumerate(local_world(ranks)):
+        with (Path(job.folder) / f"{rank}.said").open("w", encoding="utf-8") as printed:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, program, json.dumps(asdict(job))],
+                    env=os.environ | world | {"LOCAL_RANK": "0"} | variables(rank),
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+    return started
+
+
+def wait_for_all(started: list[subprocess.Popen[str]], seconds: float) -> float:
+    """Returns the seconds until the last has ended; those that have not by then are killed."""
+    began = time.monotonic()
+    try:
+        for process in started:
+            process.wait(max(0.1, began + seconds - time.monotonic()))
+        return time.monotonic() - began
+    except subprocess.TimeoutExpired:
+        for process in started:
+            process.send_signal(signal.SIGUSR1)  # those that still run print where they are
+        time.sleep(1.0)
+        return float("inf")
+    finally:
+        stop_processes(started)
 
 
 # -- what each process runs ---------------------------------------------------------------------------
@@ -256,20 +356,24 @@ def _train(
     case: Case, device: torch.device, scale: loops.Scale, answer: dict[str, Any], *, alone: bool
 ) -> dict[str, Tensor]:
     """Trains in two streams, so that there are two drains; returns the weights."""
-    batches = _batches(case, scale)
-    counts = (1, 1) if case.name == "large" else (scale.minibatches // 2, scale.minibatches // 2)
-    answer["at_drains"], since = [], time.perf_counter()
+    batches, draws = _batches(case, scale), random.Random(0 if alone else dist.get_rank())
+    began_s = time.perf_counter()
+    answer |= {"at_drains": [], "waits_s": []}
     with _pipeline(case, device, scale, alone) as pipeline:
-        answer["connect_s"], since = time.perf_counter() - since, time.perf_counter()
-        for minibatches in counts:
+        connected_s = time.perf_counter()
+        for minibatches in case.count_minibatches(scale):
+            stream_s = time.perf_counter()
             for _ in pipeline.train([batches[k % len(batches)] for k in range(minibatches)]):
-                if case.waits:
-                    loops.wait_for(device)
+                if len(answer["waits_s"]) < case.waits and draws.random() < 0.5:
+                    since_s = time.perf_counter()
+                    loops.wait_for(device)  # while receives may be posted
+                    answer["waits_s"].append(time.perf_counter() - since_s)
             loops.wait_for(device)
+            answer["minibatch_s"] = (time.perf_counter() - stream_s) / minibatches
             if not alone:
                 dist.barrier()
             answer["at_drains"].append(loops.allocated_bytes(device))
-        answer["train_s"] = time.perf_counter() - since
+        answer |= {"connect_s": connected_s - began_s, "train_s": time.perf_counter() - connected_s}
         if device.type == "cuda":
             answer["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
         return loops.copy_state(pipeline)
@@ -279,8 +383,11 @@ def run_rank(job: Job) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent when the time is over
     device, scale = torch.device(job.device), loops.Scale(**job.scale)
+    cases = [Case(**case) for case in job.cases]
+    if cases[0].over == "gloo":
+        shared_memory.is_supported = lambda: False
     with ExitStack() as stack:
-        if device.type == "cuda":
+        if device.type == "cuda" and cases[0].over == "nccl":
             torch.cuda.set_device(device)
             stack.enter_context(mock.patch.object(connections, "has_nccl", return_value=True))
             names = {"backend": "nccl", "device_id": device} if job.bound else {"backend": "cpu:gloo,cuda:nccl"}
@@ -289,7 +396,6 @@ def run_rank(job: Job) -> None:
             dist.init_process_group("gloo")
         rank, folder = dist.get_rank(), Path(job.folder)
         stack.enter_context(loops.deterministic())
-        cases = [case for case in CASES if case.name in job.cases]
         if job.fails:
             _train_until_failure(job, cases[0], device, scale, rank)
         for case in cases:

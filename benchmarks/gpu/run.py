@@ -43,20 +43,20 @@ NO_CARD = "no CUDA card was found: nothing was checked"
 
 CHECKS = {
     "equality": "result_checks.equality",
-    "links": "links_check.links",
-    "processes": "process_checks.processes",
+    "links": "rank_checks.links",
+    "processes": "rank_checks.processes",
     "memory": "speed_checks.memory",
     "checkpoint": "result_checks.checkpoint",
     "precision": "result_checks.precision",
     "facts": "speed_checks.facts",
-    "death": "process_checks.death",
+    "death": "rank_checks.death",
     "nccl": "nccl_check.nccl",
     "waits": "result_checks.waits",
     "throughput": "speed_checks.throughput",
     "store": "speed_checks.store",
     "clock": "speed_checks.clock",
     "recurrent": "result_checks.recurrent",
-    "host": "speed_checks.host process_checks.host_of_processes",
+    "host": "speed_checks.host rank_checks.host_of_processes",
     "compiled": "result_checks.full_card result_checks.compiled",
 }
 """Name -> the functions of the check, in the order in which they run."""

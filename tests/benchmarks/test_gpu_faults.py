@@ -39,9 +39,8 @@ from pipedream.runtime.update.optimizer import Optimizer
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
-loops, speed, results, processes, links, nccl = (
-    importlib.import_module(name)
-    for name in ("loops", "speed_checks", "result_checks", "process_checks", "links_check", "nccl_check")
+loops, speed, results, ranks, nccl = (
+    importlib.import_module(name) for name in ("loops", "speed_checks", "result_checks", "rank_checks", "nccl_check")
 )
 sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
 
@@ -262,12 +261,12 @@ if os.environ.get("RANK") == "0":
 def test_faults_of_a_rank_fail_their_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(WRONG_RANK, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(links, "CASES", links.CASES[:1])
+    monkeypatch.setattr(ranks, "CASES", ranks.CASES[:1])
     scale = replace(loops.TINY, many_minibatches=16)
     for check, name in (
-        (processes.processes, "2_processes_differing_weights"),
-        (links.links, "1f1b_differing_weights"),
-        (processes.death, "seconds_until_all_are_gone"),
+        (ranks.processes, "2_processes_differing_weights"),
+        (ranks.links, "1f1b_differing_weights"),
+        (ranks.death, "killed_seconds_until_all_are_gone"),
     ):
         finding = next(finding for finding in check(CPU, scale) if finding.name == name)
         assert not finding.ok, name
