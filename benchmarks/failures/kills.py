@@ -132,12 +132,7 @@ def _kill(pids: Iterable[int], trial: Trial | None = None) -> None:
 
 def list_processes(folder: Path) -> list[int]:
     """Returns those of the run in a folder."""
-    pids = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"FINISHED={folder}/".encode() in (process / "environ").read_bytes():
-                pids.append(int(process.name))
-    return pids
+    return recovery.list_processes(f"FINISHED={folder / 'finished'}")
 
 
 def _find_left(launcher: subprocess.Popen[bytes], folder: Path) -> str:

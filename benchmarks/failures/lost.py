@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,6 +24,8 @@ import recovery
 from scaffold import Environment, collect_rounds, format_quartiles, format_table, make_parser, stop_if
 
 CASES: dict[str, tuple[tuple[int, ...], int, int, tuple[str, ...]]] = {
+    "a stage of 1-1, from disk": ((1, 1), 1, 1, ()),
+    "a stage of 1-1, from memory": ((1, 1), 1, 1, recovery.MEMORY),
     "a replica of 2-1-1, a snapshot of each minibatch": ((2, 1, 1), 0, 1, ("--elastic", "--snapshot-every", "1")),
     "a replica of 2-1-1": ((2, 1, 1), 0, 1, ("--elastic", *recovery.MEMORY)),
     "one of 4 data parallel": ((4,), 0, 3, ("--elastic", *recovery.MEMORY)),
@@ -33,7 +36,7 @@ CASES: dict[str, tuple[tuple[int, ...], int, int, tuple[str, ...]]] = {
 """Name -> replicas, restarts, the rank that is killed, options."""
 
 
-def measure(name: str) -> tuple[float, int]:
+def measure(name: str, source: Path = recovery.SOURCE) -> tuple[float, int]:
     """Returns the seconds from the kill to the next finished minibatch, and the minibatches that are repeated."""
     shape, restarts, victim, more = CASES[name]
     with TemporaryDirectory() as folder:
@@ -41,7 +44,7 @@ def measure(name: str) -> tuple[float, int]:
         plan_options = (
             [] if "--straight" in more else ["--plan", str(recovery.make_plan(shape).save(Path(folder, "plan.json")))]
         )
-        return recovery.time_recovery(recovery.SOURCE, sum(shape), restarts, victim, *plan_options, *more)
+        return recovery.time_recovery(source, sum(shape), restarts, victim, *plan_options, *more)
 
 
 def measure_goodput(name: str, minutes: int) -> tuple[float, list[float]]:
@@ -57,10 +60,8 @@ def measure_goodput(name: str, minutes: int) -> tuple[float, list[float]]:
     with TemporaryDirectory() as folder:
         place = Path(folder)
         options[1] = str(recovery.make_plan(shape).save(place / "plan.json"))
-        if name == "torchrun":
-            launcher = start_torchrun(place, sum(shape), *options)
-        else:
-            launcher = recovery.start(place, recovery.SOURCE, sum(shape), 10**6, *options)
+        by_torchrun = name == "torchrun"
+        launcher = recovery.start(place, recovery.SOURCE, sum(shape), 10**6, *options, by_torchrun=by_torchrun)
         finished, killed_s = place / "finished", list[float]()
         with launcher:
             recovery.wait_until(finished.exists, launcher)
@@ -75,16 +76,6 @@ def measure_goodput(name: str, minutes: int) -> tuple[float, list[float]]:
             launcher.send_signal(signal.SIGTERM)
         pauses = [next(row[2] for row in rows if row[0] > number) - at_s for number, at_s in enumerate(killed_s)]
         return max(row[1] for row in rows) / (60 * minutes), pauses
-
-
-def start_torchrun(folder: Path, workers: int, *more: str) -> subprocess.Popen[bytes]:
-    """Starts the run under torchrun, which restarts it from disk."""
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    options = [*meet, "--nproc-per-node", str(workers), "--max-restarts", "1000000", "-m", "pipedream", "train"]
-    run = [recovery.__file__, "--out", str(folder / "run"), "--checkpoint-every", str(recovery.EVERY), *more]
-    variables = {"PYTHONPATH": str(recovery.SOURCE), "FINISHED": str(folder / "finished")}
-    command = [sys.executable, "-m", "torch.distributed.run", *options, *run]
-    return subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def tell_goodput(minutes: int, runs: int) -> str:
@@ -107,6 +98,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--only", action="append", help="part of the name of a case; repeatable")
+    parser.add_argument("--sources", type=Path, nargs="+", help="src folders of the versions to compare")
     parser.add_argument("--hosts", action="store_true", help="one of two hosts is lost, in namespaces; as root")
     parser.add_argument("--kills", action="store_true", help="kills at random moments; compare weights and losses")
     parser.add_argument("--seed", type=int, default=0, help="number of the first of the random kills")
@@ -125,8 +117,11 @@ def main() -> int:
         stop_if(slow_links.why_not(), "failures")
     cases, measure_case = (hosts.CASES, hosts.measure) if options.hosts else (CASES, measure)
     names = [name for name in cases if not options.only or any(part in name for part in options.only)]
+    runs = {name: partial(measure_case, name) for name in names}
+    if options.sources:
+        runs = {f"{name}, {src}": partial(measure, name, src) for name, src in product(names, options.sources)}
     table = []
-    for name, each in collect_rounds(measure_case, names, options.trials).items():
+    for name, each in collect_rounds(lambda name: runs[name](), runs, options.trials).items():
         seconds, repeated = zip(*each, strict=True)
         quartiles = format_quartiles(seconds, "{:.2f} s".format)
         table.append((name, quartiles, f"{max(seconds):.2f} s", f"{median(repeated):g}"))

@@ -1,7 +1,4 @@
-"""Seconds from the kill of a worker to the next finished minibatch: its launcher starts the run again. See README.md.
-
-This file is also the recipe that is trained.
-"""
+"""The run whose workers are killed: its recipe (this file), its plan and launcher, and when it has recovered."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,11 +20,7 @@ from torch import nn
 import pipedream as pd
 from pipedream.callbacks import Callback
 
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, collect_rounds, format_quartiles, format_table, make_parser
-
 MINIBATCHES, EVERY, KILLED_AFTER = 400, 20, 90
-SNAPSHOTS = ", snapshots"
 SNAPSHOT_EVERY = 5
 MEMORY = ("--snapshot-every", str(SNAPSHOT_EVERY))
 MINIBATCH_S = 0.02
@@ -76,27 +69,31 @@ def make_plan(shape: tuple[int, ...]) -> pd.Plan:
 
 
 def start(
-    folder: Path, source: Path, workers: int, restarts: int, *more: str, errors: Any = subprocess.DEVNULL
+    folder: Path,
+    source: Path,
+    workers: int,
+    restarts: int,
+    *more: str,
+    by_torchrun: bool = False,
+    errors: Any = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """Starts the run, in which each finished minibatch adds a line to the file ``finished``."""
-    options = ["--workers", str(workers), "--max-restarts", str(restarts), "--checkpoint-every", str(EVERY), *more]
-    command = [sys.executable, "-m", "pipedream", "train", __file__, "--out", str(folder / "run"), *options]
+    launch, counts = [sys.executable, "-m"], ["--workers", str(workers), "--max-restarts", str(restarts)]
+    if by_torchrun:
+        counts[0] = "--nproc-per-node"
+        launch += ["torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        launch, counts = [*launch, "--local-addr", "127.0.0.1", *counts, "-m"], []
+    options = [*counts, "--out", str(folder / "run"), "--checkpoint-every", str(EVERY), *more]
+    command = [*launch, "pipedream", "train", __file__, *options]
     variables = {"PYTHONPATH": str(source), "FINISHED": str(folder / "finished")}
     return subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.DEVNULL, stderr=errors)
 
 
-def measure(name: str, workers: int, *more: str) -> tuple[float, int]:
-    """Trains and kills the last worker.
-
-    Returns the seconds until the restarted run has finished a minibatch, and the minibatches that it repeats.
-    """
-    source, snapshots, _ = name.partition(SNAPSHOTS)
-    more = (*more, *MEMORY) if snapshots else more
-    return time_recovery(Path(source), workers, 1, workers - 1, *more)
-
-
 def time_recovery(source: Path, workers: int, restarts: int, victim: int, *more: str) -> tuple[float, int]:
-    """Does so for the worker of a rank."""
+    """Trains and kills the worker of a rank.
+
+    Returns the seconds until the run has finished a minibatch again, and the minibatches that it repeats.
+    """
     with TemporaryDirectory() as folder:
         finished = Path(folder, "finished")
         with start(Path(folder), source, workers, restarts, *more) as launcher:
@@ -123,6 +120,16 @@ def list_children(launcher: subprocess.Popen[bytes]) -> list[int]:
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
 
+def list_processes(variable: str) -> list[int]:
+    """Returns the processes that were started with a variable, `NAME=VALUE`, and their forks."""
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
+                pids.append(int(process.name))
+    return pids
+
+
 def read_finished(file: Path) -> list[list[float]]:
     """Returns (attempt, number, time, process of rank 0) of each minibatch."""
     return [[float(word) for word in line.split()] for line in file.read_text().splitlines()] if file.exists() else []
@@ -141,32 +148,3 @@ def wait_until(is_reached: Any, launcher: subprocess.Popen[bytes], within_s: flo
         if launcher.poll() is not None:
             raise RuntimeError(f"the run has ended with exit status {launcher.returncode}")
         time.sleep(0.01)
-
-
-def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--sources", type=Path, nargs="+", default=[SOURCE], help="src folders of the versions to compare"
-    )
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--plan", help="a plan's file; by default each run measures and plans first")
-    parser.add_argument("--snapshots", action="store_true", help="each version also with snapshots")
-    options = parser.parse_args()
-    environment, more = Environment(), ["--plan", options.plan] if options.plan else []
-    sources, workers, trials = list(map(str, options.sources)), options.workers, options.trials
-    if options.snapshots:
-        sources += [source + SNAPSHOTS for source in sources]
-    results = collect_rounds(lambda name: measure(name, workers, *more), sources, trials)
-    rows = []
-    for name, each in results.items():
-        seconds, repeated = zip(*each, strict=True)
-        worst = f"{max(seconds):.2f} s"
-        rows.append((name, format_quartiles(seconds, "{:.2f} s".format), worst, f"{median(repeated):g}"))
-    print(f"{environment.describe(f'{trials} trials, {workers} workers')}\n")
-    print(format_table("version | median (quartiles) | worst | minibatches repeated", "lrrr", rows))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

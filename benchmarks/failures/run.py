@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -17,7 +16,9 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import recovery
 import torch
 from torch import nn
 
@@ -30,7 +31,7 @@ from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.workflows.plan import plan
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import format_row, format_table, local_world, make_parser
+from scaffold import format_row, format_table, make_parser, write_rows
 
 HERE = Path(__file__).resolve().parent
 PLANS = {"1-1": ((8,), (1, 1)), "2-1": ((8,), (2, 1)), "1-1-1": ((4, 8), (1, 1, 1)), "2-2": ((8,), (2, 2))}
@@ -158,7 +159,7 @@ class Job:
                 stderr=errors,
                 start_new_session=True,
             )
-            if MOMENTS[self.trial.moment] is None:
+            if MOMENTS[self.trial.moment] is None and (self.folder / "trial.json").exists():
                 self._send_soon(process)
             started = time.monotonic()
             while process.poll() is None or self.left():
@@ -171,49 +172,22 @@ class Job:
             errors.seek(0)
             return process.poll(), ended, errors.read()
 
-    def train(self, *options: str) -> tuple[bool, str]:
-        """Trains, undisturbed, in processes that need not load torch; returns whether it succeeded, and its errors."""
-        ranks, errors = self.trial.ranks, self.folder / "errors"
-        errors.write_text("")
-        forked = multiprocessing.get_context("forkserver")
-        workers = []
-        for world in local_world(ranks):
-            variables = self._variables | world | {"LOCAL_RANK": world["RANK"], "LOCAL_WORLD_SIZE": str(ranks)}
-            workers.append(forked.Process(target=train_as_rank, args=(variables, [*self._command, *options], errors)))
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(PATIENCE_S)
-            worker.kill()
-        return all(worker.exitcode == 0 for worker in workers), errors.read_text()
-
     def _send_soon(self, launcher: subprocess.Popen[bytes]) -> None:
         """Sends the trial's signal soon after its targets exist, while they import."""
-        targets = order(self.trial)["targets"]
-        assert isinstance(targets, list)
+        targets: Any = order(self.trial)["targets"]
         pids = [launcher.pid]
-        while targets != ["launcher"]:
-            pids_by_target = [self.left(f"RANK={rank}") for rank in targets]
-            if all(pids_by_target):
-                pids = [pid for (pid,) in pids_by_target]
-                break
-            time.sleep(0.02)
+        if targets != ["launcher"]:
+            while len(workers := recovery.list_children(launcher)) < self.trial.ranks:
+                time.sleep(0.02)
+            pids = [workers[rank] for rank in targets]
         time.sleep(random.Random(self.trial.number).uniform(0.0, LAUNCH_S))
         self._fired_at.write_text(str(time.time()))
         for pid in pids:
             os.kill(pid, getattr(signal, self.trial.signal))
 
-    def left(self, variable: str = "") -> list[int]:
-        """Returns the processes of this job that are still there, with a variable of theirs."""
-        pids, marks = [], {f"TRIAL_MARK={self.mark}".encode(), variable.encode()} - {b""}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                try:
-                    if marks <= set((entry / "environ").read_bytes().split(b"\0")):
-                        pids.append(int(entry.name))
-                except OSError:
-                    continue
-        return pids
+    def left(self) -> list[int]:
+        """Returns the processes of this job that are still there."""
+        return recovery.list_processes(f"TRIAL_MARK={self.mark}")
 
     def kill(self) -> int:
         """Kills what is left; returns how many."""
@@ -221,18 +195,6 @@ class Job:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         return len(pids)
-
-
-def train_as_rank(variables: dict[str, str], command: list[str], errors: Path) -> None:
-    """Is one rank of a run."""
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    with errors.open("a") as file:
-        os.dup2(file.fileno(), 2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    from pipedream.cli import main
-
-    sys.exit(main(command))
 
 
 def plan_file(folder: Path, trial: Trial) -> Path:
@@ -262,21 +224,24 @@ def attempt(trial: Trial, folder: Path, plan: Path, expected: dict[str, torch.Te
     trial.load = os.getloadavg()[0]
     trial.left = job.kill()
     trial.message, trial.tracebacks = errors.strip()[-1000:], errors.count("Traceback")
-    trial.fired = (folder / "fired_at").exists()
+    fired_at = folder / "fired_at"
+    trial.fired = fired_at.exists()
     if not trial.fired:
         return
-    trial.ended_s = ended - float((folder / "fired_at").read_text())
+    trial.ended_s = ended - float(fired_at.read_text())
+    fired_at.unlink()
     run = folder / "run"
     saved = complete_checkpoints(run / CHECKPOINTS)
     trial.checkpoint = saved[-1].name if saved else "none"
     again = ("--resume", str(run)) if saved else ("--out", str(folder / "again"))
     (folder / "trial.json").unlink(missing_ok=True)  # of a moment that did not come
-    in_order, errors = job.train(*again)
-    if not in_order:
+    status, _, errors = job.run(*again)
+    job.kill()
+    if status:
         trial.message += f" | resumed: {errors.strip()[-500:]}"
-    same = in_order and equal(run if saved else folder / "again", expected)
+    same = status == 0 and equal(run if saved else folder / "again", expected)
     other_drain = trial.signal == "SIGINT" and not trial.drains_anywhere
-    trial.exact = None if other_drain and in_order and not same else same
+    trial.exact = None if other_drain and status == 0 and not same else same
 
 
 def equal(run: Path, expected: dict[str, torch.Tensor]) -> bool:
@@ -319,9 +284,6 @@ def main() -> None:
         and (not options.number or t.number in options.number)
         and all(word in (t.signal, t.target, t.moment, t.plan, t.method, t.training) for word in options.only)
     ]
-    multiprocessing.set_forkserver_preload(
-        ["torch._dynamo", "pipedream.training.train", "pipedream.cli.train", "pipedream.recipe"]
-    )
     with tempfile.TemporaryDirectory(prefix="trials-") as scratch:
         base = Path(scratch)
         cases: dict[tuple[str, ...], tuple[Path, dict[str, torch.Tensor]]] = {}
@@ -331,15 +293,15 @@ def main() -> None:
                 whole = base / "-".join(case)
                 whole.mkdir()
                 new_plan = plan_file(whole, trial)
-                in_order, errors = Job(whole, new_plan, trial).train("--out", str(whole / "run"))
-                assert in_order, errors[:1000]
+                status, _, errors = Job(whole, new_plan, trial).run("--out", str(whole / "run"))
+                assert status == 0, errors[:1000]
                 cases[case] = new_plan, weights(whole / "run")
             folder = base / str(trial.number)
             folder.mkdir()
             attempt(trial, folder, *cases[case])
             shutil.rmtree(folder)
             done.append(trial)
-            options.output.write_text(json.dumps([asdict(trial) for trial in done], indent=1) + "\n")
+            write_rows(options.output, map(asdict, done))
             print(line(trial), flush=True)
     print(table(done))
 

@@ -10,11 +10,11 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -67,19 +67,11 @@ def measure(variant: str, model: str, minibatches: int, plan: Path | None = None
 
 def _watch(launcher: subprocess.Popen[bytes]) -> int:
     """Returns the most bytes that the launcher's snapshots have until its end."""
-    most_bytes, over = 0, Event()
-
-    def watch() -> None:
-        nonlocal most_bytes
-        while not over.wait(0.02):
-            files = MEMORY.glob(f"pipedream-*-{launcher.pid}-*/snapshots/**/*.distcp")
-            most_bytes = max(most_bytes, sum(_read_size(file) for file in files))
-
-    thread = Thread(target=watch)
-    thread.start()
-    launcher.wait()
-    over.set()
-    thread.join()
+    most_bytes = 0
+    while launcher.poll() is None:
+        files = MEMORY.glob(f"pipedream-*-{launcher.pid}-*/snapshots/**/*.distcp")
+        most_bytes = max(most_bytes, sum(_read_size(file) for file in files))
+        time.sleep(0.02)
     return most_bytes
 
 
