@@ -23,8 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +31,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.profiler.sizes import Allocations
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "speedup")]
-from models import Job, make_gpt_job
+from models import Job, make_gpt_job, shard_fully
 from scaffold import answer_request, gather, read_memory, restart_peak
 
 FEATURES, CLASSES = 256, 10
@@ -201,17 +199,11 @@ def _train_pipeline(job: Job, plan: Plan, minibatches: int) -> tuple[list[float]
 def _train_plainly(runs: str, job: Job, plan: Plan, minibatches: int) -> tuple[list[float], dict[str, int]]:
     """Trains as `_train_pipeline` by a loop of torch's: alone ('one'), 'ddp' or 'fsdp', a microbatch at a time."""
     with torch.device("meta" if runs == "fsdp" else "cpu"):
-        model: nn.Module = job.make()
+        model: Any = job.make()
     if runs == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # or there is each gradient twice
     elif runs == "fsdp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in (*model.children(), model):
-            fully_shard(layer, mesh=mesh)
-        model.to_empty(device="cpu")
-        for module in model.modules():
-            if reset := getattr(module, "reset_parameters", None):
-                reset()
+        shard_fully(model)
     optimizer, (inputs, targets) = job.optimizer(model.parameters()), job.batch(job.samples)
     parts, ends_s = plan.microbatches // dist.get_world_size(), []
     for _ in range(minibatches):

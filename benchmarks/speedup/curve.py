@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from typing import Any
 from models import MODELS
 
 import pipedream as pd
-from pipedream import Cluster, Plan, Profile, metrics
+from pipedream import Cluster, Plan, Profile
 from pipedream.core.units import format_bytes
 from pipedream.core.variants import ONE_WORKER, OverLink, RecipeComparison, Variant, format_link
 from pipedream.plan_request import PlanRequest
 from pipedream.report.variants import variants_svg
 from pipedream.slow_links import Network, slow_network
+from pipedream.training.compare_variants import predict_samples_per_s
 from pipedream.workflows.plan import plan_and_compare
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -54,7 +55,6 @@ class _Variant:
         runs: 'pipeline', 'torch', 'ddp' or 'fsdp' (worker.py).
         schedule, how: for `pipedream.plan`, whose simulation is the prediction.
         steps: that are timed.
-        torch: further arguments of the worker's 'ddp'.
     """
 
     name: str
@@ -63,7 +63,6 @@ class _Variant:
     schedule: str
     how: dict[str, Any]
     steps: int
-    torch: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_straight(self) -> bool:
@@ -93,10 +92,9 @@ _CHUNKS: dict[str, Any] = {"chunks": 2}
 VARIANTS = (
     _Variant("torch DDP", 2, "ddp", "pipedream", _COPIES, 3),
     _Variant("torch DDP, accumulating", 2 * M, "ddp", "1f1b", _COPIES, 2),
-    _Variant("torch DDP, fp16", 2, "ddp", "pipedream", _COPIES | {"sums": "float16"}, 3, {"fp16": True}),
-    _Variant("torch DDP, fp16, accumulating", 2 * M, "ddp", "1f1b", _COPIES | {"sums": "float16"}, 2, {"fp16": True}),
-    _Variant("torch local SGD, every 8", 2, "ddp", "pipedream", _COPIES | {"sums": "every:8"}, 8, {"every": 8}),
-    _Variant("PowerSGD 1", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:1"}, 4),
+    _Variant("torch DDP, fp16", 2, "ddp", "pipedream", _COPIES | {"sums": "float16"}, 3),
+    _Variant("torch DDP, fp16, accumulating", 2 * M, "ddp", "1f1b", _COPIES | {"sums": "float16"}, 2),
+    _Variant("torch local SGD, every 8", 2, "ddp", "pipedream", _COPIES | {"sums": "every:8"}, 8),
     _Variant("PowerSGD 4", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:4"}, 4),
     _Variant("PowerSGD 4, accumulating", 2 * M, "pipeline", "1f1b", _COPIES | {"sums": "powersgd:4"}, 2),
     _Variant("DiLoCo, every 30", 2, "pipeline", "pipedream", _COPIES | {"sums": "diloco:30"}, 30),
@@ -229,7 +227,8 @@ def _measure_point(
     bytes_per_s = sum(layer.parameter_bytes for layer in profile.layers) / (rho * microbatch_s)
     cluster = Cluster.flat(2, bytes_per_s, latency_s=LATENCY_S)
     network.limit(bytes_per_s)
-    message_s_per_byte = _measure_message(workers, profile, bytes_per_s, size)
+    request = {"do": "messages", "bytes_per_s": bytes_per_s, "patience_s": size.patience_s}
+    message_s_per_byte = workers.ask(request)["message_s_per_byte"]
     profiles = {
         count: replace(variant, runtime=replace(variant.runtime, message_s_per_byte=message_s_per_byte))
         for count, variant in profiles.items()
@@ -254,7 +253,7 @@ def _measure_point(
             if point_row and "why" in point_row[-1]:
                 continue
             request = make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s}
-            if request["do"] == "ddp" and "every" not in request:
+            if request["do"] == "ddp" and not request["sums"].startswith("every"):
                 update_s = 2 * request["microbatches"] * profile.batch / predict(name, plans[name], profiles, _AS_IS)
                 request["steps"] = min(request["steps"], max(1, int(_LONG_S / update_s)))
             answer = workers.ask(request)
@@ -285,20 +284,6 @@ def _measure_point(
         rows[name] = row
     rows["solo"]["message_s_per_byte"] = message_s_per_byte
     return rows, plans
-
-
-def _measure_message(workers: Workers, profile: Profile, bytes_per_s: float, size: _Size) -> float:
-    """Returns what a byte of a message takes from compute at each of its ends.
-
-    The cores that compute also serve gloo and the network, at the cost of the slower rate in `_Worker.exchange`.
-    """
-    message_bytes = int(min(2e6, 0.4 * bytes_per_s * compute_s(profile)))
-    rates = [
-        workers.ask(request | {"patience_s": size.patience_s})["samples_per_s"]
-        for request in ({"do": "solo", "steps": 8}, {"do": "exchange", "steps": 8, "message_bytes": message_bytes})
-    ]
-    lost_s = profile.batch * (1 / rates[1] - 1 / rates[0])
-    return max(lost_s / (2 * message_bytes), 0.0)
 
 
 def _predict_points(
@@ -342,7 +327,7 @@ def make_request(variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
         steps = 4 if len(plan.stages) == 1 else 16 if plan.microbatches == 1 else 2
         return {"do": "pipeline", "plan": text, "steps": steps}
     details: dict[str, dict[str, Any]] = {
-        "ddp": {"microbatches": max(1, variant.samples // 2)} | variant.torch,
+        "ddp": {"microbatches": max(1, variant.samples // 2), "sums": variant.how.get("sums", "full")},
         "fsdp": {},
         "torch": {"schedule": variant.schedule, "plan": text},
         "pipeline": {"plan": text},
@@ -388,9 +373,7 @@ def _predict_rate(plan: Plan, speed: float) -> float:
         replace(stage, **{name: getattr(stage, name) / speed for name in ("forward_s", "backward_s", "update_s")})
         for stage in plan.stages
     )
-    cycle = plan.placement.cycle * max(plan.in_flight)
-    timeline = pd.simulate(replace(plan, stages=stages), minibatches=max(24, 4 * cycle))
-    return metrics.steady_metrics(timeline).samples_per_s
+    return predict_samples_per_s(replace(plan, stages=stages))
 
 
 _DRAWN = (
@@ -433,7 +416,6 @@ def tables(rows: list[dict[str, Any]]) -> str:
         )
         parts.append(_format_rates(points))
         parts.append(_format_speedups(points))
-        parts.append(_format_best_rival(points))
         if any(name in point for _, point in points for name in BESIDE):
             parts.append(_format_beside(points))
     parts += [_format_choices(rows), _format_bytes(rows)]
@@ -490,25 +472,6 @@ def _format_speedups(points: _Points) -> str:
     pairs = {f"{ours} / {theirs}": (ours, theirs) for ours, theirs in _OVER}
     table = _format_ratios("", pairs, points, ("samples_per_s", "predicted_per_s"))
     return f"Times as many samples per second, measured (predicted):\n\n{table}"
-
-
-def _format_best_rival(points: _Points) -> str:
-    """This library's pipelines over the best of what keeps a whole model on each worker, or on one."""
-    if all(len(point) < 2 for _, point in points):
-        return ""
-    ours = [v.name for v in VARIANTS if v.runs == "pipeline" and v.how.get("shape") != "data-parallel"]
-    rivals = ["solo", *(name for name in BY_NAME if name not in ours)]
-    best = [
-        max((name for name in rivals if _divide(point, name)), key=lambda name: point[name]["samples_per_s"])
-        for _, point in points
-    ]
-    rows = [["best rival", *("one worker" if name == "solo" else name for name in best)]]
-    for name in ours:
-        ratios = [_divide(point, name, rival) for (_, point), rival in zip(points, best, strict=True)]
-        if any(ratios):
-            rows.append([name, *(_format_floor(ratio) if ratio else "-" for ratio in ratios)])
-    head = "Times as many samples per second as the best rival, measured"
-    return f"{head}:\n\n{format_table('|'.join(['', *_list_links(points)]), 'lr', rows)}"
 
 
 def _format_ratios(

@@ -1,4 +1,4 @@
-"""The four models of the curve, as chains of layers, with one microbatch of data for each."""
+"""The four models of the curve, as chains of layers, with one microbatch of data for each; a chain under FSDP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 _OPTIMIZER = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
@@ -186,6 +189,19 @@ def _draw_pairs(samples: int, *, length: int = 64) -> tuple[torch.Tensor, torch.
 
 def _compute_token_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
+def shard_fully(model: nn.Sequential) -> None:
+    """Shards each layer by torch's FSDP; one on the meta device gets memory and weights."""
+    is_meta, mesh = next(model.parameters()).is_meta, init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model, model):
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    if is_meta:
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if reset := getattr(module, "reset_parameters", None):
+                reset()
 
 
 def make_gpt_job(title: str, *, width: int, length: int, samples: int, blocks: int = 8) -> Job:

@@ -1,7 +1,7 @@
 """The models of the curve, sleeping: a layer waits for the profiled seconds, as if for an accelerator.
 
 Weights, gradients and what layers pass on are real tensors of the real sizes, so messages, their encodings, compressed
-gradients, sums and sockets are real for all that train such a model. Run it to measure `seconds.json`.
+gradients, sums and sockets are real for all that train such a model. `seconds.json` has the seconds (README.md).
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import MODELS, Job
+from models import Job
 from torch import nn
 
-import pipedream as pd
 from pipedream import Profile
 from pipedream.runtime.stage.emulated import EmulatedOptimizer
 
 _FILE = Path(__file__).with_name("seconds.json")
-_PROFILES = 5
 
 
 @dataclass(frozen=True)
@@ -160,23 +158,3 @@ class _Sleep(torch.autograd.Function):
 
 def _count(values: Any) -> int:
     return sum(value.numel() for value in (values if isinstance(values, tuple) else (values,)))
-
-
-def _measure_seconds(job: Job) -> dict[str, Any]:
-    """Returns the seconds of a microbatch on one core: the fastest of some profiles, as others use the machine, too."""
-    inputs, targets = job.batch(job.samples)
-    profiles = [
-        pd.profile(job.make(), inputs, loss=lambda output: job.loss(output, targets), optimizer=job.optimizer, runs=5)
-        for _ in range(_PROFILES)
-    ]
-    fastest = min(profiles, key=lambda profile: profile.forward_s + profile.backward_s)
-    backward_s = [round(layer.backward_s, 6) for layer in fastest.layers]
-    backward_s[-1] = round(backward_s[-1] + fastest.loss_s, 6)
-    forward_s = [round(layer.forward_s, 6) for layer in fastest.layers]
-    return {"forward_s": forward_s, "backward_s": backward_s, "update_s": round(fastest.update_s, 6)}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rows = (f"{json.dumps(name)}: {json.dumps(_measure_seconds(job))}" for name, job in MODELS.items())
-    _FILE.write_text("{" + ",\n".join(rows) + "}\n", encoding="ascii")

@@ -1,17 +1,17 @@
 """One of two workers: runs what it reads from its standard input, one JSON object a line; rank 0 answers.
 
 {"do": "profile", "microbatches": ...}             both workers profile a minibatch of so many at the same time
+{"do": "messages", "bytes_per_s": ...}             what a byte of a message takes from compute on a link of this rate
 {"do": "solo"}                                     each trains the whole model alone, with an update per microbatch
-{"do": "exchange", "message_bytes": ...}           the same, while a message goes each way per microbatch
 {"do": "pipeline", "plan": ...}                    this library runs a plan
-{"do": "ddp", "microbatches": ..., ...}            torch's DDP; so many microbatches a worker between two updates;
-                                                   "fp16": by torch's hook; "every": torch's local SGD, averaging so
+{"do": "ddp", "microbatches": ..., "sums": ...}    torch's DDP; so many microbatches a worker between two updates
 {"do": "fsdp", "microbatches": ...}                torch's FSDP, each layer sharded; so many at once a worker
 {"do": "torch", "schedule": ..., "plan": ...}      torch's schedule of that name, on the stages of the plan
 
 The pipeline and FSDP may be asked for a model on the meta device ("meta"), which is never in one memory. Each but the
-first also has `steps`, updates (of PipeDream: minibatches) to time, and is answered with the samples per
+first two also has `steps`, updates (of PipeDream: minibatches) to time, and is answered with the samples per
 second of both workers together, the bytes that both sent for a sample, and by how many bytes the fuller one grew.
+What torch offers is run as `pipedream compare` runs it.
 Started by curve.py and limited.py, which set torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 """
 
@@ -22,25 +22,20 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import LARGE, MODELS, Job
+from models import LARGE, MODELS, Job, shard_fully
 from sleeping import Seconds, load_seconds, make_sleeping, set_seconds
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import pipedream as pd
+from pipedream.runtime.torch_baselines import Task, data_parallel, measure_message_s_per_byte, plain_loop
 from pipedream.slow_links import LINK
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -97,48 +92,23 @@ class _Worker:
             profile_found = set_seconds(profile_found, self.seconds, microbatches)
         return {"profile": profile_found.to_json()}
 
+    def messages(self, bytes_per_s: float) -> dict[str, float]:
+        """Measures what a byte of a message takes from compute, at each of its ends."""
+        task, batch = self._make_task(self.job.make())
+        return {"message_s_per_byte": measure_message_s_per_byte(plain_loop(task), batch, bytes_per_s)}
+
     def solo(self, steps: int) -> dict[str, float]:
         """Trains the whole model here, while the other worker does the same; no messages."""
-        return self._time_steps(self._step_of(self.job.make()), steps, 1)
+        task, batch = self._make_task(self.job.make())
+        loop = plain_loop(task)
+        return self._time_steps(lambda: loop.step(batch), steps, 1)
 
-    def exchange(self, steps: int, message_bytes: int) -> dict[str, float]:
-        """Trains as `solo` while a message goes each way per microbatch; the slower rate of the two workers."""
-        train = self._step_of(self.job.make())
-        sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
-
-        def step() -> None:
-            other = 1 - self.rank
-            works = [dist.irecv(received, other, self.group), dist.isend(sent, other, self.group)]
-            train()
-            for work in works:
-                assert work is not None
-                work.wait()
-
-        return self._time_steps(step, steps, 1)
-
-    def ddp(self, steps: int, microbatches: int, fp16: bool = False, every: int = 0) -> dict[str, float]:
+    def ddp(self, steps: int, microbatches: int, sums: str = "full") -> dict[str, float]:
         """Runs torch's data parallelism with its own settings, its fp16 hook, or its local SGD."""
-        model = DistributedDataParallel(self.job.make(), process_group=self.group)
-        update, (inputs, targets) = self.job.optimizer(model.parameters()), self.job.batch(self.job.samples)
-        if fp16:
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if every:
-            state = PostLocalSGDState(self.group, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
-            model.register_comm_hook(state, post_localSGD_hook)
-            update = PostLocalSGDOptimizer(update, PeriodicModelAverager(every, process_group=self.group))
-
-        def backward() -> None:
-            torch.autograd.backward(self.job.loss(model(inputs), targets) / microbatches)
-
-        def step() -> None:
-            update.zero_grad()
-            with model.no_sync():
-                for _ in range(microbatches - 1):
-                    backward()
-            backward()
-            update.step()
-
-        return self._time_steps(step, steps, 2 * microbatches)
+        task, batch = self._make_task(self.job.make())
+        loop = data_parallel(task, microbatches, sums)
+        batches = [batch] * microbatches if microbatches > 1 else batch
+        return self._time_steps(lambda: loop.step(batches), steps, 2 * microbatches)
 
     def fsdp(self, steps: int, microbatches: int = 1, meta: bool = False) -> dict[str, float]:
         """Runs torch's fully sharded data parallelism: weights are gathered in each pass, gradients scattered.
@@ -146,16 +116,11 @@ class _Worker:
         Args:
             microbatches: whose samples a worker takes in one pass.
         """
-        model, mesh = self._make_model(meta), init_device_mesh("cpu", (2,))
-        for layer in (*model, model):
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh)
-        if meta:
-            model.to_empty(device="cpu")
-            for module in model.modules():
-                if reset := getattr(module, "reset_parameters", None):
-                    reset()
-        return self._time_steps(self._step_of(model, microbatches), steps, 2 * microbatches)
+        model = self._make_model(meta)
+        shard_fully(model)
+        task, batch = self._make_task(model, microbatches)
+        loop = plain_loop(task)
+        return self._time_steps(lambda: loop.step(batch), steps, 2 * microbatches)
 
     def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
         """Runs torch's schedule on the stages of a plan."""
@@ -214,19 +179,13 @@ class _Worker:
         with torch.device("meta" if meta else "cpu"):
             return self.job.make()
 
-    def _step_of(self, model: nn.Module, microbatches: int = 1) -> Callable[[], None]:
-        """Returns a function that trains a model on the samples of so many microbatches."""
-        inputs, targets = self.job.batch(self.job.samples * microbatches)
-        update = self.job.optimizer(model.parameters())
+    def _make_task(self, model: nn.Module, microbatches: int = 1) -> tuple[Task, Any]:
+        """Returns a model's training, and a batch with the samples of so many microbatches."""
+        job, batch = self.job, self.job.batch(self.job.samples * microbatches)
+        recipe = pd.Recipe(model, job.loss, job.optimizer, [batch], targets=itemgetter(1))
+        return Task(recipe, self.rank, dist.get_world_size(), torch.device("cpu")), batch
 
-        def step() -> None:
-            update.zero_grad()
-            torch.autograd.backward(self.job.loss(model(inputs), targets))
-            update.step()
-
-        return step
-
-    def _time_steps(self, step: Callable[[], None], steps: int, microbatches: int) -> dict[str, float]:
+    def _time_steps(self, step: Callable[[], object], steps: int, microbatches: int) -> dict[str, float]:
         """Times a step that takes in so many microbatches over all workers."""
         step()
         dist.barrier(self.group)
