@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from arms import arms_of
-from effects import EFFECTS, Effect
 from pictures import Line, Panel, panels_svg
 from run import CURVES, LOOKS, SEEDS, STAGES, Curve, Curves, best_step, due, load
 from seconds import pace_of_gpt, times_of
@@ -22,7 +22,34 @@ from pipedream.core.variants import format_link
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_table, make_parser
 
+PAGE = Path(__file__).with_name("README.md")
 MARKS = ("<!-- made by report.py -->", "<!-- end -->")
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a paper or a later study says, as a comparison of arms.
+
+    Attributes:
+        says: in words.
+        source: where.
+        published: figures, of the better and of the worse; empty where none are known for certain.
+        task: on which it is looked for.
+        better, worse: arms.
+        even: 'yes' if they are alike.
+    """
+
+    says: str
+    source: str
+    published: str
+    task: str
+    better: str
+    worse: str
+    even: str
+
+
+with Path(__file__).with_name("effects.csv").open(encoding="utf-8", newline="") as _file:
+    EFFECTS = tuple(Effect(**row) for row in csv.DictReader(_file))
 
 FAMILIES = {
     "digits": {
@@ -40,7 +67,7 @@ FAMILIES = {
         "PipeMare": ("sync", "pb", "pipemare_t1", "pipemare_t2", "pipemare_t1_t2", "pipemare_t1_t2_t3"),
         "optimizers": ("sync", "pipedream", "2bw", "2bw_ef", "sync_nadam", "nesterov"),
         "basis rotation": ("sync", "pipedream", "sync_rotation", "rotation", "2bw_rotation", "2bw_ef_rotation"),
-        "its forms": ("sync_rotation", "rotation", "rotation_one_sided", "rotation_first_moment", "rotation_by_delay"),
+        "its forms": ("sync_rotation", "rotation", "rotation_one_sided"),
         "basis rotation, NAdam": (
             "sync_nadam",
             "nesterov",
@@ -68,23 +95,13 @@ KINDS = {"1f1b": "synchronous 1F1B", "pipedream_2bw": "2BW", "pipedream": "PipeD
 
 def main() -> int:
     """Writes all that there is; returns the exit status."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--curves", type=Path, default=CURVES)
-    parser.add_argument("--out", type=Path, default=CURVES.parent, help="folder of README.md and the pictures")
-    options = parser.parse_args()
-    curves = load(options.curves)
-    if not curves:
-        parser.error(f"{options.curves} has no runs; call run.py first")
-    options.out.mkdir(exist_ok=True)
-    page = options.out / "README.md"
-    if not page.exists():
-        shutil.copy(CURVES.with_name("README.md"), page)
-    parts = [*_describe_runs(options.curves, curves), *_format_effects(curves), *_format_times(curves)]
+    make_parser(__doc__).parse_args()
+    curves = load(CURVES)
+    parts = [*_describe_runs(curves), *_format_effects(curves), *_format_times(curves)]
     for task in TASKS:
-        if any(run.task == task for run in curves):
-            parts += _format_table(curves, task) + _draw_pictures(curves, task, options.out)
-    before, rest = page.read_text().split(MARKS[0])
-    page.write_text("\n".join([before + MARKS[0], "", *parts, "", MARKS[1] + rest.split(MARKS[1])[1]]))
+        parts += _format_table(curves, task) + _draw_pictures(curves, task)
+    before, rest = PAGE.read_text().split(MARKS[0])
+    PAGE.write_text("\n".join([before + MARKS[0], "", *parts, "", MARKS[1] + rest.split(MARKS[1])[1]]))
     return 0
 
 
@@ -132,8 +149,8 @@ def _collect_scores(curves: dict[int, Curve], task: str) -> dict[int, float]:
     return {seed: curve.score(task)[0] for seed, curve in curves.items()}
 
 
-def _describe_runs(path: Path, curves: Curves) -> list[str]:
-    places = json.loads(path.read_text())["environments"]
+def _describe_runs(curves: Curves) -> list[str]:
+    places = json.loads(CURVES.read_text())["environments"]
     cases = {
         (task, name, 1 if arm.synchronous else stages)
         for task in TASKS
@@ -183,7 +200,7 @@ def _format_cell(curves: Curves, effect: Effect, stages: int) -> str:
         return "not tested"
     spread = max(worse.values()) - min(worse.values())
     shown = " to ".join(_format_score(median(scores.values()), task) for scores in (better, worse))
-    return f"{shown}: {judged(better, worse, spread, effect.even)}"
+    return f"{shown}: {judged(better, worse, spread, bool(effect.even))}"
 
 
 def _has(task: str, effect: Effect, stages: int) -> bool:
@@ -281,7 +298,7 @@ def _format_table(curves: Curves, task: str) -> list[str]:
     ]
 
 
-def _draw_pictures(curves: Curves, task: str, folder: Path) -> list[str]:
+def _draw_pictures(curves: Curves, task: str) -> list[str]:
     texts = []
     for by, label in (("updates", "updates"), ("time", "simulated time, in forwards of a minibatch at a stage")):
         rows = []
@@ -300,7 +317,7 @@ def _draw_pictures(curves: Curves, task: str, folder: Path) -> list[str]:
         metric = "accuracy" if TASKS[task].metric == "accuracy" else "loss"
         picture = panels_svg(rows, title=f"{task}: {metric}", x_label=label, y_label=metric, low=low, high=high)
         file = f"{task}_{by}.svg"
-        (folder / file).write_text(picture)
+        PAGE.with_name(file).write_text(picture)
         texts += [f"![{task}: {metric} against {label}]({file})", ""]
     return texts
 

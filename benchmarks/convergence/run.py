@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from arms import ARMS, arms_of
-from serial import Emulation, train
+from serial import Output, train
 from steppers import STEPPERS
 from tasks import TASKS
 
@@ -100,21 +100,21 @@ def trained(run: Run) -> Curve:
     rate = task.rates[arm.optimizer] * 2.0**run.step
     optimizer = partial(STEPPERS[arm.optimizer], lr=rate)
     annealed = max(1, round(max(turn.method.rescheduled for turn in arm.turns) * task.updates))
-    emulation = Emulation(task.model(run.seed), run.stages, optimizer, task.loss, annealed=annealed)
     x, y = task.data()[1]
     begin, points = time.process_time(), []
 
-    def watch(updates: int, loss: float) -> bool:
+    def watch(updates: int, loss: float, compute_output: Output) -> bool:
         if not math.isfinite(loss):
             return False
         if updates * LOOKS // task.updates > (updates - 1) * LOOKS // task.updates:
-            output = emulation.output(x)
+            output = compute_output(x)
             accuracy = (output.argmax(-1) == y).double().mean().item()
             points.append(Point(updates, task.loss(output, y).item(), accuracy))
             return math.isfinite(points[-1].loss)
         return True
 
-    train(emulation, arm, task.batches(run.seed), task.factor, watch)
+    units, batches = task.model(run.seed), task.batches(run.seed)
+    train(units, run.stages, arm, optimizer, task.loss, batches, task.factor, watch, annealed=annealed)
     return Curve(rate, time.process_time() - begin, tuple(points))
 
 

@@ -70,10 +70,9 @@ def times_of(arm: Arm, stages: int, updates: int, at: list[int], pace: Pace = AB
         name = "1f1b" if method.flushes else "pipedream_2bw" if (method.microbatches(stages) or 1) > 1 else "pipedream"
         m = (method.microbatches(stages) or 1) * (split if method.splits else 1)
         # What differs in the weights alone has the same order, at the depth of its own clock.
-        late = tuple(method.late(stages, s) for s in range(stages))
-        period, fill = _find_paces(
-            name, m, late if name == "pipedream" else (), stages, method.rule == "recompute", pace
-        )
+        late = tuple(method.staleness(stages, s) for s in range(stages)) if name == "pipedream" else ()
+        recomputes = method.paper(stages, method.parts(stages)).rule == "recompute"
+        period, fill = _find_paces(name, m, late, stages, recomputes, pace)
         times += [begin + fill + (n - first) * period for n in at if first < n <= last]
         begin, first = begin + fill + (last - first) * period, last
     return times

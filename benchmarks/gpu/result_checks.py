@@ -27,19 +27,18 @@ from pipedream.runtime.checkpoint import writer
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "oracles"))
 import delayed
 import loops
-import reference
 from findings import Finding, need_card
 
 STAGES, MICROBATCHES = 4, 4
 LEFT_BYTES = 1 << 30
 """Of a full card: for the batch, one layer's output, and kernels that are loaded now."""
 
-LATE_VERSIONS = {
-    "pipedream": lambda stage, k: max(0, k - (STAGES - 1 - stage)),
-    "pipedream_2bw": lambda stage, k: max(0, k - 1),
-    "roundpipe[delay=1]": lambda stage, k: max(0, k - 1),
+PAPERS = delayed.PAPERS | {
+    "pipedream": delayed.stash(lambda p, s: p - 1 - s),
+    "pipedream_2bw": delayed.stash(lambda p, s: 1),
+    "roundpipe[delay=1]": delayed.stash(lambda p, s: 1),
 }
-"""(stage, minibatch) -> the version of the weights that it reads, as the papers write it."""
+"""(stages, microbatches) -> the versions of the weights that are read, as the papers write it."""
 
 
 def equality(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
@@ -78,22 +77,8 @@ def _answer_late(
 ) -> loops.Trained:
     """Trains by the method's rule, one minibatch after the other."""
     moved = [(x.to(device), y.to(device)) for x, y in batches]
-    if method in LATE_VERSIONS:
-        owned = [[name for name, _ in model.named_parameters() if name.rpartition(".")[0] in names] for names in stages]
-        answer = reference.delayed(
-            model,
-            [],  # nothing draws random numbers
-            moved,
-            loops.summed_loss,
-            lambda named: torch.optim.SGD([parameter for _, parameter in named], **loops.SGD),
-            stages=owned,
-            phases={0: reference.Phase(LATE_VERSIONS[method], parts)},
-            seed=loops.SEED,
-        )
-    else:
-        paper = delayed.PAPERS[method](len(stages), parts)
-        sgd = partial(delayed.Sgd, **loops.SGD)
-        answer = delayed.train(model, stages, moved, loops.summed_loss, paper, sgd, microbatches=parts, seed=loops.SEED)
+    paper, sgd = PAPERS[method](len(stages), parts), partial(delayed.Sgd, **loops.SGD)
+    answer = delayed.train(model, stages, moved, loops.summed_loss, paper, sgd, microbatches=parts, seed=loops.SEED)
     return loops.Trained(answer.losses, {name: tensor.cpu() for name, tensor in answer.state.items()})
 
 

@@ -27,7 +27,6 @@ from pipedream.schedules import SCHEDULES
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "convergence"))
 
 import arms
-import effects
 import report
 import run
 import seconds
@@ -66,10 +65,14 @@ def _factor(update: int) -> float:
 def _emulated(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
     units, batches, loss = _small(task, stages)
     optimizer = partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer])
-    emulation = serial.Emulation(units, stages, optimizer, loss, annealed=UPDATES // 2)
     losses: list[float] = []
-    serial.train(emulation, arm, batches, _factor, lambda n, loss_value: not losses.append(loss_value))  # type: ignore[func-returns-value]
-    return losses, emulation.state()
+
+    def watch(updates: int, loss_value: float, compute_output: serial.Output) -> bool:
+        losses.append(loss_value)
+        return True
+
+    state = serial.train(units, stages, arm, optimizer, loss, batches, _factor, watch, annealed=UPDATES // 2)
+    return losses, torch.cat([w.reshape(-1) for w in state.values()])
 
 
 def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> Plan:
@@ -84,7 +87,8 @@ def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> Plan:
 
 def _schedule(method: Method, plan: Plan) -> Schedule:
     p = len(plan.stages)
-    options: dict[str, Any] = {"backward_rule": "recompute"} if method.rule == "recompute" else {}
+    recomputes = method.paper(p, method.parts(p)).rule == "recompute"
+    options: dict[str, Any] = {"backward_rule": "recompute"} if recomputes else {}
     built = SCHEDULES[method.schedule](plan, method.microbatches(p), **options)
     compensation = tuple(text.format(updates=UPDATES // 2) for text in method.compensation)
     return built.with_compensation(compensation) if compensation else built  # type: ignore[attr-defined, no-any-return]
@@ -122,9 +126,8 @@ def _cases() -> list[Any]:
             continue  # a control: the library refuses to compensate for no delay
         if new := {str(arm.turns), arm.optimizer} - seen:
             seen |= new
-            (task,) = arm.tasks
-            marks = () if task == "digits" else pytest.mark.slow
-            parameters.append(pytest.param(task, arm, id=f"{task} {arm}", marks=marks))
+            marks = () if arm.task == "digits" else pytest.mark.slow
+            parameters.append(pytest.param(arm.task, arm, id=f"{arm.task} {arm}", marks=marks))
     return parameters
 
 
@@ -246,7 +249,7 @@ def test_the_fastest_arm_reaches_the_target_first() -> None:
 
 
 def test_effects_and_families_name_arms_of_their_task() -> None:
-    for effect in effects.EFFECTS:
+    for effect in report.EFFECTS:
         names = set(arms.arms_of(effect.task)) if effect.task else {""}
         assert {effect.better, effect.worse} <= names, effect.says
     for task, families in report.FAMILIES.items():

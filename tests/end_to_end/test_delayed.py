@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -325,45 +324,28 @@ def test_an_optimizer_may_tell_its_velocity(monkeypatch: pytest.MonkeyPatch) -> 
 # -- any optimizer, by differences -----------------------------------------------------------------
 
 
-class _Torchs:
-    """An optimizer of torch's as the reference wants it: from weights and gradients to weights."""
-
-    def __init__(self, factory: Callable[..., torch.optim.Optimizer], lr: float) -> None:
-        self.lr, self._factory = lr, factory
-        self._handles: dict[str, nn.Parameter] = {}
-
-    def step(self, weights: delayed.Values, gradients: delayed.Values, rate: float) -> delayed.Values:
-        if not self._handles:
-            self._handles = {name: nn.Parameter(w.clone()) for name, w in weights.items()}
-            self._optimizer = self._factory(list(self._handles.values()), lr=self.lr)
-        for name, handle in self._handles.items():
-            handle.grad = gradients.get(name)
-        self._optimizer.step()
-        return {name: handle.detach().clone() for name, handle in self._handles.items()}
-
-    def direction(self) -> delayed.Values:
-        return {}
-
-
 @pytest.mark.parametrize(("schedule", "kind"), [(pb_lwp, torch.optim.Muon), (spectrain_v2, torch.optim.RMSprop)])
 def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: Any) -> None:
-    animal, factory = zoo.make("matrices"), partial(kind, lr=0.02)
+    animal = zoo.make("matrices")
     plan = zoo.plan_of(animal, 3)
+
+    def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = kind([p for _, p in named], lr=0.02)  # Muon takes no names
+        return optimizer
+
     with pd.Pipeline(
         animal.model,
         plan,
         schedule=schedule(plan, by="difference"),
         loss=animal.loss,
-        # Muon takes no names.
-        optimizer=lambda named: factory([p for _, p in named]),
+        optimizer=make_optimizer,
         seed=3,
     ) as pipeline:
         losses = [done.loss for done in pipeline.train(animal.batches, epochs=4)]
     paper = replace(delayed.PAPERS[schedule.__name__](3, 1), by="difference")
     names = [stage.names for stage in plan.stages]
-    expected = delayed.train(
-        zoo.make("matrices").model, names, animal.batches * 4, animal.total, paper, lambda: _Torchs(kind, 0.02), seed=3
-    )
+    model, make = zoo.make("matrices").model, partial(delayed.OfTorch, make_optimizer)
+    expected = delayed.train(model, names, animal.batches * 4, animal.total, paper, make, seed=3)
     assert losses == pytest.approx(expected.losses, rel=BOUND)
     assert len(losses) == 20
 

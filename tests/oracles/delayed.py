@@ -3,7 +3,7 @@
 Nothing of the library is used but its seeding rule. A stage is plain modules; all weights that it ever had are kept,
 with what the optimizer knew then. A forward runs on copies of the weights that the paper names; what autograd has saved
 of them is swapped, when the backward comes, for the weights that the paper names there (the rule 'graph'), or the
-forward is done again at those ('recompute'). Optimizers are written out.
+forward is done again at those ('recompute').
 """
 
 from __future__ import annotations
@@ -95,6 +95,18 @@ def xpipe(p: int, m: int) -> Paper:
         lambda s, k: max(0, floor((k - k % m - (p - 1 - s)) / m)), lambda s, k: k // m,
         ahead=lambda s: -((s + 1 - p) // m),
     )  # fmt: skip
+
+
+def stash(late: Callable[[int, int], int]) -> Callable[[int, int], Paper]:
+    """Returns methods that are (p, s) -> so many updates late, and go back through the weights of the forward."""
+
+    def make(p: int, m: int) -> Paper:
+        def read(s: int, k: int) -> int:
+            return max(0, k // m - late(p, s))
+
+        return Paper(read, read, "stash")
+
+    return make
 
 
 def paci(p: int, m: int) -> Paper:
@@ -202,34 +214,54 @@ class SpikeSgd(Sgd):
         }
 
 
-class AdamW:
-    """Loshchilov and Hutter, ICLR 2019, algorithm 2."""
+class OfTorch:
+    """One of torch's optimizers.
 
-    def __init__(self, lr: float, eps: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
-        self.lr, self._eps, self._decay, self._betas = lr, eps, weight_decay, betas
-        self._m: Values = {}
-        self._v: Values = {}
-        self._t: dict[str, int] = {}
+    Args:
+        make: makes it of named parameters.
+        lr: what the optimizer's own rates are counted in.
+
+    Attributes:
+        handles: what it steps, by name.
+    """
+
+    def __init__(
+        self, make: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer], lr: float = 1.0
+    ) -> None:
+        self._make, self.lr = make, lr
+        self.handles: dict[str, nn.Parameter] = {}
+
+    def begin(self, weights: Values) -> None:
+        """Makes the optimizer, before its first update."""
+        self.handles = {name: nn.Parameter(w.clone()) for name, w in weights.items()}
+        self.optimizer = self._make(list(self.handles.items()))
+        self.rates = [group["lr"] / self.lr for group in self.optimizer.param_groups]
+        self.update: Callable[[], Any] = self.optimizer.step
 
     def step(self, weights: Values, gradients: Values, rate: float) -> Values:
-        first, second = self._betas
-        for name, g in gradients.items():
-            self._m[name] = first * self._m.get(name, 0.0) + (1 - first) * g
-            self._v[name] = second * self._v.get(name, 0.0) + (1 - second) * g * g
-            self._t[name] = self._t.get(name, 0) + 1
-        moved = self.direction()
-        return {
-            name: w * (1 - rate * self._decay) - rate * moved[name] if name in gradients else w
-            for name, w in weights.items()
-        }
+        if not self.handles:
+            self.begin(weights)
+        for name, handle in self.handles.items():
+            handle.data.copy_(weights[name])
+            handle.grad = gradients[name].contiguous() if name in gradients else None
+        for group, lr in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = lr * rate
+        self.update()
+        return {name: handle.detach().clone() for name, handle in self.handles.items()}
 
     def direction(self) -> Values:
-        first, second = self._betas
-        return {
-            name: (m / (1 - first ** self._t[name]))
-            / ((self._v[name] / (1 - second ** self._t[name])).sqrt() + self._eps)
-            for name, m in self._m.items()
-        }
+        """Returns v of momentum SGD, or Adam's m / (sqrt(v) + eps), m and v corrected for their beginning."""
+        names, direction = {id(handle): name for name, handle in self.handles.items()}, {}
+        for group, lr in zip(self.optimizer.param_groups, self.rates, strict=True):
+            for handle in group["params"]:
+                state = self.optimizer.state[handle]
+                if "momentum_buffer" in state:
+                    direction[names[id(handle)]] = lr * state["momentum_buffer"]
+                elif "exp_avg" in state:
+                    first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
+                    size = (state["exp_avg_sq"] / second).sqrt() + group["eps"]
+                    direction[names[id(handle)]] = lr * state["exp_avg"] / first / size
+        return direction
 
 
 @dataclass
@@ -363,6 +395,8 @@ def train(
     drains: Sequence[int] = (),
     rate_at: Callable[[int], float] = lambda update: 1.0,
     turns: Mapping[int, Turn] | None = None,
+    watch: Callable[[int, float, Sequence[Stage]], bool] = lambda minibatches, loss, parts: True,
+    versions_kept: int | None = None,
 ) -> Answer:
     """Trains a copy of the model, one microbatch after the other.
 
@@ -376,6 +410,8 @@ def train(
         drains: minibatch numbers before which all stages are at their newest; versions are counted from there.
         rate_at: number of an update -> factor on the learning rate.
         turns: minibatch number -> method that begins there, in the place of the one before; averages begin anew.
+        watch: called with the number of minibatches so far, the last one's loss, and the stages; says whether to go on.
+        versions_kept: newest versions of a stage that are kept; by default all.
     """
     model = copy.deepcopy(model)
     model.train()
@@ -465,6 +501,10 @@ def train(
                     update(s)
         answer.losses.append(loss / weight)
         answer.weights.append(weight)
+        for part in parts if versions_kept else ():
+            part.versions[:-versions_kept] = [None] * (len(part.versions) - versions_kept)
+        if not watch(n + 1, answer.losses[-1], parts):
+            break
     for s in range(len(parts)):
         if sums[s]:
             update(s)

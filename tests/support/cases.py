@@ -291,18 +291,20 @@ def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
             backward=lambda s, k: k // m[s],
             ahead=lambda s: -(-late[s] // m[s]) if predicts else 0,
         )
-    make_optimizer = {"sgd": delayed.Sgd, "adamw": delayed.AdamW}[case.optimizer]
-    numbers = OPTIMIZERS[case.optimizer].keywords
+    optimizer = OPTIMIZERS[case.optimizer]
+    make_optimizer: Callable[[], Any] = partial(delayed.Sgd, **optimizer.keywords)
+    if case.optimizer == "adamw":
+        make_optimizer = partial(delayed.OfTorch, optimizer, optimizer.keywords["lr"])
     if case.schedule == "pb_lwp_sc":
         delays = iter(2 * (case.stages - 1 - s) for s in range(case.stages))  # one optimizer a stage, in their order
-        make_optimizer = lambda **numbers: delayed.SpikeSgd(delay=next(delays), **numbers)  # noqa: E731
+        make_optimizer = lambda: delayed.SpikeSgd(delay=next(delays), **optimizer.keywords)  # noqa: E731
     return delayed.train(
         _reference_model(case, plan, outcome),
         [stage.names for stage in plan.stages],
         animal.batches * case.epochs,
         animal.total,
         paper,
-        lambda: make_optimizer(**numbers),
+        make_optimizer,
         microbatches=outcome.split,
         replicas=case.replicas,
         rounds=outcome.split == 1,
