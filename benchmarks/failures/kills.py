@@ -66,7 +66,8 @@ def try_seed(seed: int) -> Trial:
         with (place / "errors").open("w") as errors:
             launcher = _start(place, shape, restarts, *options, errors=errors)
             try:
-                workers = _wait_for_workers(launcher, sum(shape))
+                workers = sum(shape)  # beside the process that removes the snapshots
+                recovery.wait_until(lambda: len(recovery.list_children(launcher)) > workers, launcher)
                 if kills_launcher:
                     time.sleep(draw.uniform(0.0, 5.0))
                     _kill([launcher.pid], trial)
@@ -97,12 +98,6 @@ def _start(
     plan = str(recovery.make_plan(shape).save(folder / "plan.json"))
     options = ("--plan", plan, "--minibatches", str(MINIBATCHES), *recovery.MEMORY, *more)
     return recovery.start(folder, recovery.SOURCE, sum(shape), restarts, *options, errors=errors)
-
-
-def _wait_for_workers(launcher: subprocess.Popen[bytes], workers: int) -> int:
-    """Waits until all are there, beside the process that removes the snapshots."""
-    recovery.wait_until(lambda: len(recovery.list_children(launcher)) > workers, launcher)
-    return workers
 
 
 def _kill_workers(

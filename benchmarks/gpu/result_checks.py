@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
@@ -240,7 +241,7 @@ def checkpoint(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
 
     adamw = partial(torch.optim.AdamW, lr=1e-3)
     pipeline = partial(loops.make_pipeline, model, plan, device, schedule="pipedream", optimizer=adamw)
-    loader = _Listed(batches)
+    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     added_bytes = 0
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(writer, "write_tensors", noted):
         with pipeline() as first, loops.deterministic():
@@ -265,19 +266,6 @@ def checkpoint(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
 
 def _count_card_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-class _Listed:
-    """A loader with a length, which finds a position by iterating to it."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
 
 def compiled(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:

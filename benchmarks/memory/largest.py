@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,8 @@ def measure(
         folder: for activations, and files between processes.
         workers_of: numbers of workers; None: all of the size.
     """
-    profile = _profile(folder)
+    gpt = SHAPE | {"blocks": 3, "microbatches": MICROBATCHES}
+    profile = measure_profile(gpt, folder / "gpt.json")
     rate = measure_disk(str(folder))
     few, rows = _SIZES[size], []
     for workers in workers_of or few.workers:
@@ -113,6 +114,12 @@ def measure(
             rows.append(_search(setting, way, limit_bytes, limit_bytes - base_bytes[way.runs], log))
             log(str(rows[-1]))
     return rows
+
+
+def measure_profile(request: Mapping[str, Any], file: Path) -> Profile:
+    """Returns the profile of the model that a request to the worker describes."""
+    run_processes(WORKER, {**request, "do": "profile", "file": str(file)}, 1, TIGHT_MALLOC)
+    return Profile.load(file)
 
 
 def find_largest(first: int, trains: Callable[[int], bool], least: int = 1) -> int:
@@ -289,10 +296,3 @@ def _predict_torch(runs: str, profile: Profile, workers: int) -> int:
     passes = share + activations if accumulates else max(share, activations)
     # While the weights of a layer are gathered, those of the one before are still there, or its gradients.
     return state + passes + 2 * 2 * max(layer.parameter_bytes for layer in profile.layers)
-
-
-def _profile(folder: Path) -> Profile:
-    """Measures a GPT of three blocks."""
-    file = folder / "gpt.json"
-    run_processes(WORKER, SHAPE | {"do": "profile_gpt", "blocks": 3, "microbatches": MICROBATCHES, "file": str(file)})
-    return Profile.load(file)

@@ -25,8 +25,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import TIGHT_MALLOC, Environment, format_head, format_row, make_parser, print_sections, run_processes
 from scatter import Pair, scatter_svg
 
-WORKER = Path(__file__).with_name("worker.py")
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -135,7 +133,10 @@ def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
     environment = Environment()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.disk) as folder:
-        profiles = {name: _profile(request, name, Path(folder)) for name in sorted({v.optimizer for v in chosen})}
+        profiles = {
+            name: largest.measure_profile(request | {"optimizer": name}, Path(folder, f"{name}.json"))
+            for name in sorted({v.optimizer for v in chosen})
+        }
         for variant in chosen:
             for row in _measure_rows(variant, profiles[variant.optimizer], request, Path(folder)):
                 rows.append(row)
@@ -162,12 +163,6 @@ def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
         options.plot.write_text(scatter_svg(pairs, title=title, unit="bytes", tolerance=0.1, write=format_bytes))
 
 
-def _profile(request: dict[str, int], optimizer: str, folder: Path) -> Profile:
-    file = folder / f"{optimizer}.json"
-    run_processes(WORKER, request | {"do": "profile", "optimizer": optimizer, "file": str(file)}, 1, TIGHT_MALLOC)
-    return Profile.load(file)
-
-
 def _plan(variant: Variant, profile: Profile, blocks: int, folder: Path) -> Plan:
     stages = len(variant.replicas)
     cuts = tuple(1 + s * blocks // stages for s in range(1, stages))
@@ -186,7 +181,7 @@ def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], f
     how = {name: getattr(variant, name) for name in ("schedule", "microbatches", "optimizer")}
     job = request | how | {"do": "train", "plan": str(folder / "plan.json")}
     malloc = TIGHT_MALLOC if variant.malloc else {}
-    for answer in run_processes(WORKER, job, plan.workers, malloc):
+    for answer in run_processes(largest.WORKER, job, plan.workers, malloc):
         peak, stage = plan.stages[answer["stage"]].peak_bytes, answer["stage"]
         live_bytes = None if variant.offload else answer["live_bytes"]
         sizes = peak, live_bytes, peak - answer["start_bytes"], answer["resident_rise_bytes"]

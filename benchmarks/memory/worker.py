@@ -1,8 +1,8 @@
 """One process of the memory benchmark: profiles the model, or trains as one rank and reports the peaks of all ranks.
 
-{"do": "profile", ...}, {"do": "train", ...}           a row of residual blocks (run.py)
-{"do": "profile_gpt", ...}, {"do": "fit", ...}         a GPT (largest.py); `fit` ends with status 12 if its memory does
-                                                       not suffice
+{"do": "profile", ...}     measures a row of residual blocks, or with a `length` of text a GPT
+{"do": "train", ...}       trains residual blocks (run.py)
+{"do": "fit", ...}         trains a GPT (largest.py), or ends with status 12 if its memory does not suffice
 """
 
 from __future__ import annotations
@@ -61,26 +61,39 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(self.count):
-            yield torch.randn(self.batch, FEATURES), torch.randint(CLASSES, (self.batch,))
+            yield _draw(self.batch)
 
     def __len__(self) -> int:
         return self.count
 
 
-def model_of(width: int, blocks: int) -> nn.Sequential:
-    """Makes the model."""
+def _draw(samples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, FEATURES), torch.randint(CLASSES, (samples,))
+
+
+def _make_blocks(width: int, blocks: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(FEATURES, width), *(Block(width) for _ in range(blocks)), nn.Linear(width, CLASSES))
 
 
+def _make_job(request: dict[str, Any], blocks: int) -> Job:
+    """Returns a GPT of so many blocks, or residual blocks with an optimizer."""
+    if "length" in request:
+        return make_gpt_job("", blocks=blocks, **{name: request[name] for name in ("width", "length", "samples")})
+    make, optimizer = partial(_make_blocks, request["width"], blocks), OPTIMIZERS[request["optimizer"]]
+    return Job("", make, _draw, request["batch"], F.cross_entropy, optimizer)
+
+
 def profile(request: dict[str, Any]) -> None:
-    """Measures the model with an optimizer into a file."""
-    x, y = next(iter(Loader(request["batch"], 1)))
+    """Measures a minibatch of the model into a file."""
+    job, parts = _make_job(request, request["blocks"]), request.get("microbatches")
+    inputs, targets = job.batch(job.samples * (parts or 1))
     pd.profile(
-        model_of(request["width"], request["blocks"]),
-        x,
-        loss=lambda output: F.cross_entropy(output, y),
-        optimizer=OPTIMIZERS[request["optimizer"]],
+        job.make(),
+        inputs,
+        loss=lambda output: job.loss(output, targets),
+        optimizer=job.optimizer,
+        microbatches=parts,
         warmup=0,
         runs=1,
     ).save(request["file"])
@@ -102,9 +115,9 @@ def train(request: dict[str, Any]) -> list[dict[str, int]]:
 
 def _train_blocks(request: dict[str, Any], plan: Plan, mark: Callable[[], None]) -> tuple[int, int]:
     """Trains with `mark` called before and after; returns this rank's stage, and the rise of its resident bytes."""
-    how = {name: request[name] for name in ("schedule", "microbatches")}
-    how |= {"loss": F.cross_entropy, "optimizer": OPTIMIZERS[request["optimizer"]], "check": False}
-    with pd.Pipeline(model_of(request["width"], request["blocks"]), plan, **how) as pipeline:
+    job, how = _make_job(request, request["blocks"]), {name: request[name] for name in ("schedule", "microbatches")}
+    how |= {"loss": job.loss, "optimizer": job.optimizer, "check": False}
+    with pd.Pipeline(job.make(), plan, **how) as pipeline:
         before_bytes = restart_peak()
         mark()
         for _ in pipeline.train(Loader(request["batch"], request["minibatches"])):
@@ -113,21 +126,6 @@ def _train_blocks(request: dict[str, Any], plan: Plan, mark: Callable[[], None])
         rise_bytes = read_memory("VmHWM") - before_bytes
     rank = dist.get_rank()
     return next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row), rise_bytes
-
-
-def profile_gpt(request: dict[str, Any]) -> None:
-    """Measures a GPT into a file, as `profile`."""
-    job, parts = _make_job(request, request["blocks"]), request["microbatches"]
-    inputs, targets = job.batch(job.samples * parts)
-    pd.profile(
-        job.make(),
-        inputs,
-        loss=lambda output: job.loss(output, targets),
-        optimizer=job.optimizer,
-        microbatches=parts,
-        warmup=0,
-        runs=1,
-    ).save(request["file"])
 
 
 def shrink_stacks(size_bytes: int) -> None:
@@ -166,10 +164,6 @@ def fit(request: dict[str, Any]) -> list[dict[str, float]]:
         print(f"rank {dist.get_rank()}: {why}", file=sys.stderr, flush=True)
         lacks_memory = any(word in why.lower() for word in ("memory", "alloc", "new thread"))
         os._exit(errno.ENOMEM if lacks_memory else 1)  # others may wait for this one in a collective
-
-
-def _make_job(request: dict[str, Any], blocks: int) -> Job:
-    return make_gpt_job("", blocks=blocks, **{name: request[name] for name in ("width", "length", "samples")})
 
 
 def _count_stored(plan: Plan) -> int:
@@ -218,5 +212,5 @@ def _train_plainly(runs: str, job: Job, plan: Plan, minibatches: int) -> tuple[l
 
 if __name__ == "__main__":
     shrink_stacks(1 << 20)  # of 8 MiB
-    tasks = {"profile": profile, "train": train, "profile_gpt": profile_gpt, "fit": fit}
+    tasks = {"profile": profile, "train": train, "fit": fit}
     answer_request(lambda request: tasks[request["do"]](request))

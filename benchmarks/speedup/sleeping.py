@@ -32,10 +32,6 @@ class Seconds:
     backward_s: tuple[float, ...]
     update_s: float
 
-    @property
-    def compute_s(self) -> float:
-        return sum(self.forward_s) + sum(self.backward_s)
-
 
 def load_seconds(model: str) -> Seconds:
     """Returns a model's seconds of `seconds.json`."""
