@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import ast
 import doctest
-import importlib.util
 import re
 import subprocess
 import sys
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from commands import load_script
 
 import pipedream
 
@@ -28,16 +27,6 @@ MODULES = {
 }
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
 WITHOUT_TORCH += ("layouts.description", "layouts.report", "layouts.search")
-
-
-def _import_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script  # dataclasses look their module up
-    spec.loader.exec_module(script)
-    return script
 
 
 def test_planning_and_studying_do_not_load_torch() -> None:
@@ -93,7 +82,7 @@ def test_examples_in_docstrings() -> None:
 
 
 def test_style_checks_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    style = _import_script("check_style")
+    style = load_script(ROOT / "scripts" / "check_style.py")
     monkeypatch.setattr(style, "ROOT", tmp_path)
     monkeypatch.setattr(style, "PACKAGE", tmp_path)
     monkeypatch.setattr(style, "MOST_VAGUE_NAMES", 0)
@@ -133,7 +122,7 @@ def long():
 
 
 def test_words_of_a_name() -> None:
-    assert _import_script("check_style").split_words("_RunManager.get_IOChunk2") == {
+    assert load_script(ROOT / "scripts" / "check_style.py").split_words("_RunManager.get_IOChunk2") == {
         "run",
         "manager",
         "get",
@@ -176,7 +165,7 @@ def test_the_architecture_page_names_what_exists() -> None:
 
 def test_deliberate_breaks_are_of_this_code() -> None:
     """Each break of scripts/deliberate_breaks.py changes one place, and names test files that exist."""
-    script = _import_script("deliberate_breaks")
+    script = load_script(ROOT / "scripts" / "deliberate_breaks.py")
     assert len(script.BREAKS) >= 30
     assert len({each.name for each in script.BREAKS}) == len(script.BREAKS)
     stale = [f"{each.name}: {each.file}" for each in script.BREAKS if script.occurrences(each) != 1]

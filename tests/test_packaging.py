@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -15,9 +14,9 @@ import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from commands import load_script
 
 import pipedream
 from pipedream.core import errors
@@ -26,28 +25,19 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def _setup() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_of_pipedream", ROOT / "setup.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_links_of_the_description() -> None:
     text = "![a picture](docs/a.svg) [here](#use) [page](docs/a.md#b) [web](https://example.org/a) ![b](https://b.org)"
     absolute = "https://code.example/we/it"
-    assert _setup().description(text, absolute + "/") == (
+    assert load_script(ROOT / "setup.py").description(text, absolute + "/") == (
         f"![a picture]({absolute}/raw/main/docs/a.svg) [here](#use) [page]({absolute}/blob/main/docs/a.md#b) "
         "[web](https://example.org/a) ![b](https://b.org)"
     )
     plain = " [here](#use) page [web](https://example.org/a) ![b](https://b.org)"
-    assert _setup().description(text, None) == plain
+    assert load_script(ROOT / "setup.py").description(text, None) == plain
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(_relative(readme)) > 10
     for repository in (None, absolute):
-        assert not _relative(_setup().description(readme, repository))
+        assert not _relative(load_script(ROOT / "setup.py").description(readme, repository))
 
 
 def _relative(text: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -18,11 +17,7 @@ RUN = Path(__file__).parents[2] / "benchmarks" / "failures" / "run.py"
 def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The benchmark, as a module."""
     monkeypatch.syspath_prepend(str(RUN.parent))
-    monkeypatch.delitem(sys.modules, "run", raising=False)
-    import run as run_module
-
-    monkeypatch.delitem(sys.modules, "run")
-    return run_module
+    return commands.load_script(RUN)
 
 
 def test_each_signal_goes_to_each_target_at_each_moment(run: ModuleType) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import load_script
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
@@ -27,16 +28,7 @@ LONG = {"host", "links", "processes", "death"}
 TINY = ["--device", "cpu", "--scale", "tiny"]
 
 
-def _module() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_run", FOLDER / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-run = _module()
+run = load_script(FOLDER / "run.py")
 sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
 
 
@@ -264,11 +256,7 @@ def test_profiles_of_an_h200_give_the_papers_answers(model: str, config: str) ->
 
 @pytest.mark.slow
 def test_predictions_for_an_h200_are_near_its_profiles() -> None:
-    spec = importlib.util.spec_from_file_location("roofline", FOLDER.parent / "roofline" / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    roofline = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(roofline)
+    roofline = load_script(FOLDER.parent / "roofline" / "run.py")
     ratios = [float(row.split("|")[5]) for row in list(roofline.compare_with_gpu())[1:]]
     assert len(ratios) == 6
     assert all(0.8 <= ratio <= 1.15 for ratio in ratios), ratios

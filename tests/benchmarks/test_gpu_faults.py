@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import load_script
 from marks import spread
 
 from pipedream.profiler.stopwatch import Stopwatch
@@ -171,12 +172,7 @@ def test_a_fault_fails_its_finding(
 def test_each_check_has_a_fault() -> None:
     """Those of several ranks are below, and that of NCCL."""
     checks = {getattr(check, "__name__", "") for check, *_ in FAULTS} | {"links", "processes", "death", "nccl", "store"}
-    spec = importlib.util.spec_from_file_location("gpu_run", FOLDER / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    run = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(run)
-    assert checks == set(run.CHECKS)
+    assert checks == set(load_script(FOLDER / "run.py").CHECKS)
 
 
 def _iterate_until(name: str, check: Any) -> Any:

@@ -1,7 +1,11 @@
-"""Starts the command, and programs, as a user's shell would; knows all processes that come from one start."""
+"""Starts the command, and programs, as a user's shell would; knows all processes that come from one start.
+
+Scripts can be imported, too.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -14,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import ModuleType
 
 _MARK = "STARTED_BY_TEST"
 _KILL = signal.SIGKILL
@@ -157,3 +162,14 @@ def start(
 def run(*arguments: str, folder: Path, environment: dict[str, str] | None = None, timeout_s: float = 120.0) -> Ended:
     """Starts ``python ARGUMENTS`` in a folder, and waits for its end."""
     return start(*arguments, folder=folder, environment=environment).end(timeout_s)
+
+
+def load_script(file: Path) -> ModuleType:
+    """Imports a file of no package anew; its module is known by its path, as several are called run.py."""
+    spec = importlib.util.spec_from_file_location(str(file), file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
