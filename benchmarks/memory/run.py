@@ -151,7 +151,7 @@ def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
         ("live", [abs(row.live_off) for row in rows if row.malloc and row.live_off is not None]),
         ("resident rise", [abs(row.rise_off) for row in rows if row.malloc]),
     ):
-        yield f"| {name} | {len(offs)} | {statistics.median(offs):.1%} | {max(offs):.1%} |"
+        yield format_row((name, len(offs), f"{statistics.median(offs):.1%}", f"{max(offs):.1%}"))
     if options.plot:
         pairs = [
             Pair(row.predicted_bytes, row.live_bytes, f"{row.variant}, live", "live", row.malloc)

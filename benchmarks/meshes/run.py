@@ -32,7 +32,7 @@ class Row:
 
     def __str__(self) -> str:
         end = "" if self.met is None else " met" if self.met else " **not met**"
-        return f"| {self.figure} | {self.paper} | {self.predicted} | {self.measured}{end} |"
+        return scaffold.format_row((self.figure, self.paper, self.predicted, f"{self.measured}{end}"))
 
 
 def main() -> int:

@@ -129,11 +129,8 @@ def name_size(widths: Sequence[int]) -> str:
 
 def table_of_meshes() -> None:
     """Prints how long plans with meshes take."""
-    print(
-        format_head(
-            "96 layers on 64 ranks | search with meshes | gap | none and each single mesh as well | simulate", "lr"
-        )
-    )
+    titles = "96 layers on 64 ranks | search with meshes | gap | none and each single mesh as well | simulate"
+    print(format_head(titles, "lr"))
     profile = on_meshes(96)
     machines = Cluster((Level(8, 50e9, 1e-5), Level(8, 5e9, 2e-5)))
     meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks)]
@@ -144,9 +141,8 @@ def table_of_meshes() -> None:
             search_s, _ = timed(partial(search, profile, limited, mesh="auto"))
             whole_s, _ = timed(partial(planning.plan, profile, limited, mesh="auto"))
             size = "" if memory_bytes is None else f", {memory_bytes / 1e9:.0f} GB a rank"
-            print(
-                f"| {name}{size} | {alone_s:.1f} s | {gap_of(plan)} | {search_s:.1f} s | {whole_s:.0f} s |", flush=True
-            )
+            cells = f"{alone_s:.1f} s", gap_of(plan), f"{search_s:.1f} s", f"{whole_s:.0f} s"
+            print(format_row((f"{name}{size}", *cells)), flush=True)
 
 
 def on_meshes(count: int) -> Profile:
