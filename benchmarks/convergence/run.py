@@ -12,8 +12,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -202,7 +201,7 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES)
     parser.add_argument("--arms", nargs="+", choices=sorted({arm.name for arm in ARMS}), help="all unless said")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="no run begins that would end after that")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="after which no further runs begin")
     parser.add_argument("--jobs", type=int, default=1, help="processes; each computes in one thread")
     parser.add_argument("--out", type=Path, default=CURVES)
     options = parser.parse_args()
@@ -214,49 +213,24 @@ def main() -> int:
         for stages in options.stages
         if stages in TASKS[task].stages and (not options.arms or arm in options.arms)
     ]
-    longest = max((curve.seconds for curve in curves.values()), default=0.0)
-    going: dict[Future[Curve], tuple[Run, float]] = {}
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        while True:
-            spent = time.monotonic() - begin
-            busy = {run for run, _ in going.values()}
-            for run in _choose_next(curves, cases, options.seeds, busy, options.jobs - len(going)):
-                if spent + longest <= options.budget_s:
-                    going[pool.submit(trained, run)] = run, spent
-            if not going:
-                break
-            for future in wait(going, return_when=FIRST_COMPLETED).done:
-                (run, since), curve = going.pop(future), future.result()
-                curves[run] = curve
-                longest = max(longest, time.monotonic() - begin - since)
-                save(options.out, curves)
-                end = curve.points[-1] if curve.points else Point(0, math.nan, 0.0)
-                print(
-                    f"{run}: rate {curve.rate:.4g}, after {end.updates} updates loss {end.loss:.4f}, "
-                    f"accuracy {end.accuracy:.3f}; {curve.seconds:.1f} s",
-                    flush=True,
-                )
+        for case in cases:
+            while (runs := due(curves, *case, options.seeds)) and time.monotonic() - begin < options.budget_s:
+                for run, curve in zip(runs, pool.map(trained, runs), strict=True):
+                    curves[run] = curve
+                    save(options.out, curves)
+                    end = curve.points[-1] if curve.points else Point(0, math.nan, 0.0)
+                    print(
+                        f"{run}: rate {curve.rate:.4g}, after {end.updates} updates loss {end.loss:.4f}, "
+                        f"accuracy {end.accuracy:.3f}; {curve.seconds:.1f} s",
+                        flush=True,
+                    )
     left = [case for case in cases if due(curves, *case, options.seeds)]
     print(
         f"{len(cases) - len(left)} of {len(cases)} arms done in {time.monotonic() - begin:.0f} s"
         + ("; call again" * bool(left))
     )
     return 0
-
-
-def _choose_next(
-    curves: Curves, cases: list[tuple[str, str, int]], seeds: int, going: set[Run], count: int
-) -> Iterator[Run]:
-    """Yields so many runs to begin, of the first cases that have any beside those that go on."""
-    begun = set(going)
-    for task, arm, stages in cases:
-        for run in due(curves, task, arm, stages, seeds):
-            if count <= 0:
-                return
-            if run not in begun:
-                begun.add(run)
-                count -= 1
-                yield run
 
 
 if __name__ == "__main__":

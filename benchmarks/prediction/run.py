@@ -105,7 +105,7 @@ def main() -> int:
         _write_rows(rows, options.out)
         return 0
     stop_if(why_not(), "prediction")
-    place, began = Environment(), time.monotonic()
+    place = Environment()
     shapes = [plan for plan in PLANS if plan[0] in options.plans]
     rows = []
     counts = [_count_workers(config) for config, _ in shapes]
@@ -114,9 +114,7 @@ def main() -> int:
         for count in sorted({REAL, *counts}):
             with worker_processes(network, count, _WORKER) as workers:
                 profiles = profiles or {name: workers.profile(name) for name in options.models}
-                # Each number of workers has its share of the time, so that none is left out alone.
-                end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
-                rows += _Bench(workers, network, options, end_s).measure_all(shapes, profiles)
+                rows += _Bench(workers, network, options).measure_all(shapes, profiles)
     print(place.describe(f"{options.rounds} segments a plan") + "\n" + _describe_profiles(profiles))
     _write_rows(rows, options.out)
     return 0
@@ -137,7 +135,6 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--free", action="store_true", help="what computes does so as fast as it can, not at a pace")
     parser.add_argument("--patience", type=float, default=120, help="seconds for running again what other processes "
                         "disturb")  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=18, help="minutes after which no further plan begins")
     configs = sorted({config for config, _ in PLANS})
     parser.add_argument("--plans", nargs="+", choices=configs, default=configs)
     parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
@@ -148,16 +145,11 @@ def _parse_options() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class _Bench:
-    """Measures plans of as many workers as there are processes.
-
-    Attributes:
-        end_s: by the monotonic clock: no further plan begins after it.
-    """
+    """Measures plans of as many workers as there are processes."""
 
     workers: Workers
     network: Network
     options: argparse.Namespace
-    end_s: float
 
     def measure_all(self, shapes: list[tuple[str, str]], profiles: dict[str, Profile]) -> Iterator[Row]:
         """Yields a row for each plan, each model and each rate."""
@@ -167,17 +159,8 @@ class _Bench:
                 continue
             if not self.options.every and turn != list(RATES).index(link):
                 continue
-            label = f"  {model}, {link}, {', '.join(shape)}"
-            if time.monotonic() > self.end_s:
-                print(f"{label}: left out, no time is left", file=sys.stderr)
-                continue
             row = self._measure_least_disturbed(link, model, profiles[model], shape)
-            print(
-                f"{label}: predicted {row.predicted_s * 1e3:.1f} ms, measured {row.measured_s * 1e3:.1f} ms "
-                f"({row.measured_s / row.predicted_s - 1:+.1%}), others {row.others:.0%}, drift {row.drift:+.0%}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"  {model}: {' | '.join(_list_cells(row))}", file=sys.stderr, flush=True)
             yield row
 
     def _measure_least_disturbed(self, link: str, model: str, profile: Profile, shape: tuple[str, str]) -> Row:
