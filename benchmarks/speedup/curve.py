@@ -27,7 +27,7 @@ from pipedream.training.compare_variants import predict_samples_per_s
 from pipedream.workflows.plan import plan_and_compare
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import format_table
+from scaffold import format_table, take_turns
 from worker_processes import Workers, worker_processes
 
 _Points = Sequence[tuple[float, dict[str, dict[str, Any]]]]
@@ -245,21 +245,18 @@ def _measure_point(
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
     copies = {name: "solo" for name in CHOICES if plans[name].ranks == 1}
     copies |= {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])}
-    for number in range(size.rounds):
-        turns = [name for name in measured if name not in copies]
-        shift = number * len(turns) // size.rounds
-        for name in turns[shift:] + turns[:shift]:
-            point_row = measured[name]
-            if point_row and "why" in point_row[-1]:
-                continue
-            request = make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s}
-            if request["do"] == "ddp" and not request["sums"].startswith("every"):
-                update_s = 2 * request["microbatches"] * profile.batch / predict(name, plans[name], profiles, _AS_IS)
-                request["steps"] = min(request["steps"], max(1, int(_LONG_S / update_s)))
-            answer = workers.ask(request)
-            point_row.append(answer)
-            words = answer.get("why") or f"{answer['samples_per_s']:.1f} samples/s, others {answer['others']:.0%}"
-            log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {words}")
+    for name in take_turns([name for name in measured if name not in copies], size.rounds):
+        point_row = measured[name]
+        if point_row and "why" in point_row[-1]:
+            continue
+        request = make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s}
+        if request["do"] == "ddp" and not request["sums"].startswith("every"):
+            update_s = 2 * request["microbatches"] * profile.batch / predict(name, plans[name], profiles, _AS_IS)
+            request["steps"] = min(request["steps"], max(1, int(_LONG_S / update_s)))
+        answer = workers.ask(request)
+        point_row.append(answer)
+        words = answer.get("why") or f"{answer['samples_per_s']:.1f} samples/s, others {answer['others']:.0%}"
+        log(f"{model} at rho {rho:g}, round {len(point_row)}: {name}: {words}")
     for name, same in copies.items():
         measured[name] = measured[same]
     common = {"model": model, "rho": rho, "bytes_per_s": bytes_per_s}
