@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
@@ -24,6 +23,7 @@ from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.mesh import Box, box_of, overlap, slice_of, slice_within
 from pipedream.runtime.checkpoint.folders import advise_other, check_names, flush, read_manifest, summarise_error
 from pipedream.runtime.checkpoint.remote import AnyPath
+from pipedream.runtime.comm.values import compute_crc32
 
 _READ_BYTES = 64 << 20  # at once, of several pieces
 _PIECE_BYTES = 1 << 20
@@ -172,20 +172,13 @@ def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece)
     actual = (_name_dtype(tensor), tuple(tensor.shape))
     if actual != (stored.dtype, piece.shape):
         raise ArtifactError(f"{what} has dtype and shape {actual}, and had {(stored.dtype, piece.shape)}")
-    if piece.crc32 is not None and _compute_crc32(tensor) != piece.crc32:
+    if piece.crc32 is not None and compute_crc32(tensor) != piece.crc32:
         raise ArtifactError(f"the values of {what} have another checksum than when they were saved")
     return tensor
 
 
 def _name_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _compute_crc32(tensor: torch.Tensor) -> int:
-    """Returns the checksum of a tensor on the CPU."""
-    head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    plain = tensor.resolve_conj().resolve_neg().reshape(-1)
-    return zlib.crc32(plain.contiguous().view(torch.uint8).numpy().data, head)
 
 
 def copy_for_writing(
@@ -229,7 +222,7 @@ def write_tensors(
                 offset = file.tell()
                 torch.save(values, file)
                 length = file.tell() - offset
-                place = start, tuple(values.shape), path.name, offset, length, _compute_crc32(values)
+                place = start, tuple(values.shape), path.name, offset, length, compute_crc32(values)
                 rows.append((name, _name_dtype(part), tuple(shape), *place))
         flush(path, file)
     return rows

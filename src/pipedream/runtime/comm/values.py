@@ -19,6 +19,7 @@ import base64
 import importlib
 import json
 import sys
+import zlib
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -107,6 +108,13 @@ def unflatten(structure: str, tensors: Sequence[torch.Tensor]) -> Any:
 def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
     """Returns the tensors in a value, without those on the meta device."""
     return flatten(value, opaque_as_none=True)[1]
+
+
+def compute_crc32(tensor: torch.Tensor) -> int:
+    """Returns the checksum of a tensor on the CPU."""
+    head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    plain = tensor.resolve_conj().resolve_neg().reshape(-1)
+    return zlib.crc32(plain.contiguous().view(torch.uint8).numpy().data, head)
 
 
 def map_tensors(

@@ -42,6 +42,7 @@ from pipedream.runtime.comm.process_group import (
     gather_texts,
     join_group,
     peers_may_end,
+    read_machine,
     wait_for_all,
     world_group,
 )
@@ -56,7 +57,7 @@ from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
-from pipedream.runtime.stage.host_store import HostStore, RemoteForward, read_machine
+from pipedream.runtime.stage.host_store import HostStore, RemoteForward
 from pipedream.runtime.stage.offload_place import check_place
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker

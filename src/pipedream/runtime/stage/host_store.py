@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.core.errors import PlanError
 from pipedream.runtime.comm.channel import Pending
 from pipedream.runtime.comm.message import Message, MessageFormat, align, write
-from pipedream.runtime.comm.process_group import gather_json, machine_address
+from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
 from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule, evaluating
 from pipedream.runtime.stage.versions import Versions, WeightSet
@@ -551,9 +551,3 @@ def _cudart() -> Any:
 
 def _map_file(path: str, size: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-
-
-def read_machine() -> str:
-    """Returns what only processes of one machine, or of one host of an emulated network, have in common."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
