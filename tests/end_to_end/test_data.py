@@ -30,6 +30,9 @@ JOBS = {
         *(Job(kind, (2, 1), "1f1b", 4, drain_at=3) for kind in ("ahead", "stateful")),
         Job("map", (2, 1), "pipedream_2bw", 3, leave_at=6),
         *(Job(kind, (3,), drain_at=8) for kind in ("map", "iterable")),
+        *(Job(kind, (2, 1), "gpipe", 4, drain_at=3, leave_at=6, machines="abb") for kind in KINDS),
+        Job("map", (2, 1), "pipedream_2bw", 3, leave_at=6, machines="abb"),
+        Job("map", (3,), "gpipe", 4, leave_at=6, machines="abb"),
     ],
     4: [
         *(Job(kind, (3, 1), leave_at=6) for kind in ("map", "iterable")),
@@ -118,7 +121,16 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
         for name, tensor in alone_run.state.items():
             assert (state[name] - tensor).abs().max() <= bound, f"{job}: {name}"
         loaded, expected = written(apart / str(number)), written(alone / str(number))[0]
-        readers = set(range(job.replicas[0])) if job.kind in SHARDED and job.microbatches is None else {0}
+        readers = {0}
+        if job.kind in SHARDED and job.microbatches is None:
+            readers = set(range(job.replicas[0]))
+        elif job.kind in SHARDED and job.machines:
+            readers = {job.machines.index(machine) for machine in job.machines}
+            ahead = Counter(loaded.pop(1))
+            if job.kind not in ("ahead", "persistent"):
+                assert ahead >= Counter(expected), f"{job}: it reads whole minibatches"
+                assert ahead.total() <= len(expected) + loading.BATCH, "one of them in vain before it is left"
+            readers.remove(1)
         assert set(loaded) == readers, str(job)
         if job.kind not in ("ahead", "persistent"):  # processes that load ahead do so in vain before a break
             assert Counter(chain(*loaded.values())) == Counter(expected), str(job)

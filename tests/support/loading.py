@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import pipedream as pd
 from pipedream.pipeline import Pipeline
+from pipedream.runtime.data import source
 
 SIZE, BATCH = 50, 12
 SEED = 10
@@ -35,6 +37,7 @@ class Job:
         replicas: replicas of each stage.
         drain_at, leave_at: minibatches after which the loop evaluates, and is left and begun again; negative for never.
         fails_at: index whose loading fails; negative for never.
+        machines: those of the ranks; by default one.
     """
 
     kind: str
@@ -45,6 +48,7 @@ class Job:
     drain_at: int = -1
     leave_at: int = -1
     fails_at: int = -1
+    machines: str = ""
 
     def __str__(self) -> str:
         words = [
@@ -52,6 +56,7 @@ class Job:
             self.schedule,
             "-".join(map(str, self.replicas)),
             *(str(n) for n in [self.microbatches] if n),
+            self.machines,
         ]
         return " ".join(words)
 
@@ -155,7 +160,10 @@ def run(job: Job, folder: str) -> Ran:
     """Does a job; each rank has its own seed, and the loop draws numbers of its own."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     rank = dist.get_rank() if dist.is_initialized() else 0
-    with pipeline_of(job) as pipeline:
+    with (
+        patch.object(source, "read_machine", lambda: job.machines[rank : rank + 1]),
+        pipeline_of(job) as pipeline,
+    ):
         others = loader_of(job.kind, Notes(str(Path(folder) / "evaluated")))
         seed_all(SEED + rank)
         loader = loader_of(job.kind, Notes(folder, job.fails_at))

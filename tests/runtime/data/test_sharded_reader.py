@@ -341,6 +341,65 @@ class Noise(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()), *own], dtype=torch.float64)
 
 
+def alike(loader: Any, seed: int, extent: EpochRange, state: Any) -> ShardedReader:
+    """Returns the reader of a process that has this seed."""
+    seed_all(seed)
+    sharded = ShardedLoader(loader)
+    sharded.alike = True
+    return ShardedReader(sharded, DataOrder(), extent, state)
+
+
+@pytest.mark.parametrize(
+    "name",
+    thinned(pytest.param(name, marks=pytest.mark.slow if name in WITH_PROCESSES else ()) for name in SHARDED),
+)
+def test_processes_that_read_alike_read_what_a_plain_loop_does(name: str) -> None:
+    """Also from a position within an epoch, and whatever their own generators draw."""
+    epochs = plain_loop(LOADERS[name](), 2)
+    expected = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
+    state: Any = None
+    for extent in (EpochRange(end=2), EpochRange(0, 2, 3)):
+        readers = [alike(LOADERS[name](), 5, extent, state)]
+        state = json.loads(json.dumps(readers[0].state(extent.first, extent.skip)))
+        readers += [alike(LOADERS[name](), 6, extent, state)]
+        for reader in readers:
+            peeked = reader.peek()
+            assert peeked is not None
+            assert peeked is next(reader)
+            minibatches = [(peeked.epoch, listed(peeked.batch)), *(part[1:3] for part in batches_of(reader))]
+            assert minibatches == expected[extent.skip :]
+            reader.close(), reader._sharded.close()
+        middle = alike(LOADERS[name](), 5, EpochRange(end=2), None)
+        batches_of(middle, 3)
+        state = json.loads(json.dumps(middle.state(0, 3)))
+        middle.close(), middle._sharded.close()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_processes_that_read_alike_draw_the_same_numbers_for_their_samples(workers: int) -> None:
+    def read(seed: int, extent: EpochRange, state: Any) -> list[list[float]]:
+        reader = alike(DataLoader(Noise(), 2, num_workers=workers), seed, extent, state)
+        rows = rows_of(reader)
+        reader._sharded.close()
+        return rows
+
+    def state_at(*position: int) -> Any:
+        reader = alike(DataLoader(Noise(), 2, num_workers=workers), 3, EpochRange(end=2), None)
+        rows_of(reader, position[1])
+        state = json.loads(json.dumps(reader.state(*position)))
+        reader.close(), reader._sharded.close()
+        return state
+
+    whole = [read(seed, EpochRange(end=2), state_at(0, 0)) for seed in (3, 4)]
+    assert whole[0] == whole[1]
+    for column in range(1, 7) if not workers else (1, 2, 3):
+        assert len({row[column] for row in whole[0]}) == 24
+    rest = [read(seed, EpochRange(0, 2, 4), state_at(0, 4)) for seed in (3, 4)]
+    assert rest[0] == rest[1]
+    if not workers:
+        assert rest[0] == whole[0][8:]
+
+
 def rows_of(reader: LoaderReader, most: int | None = None) -> list[list[float]]:
     return [row for minibatch in islice(reader, most) for row in minibatch.batch.tolist()]
 

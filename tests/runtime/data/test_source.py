@@ -1,23 +1,34 @@
-"""Microbatches that replica 0 of the input stage sends to the others: what arrives, and no deadlock."""
+"""Microbatches that one replica of the input stage reads for others, or for the others of its machine alone.
+
+What arrives, who reads, and no deadlock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drawn import Case, cases
 from hypothesis import given
 from hypothesis import strategies as st
+from loaders import Numbers, Plain, Shuffled, listed, seed_all
+from torch.utils.data import DataLoader
 
+from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import Content, Message, StopReason
-from pipedream.runtime.data.reader import EpochRange, IterableReader
+from pipedream.runtime.data import source as source_module
+from pipedream.runtime.data.reader import EpochRange, FollowingReader, IterableReader, LoaderReader
 from pipedream.runtime.data.rng import DataOrder
-from pipedream.runtime.data.source import ReadingSource, ReceivingSource, Source
+from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader
+from pipedream.runtime.data.source import DataChannels, DataSources, ReadingSource, ReceivingSource, Source
 from pipedream.runtime.data.splitter import Splitter
 from pipedream.verifier import verify
 from pipedream.verifier.unrolled import Unrolled, unroll
@@ -32,9 +43,30 @@ def adapt(batch: Any) -> tuple[Any, Any]:
     return (batch["x"], batch["name"]), -batch["x"]
 
 
+def reader_of(count: int) -> LoaderReader:
+    return IterableReader(batches(count), DataOrder(), EpochRange(), None)
+
+
 def reading(count: int, senders: Mapping[int, LocalChannel] | None = None) -> ReadingSource:
-    reader = IterableReader(batches(count), DataOrder(), EpochRange(), None)
-    return ReadingSource(reader, Splitter(adapt), senders)
+    return ReadingSource(reader_of(count), Splitter(adapt), senders, replicas=1 + len(senders or {}))
+
+
+def hand_over(count: int, readers: Sequence[int]) -> tuple[list[Source], list[LocalChannel]]:
+    """Returns the sources of replicas, for each of which `readers` says which one reads, and their channels."""
+    replicas = range(len(readers))
+    channels = {(a, b): LocalChannel() for b in replicas for a in range(b)}
+    sources: list[Source] = []
+    for replica in replicas:
+        if readers[replica] != replica:
+            sources.append(ReceivingSource(channels[readers[replica], replica]))
+            continue
+        reader: Any = reader_of(count)
+        if replica:
+            reader = FollowingReader(reader, channels[0, replica], replica)
+        senders = {b: channels[replica, b] for b in replicas if readers[b] == replica != b}
+        followers = [] if replica else [channels[0, b] for b in replicas if readers[b] == b != 0]
+        sources.append(ReadingSource(reader, Splitter(adapt), senders, followers, len(readers)))
+    return sources, list(channels.values())
 
 
 def take(source: Source, microbatch: int) -> tuple[Any, ...]:
@@ -52,78 +84,258 @@ def lists(message: Message) -> list[Any]:
 
 
 @given(
-    count=st.integers(1, 9), replicas=st.integers(2, 4), more=st.integers(0, 3), whole=st.booleans(),
-    stop=st.sampled_from([None, StopReason.DRAIN, StopReason.INTERRUPT]), at=st.integers(0, 4),
+    count=st.integers(1, 9), machines=st.lists(st.integers(0, 2), min_size=2, max_size=4), more=st.integers(0, 3),
+    whole=st.booleans(), stops=st.lists(st.tuples(
+        st.sampled_from([StopReason.DRAIN, StopReason.INTERRUPT]), st.integers(0, 4)), max_size=2),
 )  # fmt: skip
 def test_what_is_handed_over_is_what_each_would_have_read_itself(
-    count: int, replicas: int, more: int, whole: bool, stop: StopReason | None, at: int
+    count: int, machines: list[int], more: int, whole: bool, stops: list[tuple[StopReason, int]]
 ) -> None:
+    """Over drains; on several machines the first replica of each reads for those of its machine."""
+    replicas = len(machines)
     parts = 1 if whole else replicas + more
-    cycle = replicas if whole else 1
-    channels = {replica: LocalChannel() for replica in range(1, replicas)}
-    sent = reading(count, channels)
-    handed = [sent, *(ReceivingSource(channel) for channel in channels.values())]
-    read = [reading(count) for _ in range(replicas)]
-    for sources in (handed, read):
-        for replica, source in enumerate(sources):
-            source.begin(parts, replica, 100, cycle)
-    ended: set[int] = set()
-    # By rounds: minibatches where each replica takes whole ones, else all microbatches of a minibatch.
-    rounds = [range(i * replicas, (i + 1) * replicas) for i in range(12)] if whole else [
-        range(i * parts, (i + 1) * parts) for i in range(12)
-    ]  # fmt: skip
-    for i, microbatches in enumerate(rounds):
-        if stop is not None and i == at:
-            for source in (*handed, *read):
-                source.stop(stop)
-        for microbatch in sorted(microbatches, key=lambda k: (k % replicas, k)):  # replica 0 goes first
-            replica = microbatch % replicas
-            if replica not in ended:
-                messages = take(handed[replica], microbatch)
-                assert messages == take(read[replica], microbatch)
-                if isinstance(messages[0], StopReason):
-                    ended.add(replica)
-    assert ended == set(range(replicas))
-    assert not any(channel.receive().ready() for channel in channels.values()), "each stream has one end"
+    handed, channels = hand_over(count, [0] * replicas if whole else [machines.index(machine) for machine in machines])
+    read = [reading(count) for _ in machines]
+    base = 100
+    for stop, at in [*stops, (None, 0)]:
+        for sources in (handed, read):
+            for replica, source in enumerate(sources):
+                source.begin(parts, replica, base, replicas if whole else 1)
+        ended: set[int] = set()
+        # By rounds: minibatches where each replica takes whole ones, else all microbatches of a minibatch.
+        size = replicas if whole else parts
+        for i in range(12):
+            if stop is not None and i == at:
+                for source in (*handed, *read):
+                    source.stop(stop)
+            for microbatch in sorted(range(i * size, (i + 1) * size), key=lambda k: (k % replicas, k)):
+                replica = microbatch % replicas  # replica 0 goes first
+                if replica not in ended:
+                    messages = take(handed[replica], microbatch)
+                    assert messages == take(read[replica], microbatch)
+                    if isinstance(messages[0], StopReason):
+                        ended.add(replica)
+        assert ended == set(range(replicas))
+        assert not any(channel.receive().ready() for channel in channels), "each stream has one end"
+        base += handed[0].ended_at
+        for source in (*handed, *read):
+            source.resume()
 
 
-def test_a_minibatch_with_fewer_samples_than_parts_has_empty_ones() -> None:
-    channel = LocalChannel()
-    first, other = reading(1, {1: channel}), ReceivingSource(channel)
-    first.begin(6, 0, 0)
-    other.begin(6, 1, 0)
-    contents = [source.take(k)[0].content for k, source in enumerate([first, other] * 3)]  # type: ignore[index]
-    assert contents == [Content.DATA] * 2 + [Content.EMPTY] * 4
+def test_a_replica_that_reads_other_samples_is_stopped() -> None:
+    """A user's loop has changed the sampler of one rank, or the data set of another is shorter."""
+
+    def source_of(order: list[list[int]], **rest: Any) -> ReadingSource:
+        sharded = ShardedLoader(DataLoader(Numbers(), batch_sampler=order))
+        sharded.alike = True
+        reader: Any = ShardedReader(sharded, DataOrder(), EpochRange(), None)
+        if not rest:
+            reader = FollowingReader(reader, channel, 7)
+        source = ReadingSource(reader, Splitter(lambda batch: (batch, None)), replicas=2, **rest)
+        source.begin(2, 0 if rest else 1, 0)
+        return source
+
+    for order in ([[0, 1], [2, 4]], [[0, 1]], [[0, 1], [2, 3], [4, 5]]):
+        channel = LocalChannel()
+        first, other = source_of([[0, 1], [2, 3]], followers=[channel]), source_of(order)
+        for k in (0, 2):
+            first.take(k)
+        with pytest.raises(WorkerError, match=r"(?s)rank 7.*minibatch [01] of this stream has other samples here"):
+            _ = other.take(1), other.take(3)
+
+
+class Unseeded(Numbers):
+    """Draws from a generator of its own making, in each process another."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.default_rng().random()
+
+
+class Elsewhere(Numbers):
+    """Its files are on another machine."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise FileNotFoundError(index)
+
+
+OF_SIX = [5, 5, *[6] * 6]
+"""Samples of the minibatches of two epochs of a `loader_of`."""
+
+
+def loader_of(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, 6, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+
+class Replicas:
+    """`DataSources` of replicas of a stage, opened one after the other as if they met to exchange texts.
+
+    Each exchange is completed by opening all replicas again, until none lacks what another one gave.
+    """
+
+    def __init__(self, machines: str, microbatches: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.machines, self.microbatches, self.monkeypatch = machines, microbatches, monkeypatch
+
+    def open(self, make_loader: Callable[[int], Any], split: Any = lambda batch: (batch, None)) -> list[Any]:
+        """Returns the sources of all replicas."""
+        ranks = range(len(self.machines))
+        placement = SimpleNamespace(readers=tuple(ranks))
+        programs: Any = [SimpleNamespace(placement=placement, microbatches=m) for m in self.microbatches]
+        channels = {(a, b): LocalChannel() for b in ranks for a in range(b)}
+        rows: list[list[str]] = []  # of each exchange, by rank
+
+        class Missing(BaseException):
+            pass
+
+        def open_one(rank: int) -> Any:
+            exchanges = iter(range(9))
+
+            def gather(value: Any, group: Any) -> list[Any]:
+                number = next(exchanges)
+                if number == len(rows):
+                    rows.append([""] * len(ranks))
+                row = rows[number]
+                row[rank] = row[rank] or json.dumps(value)
+                if not all(row):
+                    raise Missing
+                return list(map(json.loads, row))
+
+            self.monkeypatch.setattr(source_module, "gather_json", gather)
+            self.monkeypatch.setattr(source_module, "read_machine", lambda: self.machines[rank])
+            group: Any = object()
+            sources = DataSources(
+                programs,
+                [rank],
+                DataChannels(
+                    rank,
+                    group,
+                    {b: channel for (a, b), channel in channels.items() if a == rank},
+                    {a: channel for (a, b), channel in channels.items() if b == rank},
+                ),
+            )
+            seed_all(5 + rank)
+            before = torch.get_rng_state()
+            source = sources.open_training(make_loader(rank), split, EpochRange(end=2), None)[rank]
+            assert torch.equal(torch.get_rng_state(), before), "the process's own generator has not moved"
+            return source
+
+        opened: list[Any] = [None] * len(ranks)
+        while None in opened:
+            for rank in ranks:
+                if opened[rank] is None:
+                    try:
+                        opened[rank] = open_one(rank)
+                    except Missing:
+                        continue
+        return opened
+
+
+def take_all(sources: Sequence[Source], parts: int) -> list[list[int]]:
+    """Returns the samples of each minibatch."""
+    minibatches: list[list[int]] = []
+    for replica, source in enumerate(sources):
+        source.begin(parts, replica, 0)
+    while True:
+        samples: list[list[int]] = [[]] * parts
+        first = len(minibatches) * parts
+        for k in sorted(range(first, first + parts), key=lambda k: (k % len(sources), k)):
+            messages = sources[k % len(sources)].take(k)
+            if isinstance(messages, StopReason):
+                return minibatches
+            samples[k - first] = listed(messages[0].value()) if messages[0].content is Content.DATA else []
+        minibatches.append([sample for part in samples for sample in part])
+
+
+def test_the_first_replica_of_each_machine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [Numbers() for _ in "abba"]
+    sources = Replicas("abba", [4], monkeypatch).open(lambda rank: loader_of(data[rank]))
+    assert [type(source) for source in sources] == [ReadingSource, ReadingSource, ReceivingSource, ReceivingSource]
+    for numbers in data:
+        numbers.loaded.clear()  # those of attempts that met nobody
+    plain = loader_of(Numbers())
+    assert take_all(sources, 4) == [listed(batch) for _ in range(2) for batch in plain]
+    assert [len(numbers.loaded) for numbers in data] == [40, 40, 0, 0], "all but the first minibatch, which was there"
+
+
+@pytest.mark.parametrize(
+    ("make_loader", "microbatches", "sizes", "reason"),
+    [
+        (lambda rank: loader_of(Unseeded()), [2], OF_SIX, "first minibatch of the loader is not the same"),
+        (lambda rank: loader_of(Elsewhere() if rank else Numbers()), [2], OF_SIX, "is not the same on each machine"),
+        (lambda rank: loader_of(Numbers()), [2, 1], OF_SIX, "only some phases split minibatches"),
+        (lambda rank: Plain(), [2], [3, 3, *[4] * 10], "no map-style DataLoader"),
+    ],
+)
+def test_what_each_machine_would_read_differently_is_handed_over(
+    make_loader: Any,
+    microbatches: list[int],
+    sizes: list[int],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+) -> None:
+    sources = Replicas("ab", microbatches, monkeypatch).open(make_loader)
+    assert [type(source) for source in sources] == [ReadingSource, ReceivingSource]
+    assert reason in caplog.text
+    assert "which no prediction counts" in caplog.text
+    minibatches = take_all(sources, 2)
+    assert sorted(map(len, minibatches)) == sizes
+    caplog.clear()
+    Replicas("aa", microbatches, monkeypatch).open(make_loader)
+    assert not caplog.text
+
+
+def test_a_sampler_of_the_users_own_is_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It draws from all global generators, which differ from process to process."""
+    sources = Replicas("ab", [3], monkeypatch).open(
+        lambda rank: DataLoader(Numbers(), batch_sampler=Shuffled(23, True))
+    )
+    assert [type(source) for source in sources] == [ReadingSource, ReadingSource]
+    seed_all(5)
+    plain = DataLoader(Numbers(), batch_sampler=Shuffled(23, True))
+    assert take_all(sources, 3) == [listed(batch) for _ in range(2) for batch in plain]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_first_minibatch_is_compared_as_the_model_gets_it(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that changes its batch gets a copy; one that draws leaves the process's generators as they were."""
+
+    def pop(batch: dict[str, Any]) -> Any:
+        return batch.pop("x") + (torch.rand(()) if draws else 0), None
+
+    def make_loader(rank: int) -> DataLoader[Any]:
+        return DataLoader([{"x": float(i)} for i in range(23)], 6)  # type: ignore[arg-type]
+
+    sources = Replicas("ab", [2], monkeypatch).open(make_loader, pop)
+    assert [type(source) for source in sources] == [ReadingSource, ReceivingSource if draws else ReadingSource]
+    assert sorted(map(len, take_all(sources, 2))) == OF_SIX
 
 
 class Handing(_Waits):
-    """The graph of waits in which other replicas wait for replica 0 to admit the round of their forward."""
+    """The graph of waits in which replicas wait for replica 0, and for their reader, to admit their forward's round."""
 
-    def __init__(self, run: Unrolled, early: int = 0) -> None:
+    def __init__(self, run: Unrolled, readers: Sequence[int], early: int = 0) -> None:
         super().__init__(run, None)
+        self.readers = readers
         self.early = early
 
     def _step(self, rank: int, instruction: Instruction) -> bool:
         row, m = self.run.program.placement.readers, self.run.program.microbatches
-        if (
-            isinstance(instruction, Op)
-            and (instruction.kind, instruction.stage) == (Kind.FORWARD, 0)
-            and rank != row[0]
-        ):
+        if isinstance(instruction, Op) and (instruction.kind, instruction.stage) == (Kind.FORWARD, 0):
             k, count = instruction.index, len(row)
-            opens = k - k % count if m == 1 else -(-(k - k % m) // count) * count
-            opens += self.early * count
-            place = self.run.ops.get(Op(Kind.FORWARD, 0, opens, 0))
-            if place is not None and self.position[row[0]] < place[1]:
-                return False
+            first = k - k % (count if m == 1 else m)
+            for replica in {0, self.readers[row.index(rank)]} - {row.index(rank)}:
+                opens = first + (replica - first) % count + self.early * count
+                place = self.run.ops.get(Op(Kind.FORWARD, 0, opens, replica))
+                if place is not None and self.position[row[replica]] < place[1]:
+                    return False
         return super()._step(rank, instruction)
 
 
-def gets_through(case: Case, early: int = 0) -> bool:
+def gets_through(case: Case, machines: Sequence[int] = (0,) * 8, early: int = 0) -> bool:
     program = case.program()
     verify(program)
     run = unroll(program, 4 * program.cycle)
-    waits = Handing(run, early)
+    waits = Handing(run, [0 if program.microbatches == 1 else machines.index(machine) for machine in machines], early)
     before: list[int] = []
     while waits.position != before:
         before = list(waits.position)
@@ -132,9 +344,9 @@ def gets_through(case: Case, early: int = 0) -> bool:
     return all(at == len(stream) for at, stream in zip(waits.position, run.streams, strict=True))
 
 
-@given(case=cases())
-def test_nobody_waits_in_a_circle_for_what_is_handed_over(case: Case) -> None:
-    assert gets_through(case)
+@given(case=cases(), machines=st.lists(st.integers(0, 2), min_size=8, max_size=8))
+def test_nobody_waits_in_a_circle_for_what_is_handed_over(case: Case, machines: list[int]) -> None:
+    assert gets_through(case, machines)
 
 
 def test_a_circle_would_be_found() -> None:

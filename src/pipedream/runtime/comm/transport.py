@@ -125,21 +125,23 @@ class Transport:
                     )
         return senders, receivers
 
-    def open_data_channels(self) -> tuple[dict[int, GlooSender], GlooReceiver | None]:
-        """Returns how replica 0 of the input stage hands out data: senders by replica, there; else the receiver."""
+    def open_data_channels(self) -> tuple[dict[int, GlooSender], dict[int, GlooReceiver]]:
+        """Returns how a replica of the input stage hands out data: senders by later, receivers by earlier replica."""
         worker, leaders = self._connections.rank, self._connections.leaders
-        first, *others = self._placement.readers
+        ranks = self._placement.readers
         senders: dict[int, GlooSender] = {}
-        receiver = None
-        for replica, other in enumerate(others, start=1):
-            if leaders is None or worker not in (first, other):
-                continue
-            number = len(self._channels) + self._placement.workers**2 + replica  # after those of the results
-            if worker == first:
-                senders[replica] = self._open_data_sender(other, number, leaders)
-            else:
-                receiver = _open_data_receiver(first, number, leaders)
-        return senders, receiver
+        receivers: dict[int, GlooReceiver] = {}
+        if leaders is None or worker not in ranks:
+            return senders, receivers
+        begin = len(self._channels) + self._placement.workers**2  # after those of the results
+        replica = ranks.index(worker)
+        for other, rank in enumerate(ranks):
+            number = begin + min(replica, other) * len(ranks) + max(replica, other)
+            if other > replica:
+                senders[other] = self._open_data_sender(rank, number, leaders)
+            elif other < replica:
+                receivers[other] = _open_data_receiver(rank, number, leaders)
+        return senders, receivers
 
     def open_mesh_data_channels(self) -> tuple[list[GlooSender], GlooReceiver | None]:
         """Returns how the first rank of a worker hands out data: the senders, there; the receiver, elsewhere."""

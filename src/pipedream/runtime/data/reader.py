@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from pipedream.core.errors import PipelineError, WorkerError
-from pipedream.runtime.comm.message import StopReason
+from pipedream.runtime.comm.channel import Receiver
+from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Message, StopReason
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.data.rng import DataOrder, from_json, to_json
 
@@ -30,12 +31,18 @@ _OF_STORED: tuple[type, ...] = (type(iter([])), type(iter(())))
 
 
 class Minibatch(NamedTuple):
-    """One minibatch of a loader; `number` counts those of all replicas."""
+    """One minibatch of a loader.
+
+    Attributes:
+        number: among those of all replicas.
+        indices_crc32: checksum of its indices; 0 if they are not compared.
+    """
 
     number: int
     epoch: int
     batch: Any
     ends_epoch: bool
+    indices_crc32: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,7 @@ class LoaderReader(Reader):
     """Reads a user's loader, from the start or from a `state`."""
 
     _minibatches: Generator[Minibatch, None, None]
+    _peeked: Minibatch | None = None
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
         _check_samplers(loader)
@@ -143,7 +151,14 @@ class LoaderReader(Reader):
         self._save_epoch_state(self._first_epoch)
 
     def _next(self) -> Minibatch:
-        return next(self._minibatches)
+        minibatch, self._peeked = self._peeked, None
+        return minibatch or next(self._minibatches)
+
+    def peek(self) -> Minibatch | None:
+        """Returns the next minibatch, which stays the next one; None at the end."""
+        if self._peeked is None:
+            self._peeked = next(self._minibatches, None)
+        return self._peeked
 
     def close(self) -> None:
         """Ends the processes that load ahead."""
@@ -311,6 +326,51 @@ class _TeeReader(Reader):
             for queue in self._queues:
                 queue.append(minibatch)
         return self._queue.popleft()
+
+
+class FollowingReader(Reader):
+    """A replica's own reader of the minibatches that replica 0 reads, too, which alone says where a stream ends.
+
+    When a drain is asked for, replicas are at different microbatches, so none could say it by itself.
+
+    Args:
+        receiver: of replica 0's notices.
+    """
+
+    def __init__(self, reader: LoaderReader, receiver: Receiver, rank: int) -> None:
+        self._reader = reader
+        self._receiver = receiver
+        self._rank = rank
+
+    def _next(self) -> Minibatch:
+        return next(self._reader)
+
+    def read(self, number: int, replica: int = 0) -> Minibatch | StopReason:
+        minibatch = self._reader.peek()  # loaded while replica 0 loads it; at a drain it is kept
+        notice = self._receiver.receive().result()
+        if notice.content is Content.END:
+            self.ended_at = notice.microbatch
+            return StopReason(notice.flags)
+        if minibatch is None or make_notice(number, minibatch) != notice:
+            raise WorkerError(
+                self._rank,
+                f"the loader, epoch {notice.epoch}",
+                f"minibatch {number} of this stream has other samples here than at replica 0 of the input stage",
+                "let its sampler draw from torch's generator or one of its own, and change it on all ranks alike",
+            )
+        return next(self)
+
+
+def make_notice(number: int, minibatch: Minibatch) -> Message:
+    """Returns the message by which replica 0 lets others read minibatch `number` of the stream."""
+    return Message(
+        number,
+        Content.EMPTY,
+        minibatch=minibatch.number,
+        epoch=minibatch.epoch,
+        flags=ENDS_EPOCH if minibatch.ends_epoch else 0,
+        numbers=(float(minibatch.indices_crc32),),
+    )
 
 
 def tee(reader: LoaderReader, readers: int) -> Sequence[Reader]:

@@ -7,6 +7,7 @@ the lists it knows, without loading, which minibatch ends the epoch; skipping th
 from __future__ import annotations
 
 import sys
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
@@ -56,6 +57,7 @@ class ShardedLoader:
         self.replica = replica
         self.replicas = replicas
         self.seeded = False  # persistent workers draw one seed in their life
+        self.alike = False  # other processes load the same minibatches
         self.epoch_seed = 0
         self._sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._only_torch = _is_torchs(self._sampler)
@@ -103,10 +105,10 @@ class ShardedLoader:
         iterator = iter(self._own_loader)
         try:
             while True:
-                # Replicas' processes may have equal generators: what the data set draws here depends on the minibatch.
-                apart = self.replicas > 1 and not self.loader.num_workers and epoch.has_more
+                # The processes' generators may be equal or not: what the data set draws here depends on the minibatch.
+                is_seeded = (self.replicas > 1 or self.alike) and not self.loader.num_workers and epoch.has_more
                 seed = layer_seed(self.epoch_seed, epoch.position, "loader")
-                with seeded_rng(seed, [*self.sample_generators.values()]) if apart else nullcontext():
+                with seeded_rng(seed, [*self.sample_generators.values()]) if is_seeded else nullcontext():
                     batch = next(iterator, _END)
                 if batch is _END:
                     return
@@ -166,7 +168,7 @@ class _EpochIndices:
         seeds: generator state for the loading processes.
         number: of the next list of all replicas.
         position: lists of the epoch before the replica's next one.
-        loading: (number, ends the epoch).
+        loading: (number, ends the epoch, checksum of the indices).
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class _EpochIndices:
         self.epoch = epoch
         self.number = first
         self.position = 0
-        self.loading: deque[tuple[int, bool]] = deque()
+        self.loading: deque[tuple[int, bool, int]] = deque()
         self._loader = loader
         self._order = order
         self._ended = ended
@@ -202,7 +204,8 @@ class _EpochIndices:
             raise StopIteration
         number, indices = self._ahead
         self._ahead = self._seek()
-        self.loading.append((number, self._ahead is None and self.number == number + 1))
+        ends_epoch = self._ahead is None and self.number == number + 1
+        self.loading.append((number, ends_epoch, zlib.crc32(str(indices).encode()) if self._loader.alike else 0))
         return indices
 
     def _seek(self) -> tuple[int, Any] | None:
@@ -283,8 +286,8 @@ class ShardedReader(LoaderReader):
             indices = self._open_epochs[0]
             if indices.has_more:
                 for batch in self._sharded.load(indices):
-                    number, ends_epoch = indices.loading.popleft()
-                    yield Minibatch(number, indices.epoch, batch, ends_epoch)
+                    number, ends_epoch, indices_crc32 = indices.loading.popleft()
+                    yield Minibatch(number, indices.epoch, batch, ends_epoch, indices_crc32)
             self._number = indices.number
             self._open_epochs.popleft()
         self.count = self._number

@@ -2,19 +2,25 @@
 
 - All workers in one process: one reader serves all of them.
 - One replica, or a map-style DataLoader and no split minibatches: each replica reads its own.
+- A map-style DataLoader and split minibatches, on several machines: the first replica of each machine reads whole
+  minibatches, in the same order with the same random numbers, and sends the others of its machine theirs. Replica 0
+  sends these readers a notice of each minibatch, and of the end. What they load first is compared; if it differs, as
+  with a data set that draws from a generator of its own making, or fails, this is not done.
 - Anything else (an iterable, or split minibatches): replica 0 alone reads, a whole round at a time, and sends the
   others theirs.
 - If the worker is a mesh, its first rank reads or receives, and sends everything to the others.
 
-No deadlock: a forward of replica c waits until replica 0 reads its round, at its own first forward of it. That waits
-only for ops of earlier rounds, because no stage has more in flight than the input stage. By induction every round is
-read. (Sending waits only for the receipt of much earlier rounds.)
+No deadlock: a forward of replica c waits until the replica that reads for it reads its round, at its own first forward
+of it, and that until replica 0 does. These wait only for ops of earlier rounds, because no stage has more in flight
+than the input stage. By induction every round is read. (Sending waits only for the receipt of much earlier rounds.)
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,13 +30,23 @@ from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
-from pipedream.runtime.comm.process_group import gather_json
-from pipedream.runtime.comm.values import flatten
+from pipedream.runtime.comm.process_group import gather_json, read_machine
+from pipedream.runtime.comm.values import compute_crc32, flatten, tensors_in
 from pipedream.runtime.data.generators import find_order_generators
-from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Reader, tee
-from pipedream.runtime.data.rng import DataOrder, read_state, set_state
+from pipedream.runtime.data.reader import (
+    EpochRange,
+    FollowingReader,
+    IterableReader,
+    LoaderReader,
+    Reader,
+    make_notice,
+    tee,
+)
+from pipedream.runtime.data.rng import DataOrder, preserved_rng, read_state, set_state
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
 from pipedream.runtime.data.splitter import AdaptBatch, BatchDim, Parts, Splitter
+
+_log = logging.getLogger("pipedream")
 
 
 @dataclass(frozen=True)
@@ -39,8 +55,8 @@ class DataChannels:
 
     Attributes:
         group: of the first ranks of all workers; None in a single process, and at other ranks of a mesh.
-        senders: at replica 0 of the input stage, replica -> to the others.
-        receiver: at the others.
+        senders: at a replica of the input stage, later replica -> to it.
+        receivers: at one, earlier replica -> from it.
         mesh_senders: at the first rank of an input worker with a mesh, to its other ranks.
         mesh_receiver: at those.
     """
@@ -48,14 +64,14 @@ class DataChannels:
     worker: int = 0
     group: dist.ProcessGroup | None = None
     senders: Mapping[int, Sender] = field(default_factory=dict)
-    receiver: Receiver | None = None
+    receivers: Mapping[int, Receiver] = field(default_factory=dict)
     mesh_senders: Sequence[Sender] = ()
     mesh_receiver: Receiver | None = None
 
     @property
     def all(self) -> list[Sender | Receiver]:
-        ends = [*self.senders.values(), self.receiver, *self.mesh_senders, self.mesh_receiver]
-        return [end for end in ends if end is not None]
+        ends: list[Sender | Receiver] = [*self.senders.values(), *self.receivers.values(), *self.mesh_senders]
+        return ends if self.mesh_receiver is None else [*ends, self.mesh_receiver]
 
 
 class Source(ABC):
@@ -89,13 +105,27 @@ class Source(ABC):
 
 
 class ReadingSource(Source):
-    """Microbatches that this process reads, for other replicas too."""
+    """Microbatches that this process reads, for other replicas too.
 
-    def __init__(self, reader: Reader, splitter: Splitter, senders: Mapping[int, Sender] | None = None) -> None:
+    Args:
+        senders: replica -> to one that does not read.
+        followers: to replicas with a `FollowingReader`.
+        replicas: of the input stage.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        splitter: Splitter,
+        senders: Mapping[int, Sender] | None = None,
+        followers: Sequence[Sender] = (),
+        replicas: int = 1,
+    ) -> None:
         self.splitter = splitter
         self._reader = reader
         self._senders = dict(senders or {})
-        self._replicas = 1 + max(self._senders, default=0)
+        self._followers = followers
+        self._replicas = replicas
 
     def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
         self._reader.begin(cycle, None if until is None else until - base)
@@ -113,9 +143,13 @@ class ReadingSource(Source):
             minibatch = self._reader.read(number, self._replica)
             if isinstance(minibatch, StopReason):
                 self.ended_at = self._reader.ended_at
+                for follower in self._followers:
+                    follower.send(self._make_end(minibatch))
                 for replica in list(self._open_senders):
                     self._send_end(replica, minibatch)
                 return minibatch
+            for follower in self._followers:
+                follower.send(make_notice(number, minibatch))
             self._parts = self.splitter.split(number, minibatch)
             self._number = number
             if self._open_senders:
@@ -147,8 +181,10 @@ class ReadingSource(Source):
                 sender.send(_join(inputs, targets))
 
     def _send_end(self, replica: int, stop_reason: StopReason) -> None:
-        end = Message(self._reader.ended_at, Content.END, flags=int(stop_reason))
-        self._open_senders.pop(replica).send(end)
+        self._open_senders.pop(replica).send(self._make_end(stop_reason))
+
+    def _make_end(self, stop_reason: StopReason) -> Message:
+        return Message(self._reader.ended_at, Content.END, flags=int(stop_reason))
 
 
 class ReceivingSource(Source):
@@ -226,8 +262,8 @@ class DataSources:
         self._input_ranks = programs[0].placement.readers
         self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
         self._batch_dim, self._planned_samples = batch_dim, planned_samples
-        self._training = _OpenLoader(splits=max(program.microbatches for program in programs) > 1)
-        self._evaluation = _OpenLoader(splits=False)
+        self._training = _OpenLoader({program.microbatches > 1 for program in programs})
+        self._evaluation = _OpenLoader({False})
         self._borrowed: list[tuple[Any, Any]] = []
         self.channels = channels or DataChannels()
 
@@ -291,18 +327,21 @@ class DataSources:
         """Opens a loader as replica 0 decides for all."""
         loader, replicas = request.loader, len(self._input_ranks)
         replica = self._input_ranks.index(self._ranks_here[0]) if self._ranks_here else None
-        decided = None
-        if replica == 0:
-            sharded, state = can_be_sharded(loader) and not target.splits, request.state
-            if sharded and not state:
+        here = None
+        if replica is not None:
+            state = request.state
+            if replica == 0 and not state and can_be_sharded(loader):
                 state = target.initial_state(loader, request.epochs, replicas)
-            decided = [sharded, state]
-        rows = gather_json(decided, self.channels.group)
+            here = [can_be_sharded(loader), read_machine(), state if replica == 0 else None]
+        rows = gather_json(here, self.channels.group)
+        first = self._input_ranks[0]
+        can_shard, _, state = rows[first]
+        request = replace(request, state=state)
+        sharded = can_shard and True not in target.splits
+        readers = [] if sharded else self._choose_readers(target, request, rows)
         if replica is None:
             return {}
-        rank, first = self._ranks_here[0], self._input_ranks[0]
-        sharded, state = rows[first]
-        request = replace(request, state=state)
+        rank = self._ranks_here[0]
         if sharded and not can_be_sharded(loader):
             raise WorkerError(
                 rank,
@@ -313,10 +352,41 @@ class DataSources:
         splitter = Splitter(request.adapt, self._batch_dim)
         if sharded:
             return {rank: ReadingSource(target.open(request, replica, replicas), splitter)}
-        if replica == 0:
-            return {rank: ReadingSource(target.open(request), splitter, self.channels.senders)}
-        assert self.channels.receiver is not None
-        return {rank: ReceivingSource(self.channels.receiver)}
+        if readers[replica] != replica:
+            return {rank: ReceivingSource(self.channels.receivers[readers[replica]])}
+        senders = {other: sender for other, sender in self.channels.senders.items() if readers[other] == replica}
+        reader = target.reader or target.open(request)
+        if replica:
+            follower = FollowingReader(reader, self.channels.receivers[0], rank)
+            return {rank: ReadingSource(follower, splitter, senders, replicas=replicas)}
+        followers = [self.channels.senders[other] for other in sorted({*readers} - {0})]
+        return {rank: ReadingSource(reader, splitter, senders, followers, replicas)}
+
+    def _choose_readers(self, target: _OpenLoader, request: _DataRequest, rows: Sequence[Any]) -> list[int]:
+        """Returns which replica reads for each.
+
+        Args:
+            rows: of all workers; of those of the input stage, whether the loader can be sharded, and the machine.
+        """
+        can_shard, machines, _ = zip(*(rows[rank] for rank in self._input_ranks), strict=True)
+        nearest = [machines.index(machine) for machine in machines]
+        if not any(nearest):
+            return nearest
+        reason = "the loader is no map-style DataLoader"
+        if all(can_shard):
+            reason = "only some phases split minibatches"
+        if all(can_shard) and False not in target.splits:
+            reads = any(self._input_ranks[replica] in self._ranks_here for replica in nearest)
+            fingerprints = gather_json(target.load_first(request) if reads else [], self.channels.group)
+            first, *others = [fingerprints[self._input_ranks[replica]] for replica in nearest]
+            if first and all(other == first for other in others):
+                return nearest
+            target.close()
+            reason = "the first minibatch of the loader is not the same on each machine"
+        if target is self._training and self._input_ranks[0] in self._ranks_here:
+            message = "rank %d reads the training data and sends other machines theirs, which no prediction counts: %s"
+            _log.warning(message, self._input_ranks[0], reason)
+        return [0] * len(nearest)
 
 
 @dataclass(frozen=True)
@@ -330,26 +400,48 @@ class _DataRequest:
 
 
 class _OpenLoader:
-    """A loader with the random state of its order, which outlives each of its readers."""
+    """A loader with the random state of its order, which outlives each of its readers.
 
-    def __init__(self, *, splits: bool) -> None:
+    Attributes:
+        splits: whether minibatches are split, in all phases or in some.
+    """
+
+    def __init__(self, splits: Set[bool]) -> None:
         self.splits = splits
         self.order = DataOrder()
         self.reader: LoaderReader | None = None
         self._sharded: ShardedLoader | None = None
 
-    def open(self, request: _DataRequest, replica: int = 0, replicas: int = 1) -> LoaderReader:
+    def open(self, request: _DataRequest, replica: int = 0, replicas: int = 1, *, alike: bool = False) -> LoaderReader:
         loader, epochs, state = request.loader, request.epochs, request.state
         if can_be_sharded(loader):
-            self.reader = ShardedReader(self._shard(loader, replica, replicas), self.order, epochs, state)
+            sharded = self._shard(loader, replica, replicas)
+            sharded.alike = alike
+            self.reader = ShardedReader(sharded, self.order, epochs, state)
         else:
             self.reader = IterableReader(loader, self.order, epochs, state)
         return self.reader
 
     def initial_state(self, loader: Any, epochs: EpochRange, replicas: int) -> dict[str, Any]:
         """Returns replica 0's state, with which all replicas begin."""
-        seeded = self._shard(loader, 0, replicas).seeded
+        seeded = self._shard(loader, 0, 1 if True in self.splits else replicas).seeded
         return {"epoch": epochs.first, "order": self.order.snapshot(loader), "seeded": seeded}
+
+    def load_first(self, request: _DataRequest) -> list[Any]:
+        """Opens a loader that other processes read alike; returns a fingerprint of its first minibatch.
+
+        The minibatch stays the next one. The fingerprint is empty if it cannot be loaded.
+        """
+        try:
+            minibatch = self.open(request, alike=True).peek()
+            if minibatch is None:
+                return ["the end"]
+            with preserved_rng(request.loader):
+                values = request.adapt(copy.deepcopy(minibatch.batch))  # which may write into its batch
+            checksums = [compute_crc32(tensor.detach().cpu()) for tensor in tensors_in(values)]
+        except Exception:  # at replica 0 it happens again where the minibatch is read
+            return []
+        return [minibatch.epoch, minibatch.ends_epoch, minibatch.indices_crc32, checksums]
 
     def close_reader(self) -> None:
         if self.reader is not None:
