@@ -304,7 +304,7 @@ BREAKS = (
         "planner/tables/search_space.py",
         "cluster=space.cluster.with_slower_links(factor), kept={})",
         "cluster=space.cluster.with_slower_links(factor))",
-        ("planner/test_search.py",),
+        ("planner/test_mesh_search.py",),
     ),
     Break(
         "planner: the bound of a bisection is the plan that it found",
