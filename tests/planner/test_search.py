@@ -11,7 +11,7 @@ import pytest
 from drawn import runtime_costs
 from every_plan import exhaustive
 from exactly import best_plans
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import PlanError
@@ -23,6 +23,7 @@ from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search_plan
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)
+SHORT = Profile.of_chain(tuple(LayerProfile(1.0, 1.0, *row) for row in [(20, 50, 0), (20, 50, 10), (1, 50, 10)]))
 
 
 @st.composite
@@ -93,6 +94,7 @@ def test_never_loses_to_replicas_alike_where_memory_is_short(
     st.sampled_from(["never", "auto", "always"]),
     st.booleans(),
 )
+@example(SHORT, 4, 10.0, 375, "never", True)  # messages do not fit at first
 def test_searches_that_share_tables_find_what_each_finds_alone(
     profile: Profile, workers: int, bandwidth: float, memory: int | None, recompute: str, all_workers: bool
 ) -> None:
