@@ -50,7 +50,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(offload, "_MIN_BYTES", 1)
 
 
 @pytest.mark.parametrize("case", thinned(pytest.param(case, id=str(case)) for case in CASES))

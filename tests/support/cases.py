@@ -188,7 +188,7 @@ def run(case: Case) -> Outcome:
                 loss = pipeline.evaluate(_fresh(odd(animal.batches)))["loss"]
                 outcome.evaluated[pipeline.drain()] = loss
                 states = [state for worker in pipeline._session.local.workers for state in worker.stage_states.values()]
-                assert {state.versions.alive for state in states} == {1}
+                assert {state.versions.kept_count for state in states} == {1}
             if done.number == case.leave_at:
                 break
         if case.leave_at >= 0:

@@ -69,7 +69,7 @@ class BackwardRunner:
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting("backward"):
+            with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 stage_state.check.before_backward(saved, output_gradients)
                 weight_gradients, input_gradients = stage_state.module.backward(
@@ -87,7 +87,7 @@ class BackwardRunner:
         message = self._take_gradients(stage, index)
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting("backward"):
+            with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 stage_state.check.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
@@ -103,7 +103,7 @@ class BackwardRunner:
         ready = self._choose_ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting("weights' backward"):
+            with stage_state.backward_context(saved), stage_state.module.counting_collectives("weights' backward"):
                 weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
         self._forwards.offload.end_backward(stage, index)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)

@@ -181,7 +181,7 @@ class ForwardRunner:
             return message
         stage_state.note_received(message)
         saved, run = self._prepare(stage, index, stage_state, message)
-        with stage_state.forward_context(saved), stage_state.module.counting("forward"):
+        with stage_state.forward_context(saved), stage_state.module.counting_collectives("forward"):
             if stage_state.recomputation is None:
                 result = run(message)
             else:
@@ -218,7 +218,7 @@ class ForwardRunner:
 
         def run(message: Message, again: bool = False) -> Message:
             if stage == 0:
-                value = stage_state.module.first_input(self._unpack_value(message), message.samples)
+                value = stage_state.module.prepare_input(self._unpack_value(message), message.samples)
             else:
                 value, saved.graph_inputs = stage_state.module.enter(message.structure, message.tensors, message.wants)
                 # The gradients travel back in the shards in which the tensors came.
@@ -232,16 +232,16 @@ class ForwardRunner:
                 stage_state.check.before_forward(value, self._stream.first + index, stage == 0, message, targets)
             read = stage_state.read_again(saved) if again else weights
             resident = partial(_list_resident, stage_state.module, read.leaves, value if stage == 0 else None)
-            with self.offload.keeping(stage, index, resident):
+            with self.offload.packing(stage, index, resident):
                 with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
                     output = stage_state.forward(value, read, self._stream.first + index, stage == 0)
                 if targets is None:
-                    structure, saved.outputs = stage_state.module.sent(output, message.samples)
+                    structure, saved.outputs = stage_state.module.pack_output(output, message.samples)
                     wants = tuple(tensor.requires_grad for tensor in saved.outputs)
                     return message.with_tensors(structure, saved.outputs, wants, version)
-                output = stage_state.module.whole(output)
+                output = stage_state.module.gather_output(output)
                 key = self._stream.minibatch(index)
-                with stage_state.module.casting():
+                with stage_state.module.autocasting():
                     value, saved.loss_weight, saved.scale = self._scorer.score(
                         key, message, output, self._unpack_targets(targets), again
                     )
@@ -263,18 +263,18 @@ class ForwardRunner:
         with torch.no_grad(), context:
             module = stage_state.module
             if stage == 0:
-                value = module.first_input(self._unpack_value(message), message.samples)
+                value = module.prepare_input(self._unpack_value(message), message.samples)
             else:
-                value = to_device(module.value_of(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
+                value = to_device(module.unpack_value(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
             with self._scorer.watching(value, message.samples, trains=False) if scores else nullcontext():
                 output = module.forward(value, leaves, self._stream.first + index, stage == 0)
             if stage < self._last:
-                return message.with_tensors(*module.sent(output, message.samples))
-            output = module.whole(output)
+                return message.with_tensors(*module.pack_output(output, message.samples))
+            output = module.gather_output(output)
             if self._stream.predicts:
                 self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:
-                with stage_state.module.casting():
+                with stage_state.module.autocasting():
                     targets = self._unpack_targets(self._mailbox.take(Carries.INPUT, stage, index))
                     self._scorer.score_evaluation(message, output, targets)
         return message

@@ -232,7 +232,7 @@ class StageState:
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         self.module.check_unchanged()
-        with _NOTHING if self.copied is None else self.copied.following():
+        with _NOTHING if self.copied is None else self.copied.synchronized():
             if self.saved_tensor_hooks is None:
                 return self.module.forward(value, read.leaves, microbatch, first)
             layers = partial(self.module.forward, value, read.leaves, microbatch, first)
@@ -256,7 +256,7 @@ class StageState:
     def end_passes(self) -> None:
         """Follows the last of a minibatch's forwards, or backwards."""
         self.versions.drop_copies()
-        self.gradients.replace(*self.versions.take_back(self.gradients.accumulators))
+        self.gradients.replace(*self.versions.copy_gradients_to_handles(self.gradients.accumulators))
 
     def compare_first(self) -> None:
         """Compares the first update's gradients, which are in the handles, with the model's."""

@@ -39,7 +39,7 @@ def make_storage(value: int) -> torch.UntypedStorage:
 
 
 def save(mover: BlockMover, block: Block, storage: torch.UntypedStorage) -> None:
-    block.tensors = block.views = 1
+    block.tensors = block.unpacks_left = 1
     mover.put(block, storage, SIZE)
 
 
@@ -75,12 +75,12 @@ def test_what_is_saved_again_during_a_write_is_written_again(tmp_path: Path, gat
     torch.empty(0, dtype=torch.uint8).set_(storage)[-1] = 7  # another part, which a later tensor is saved of
     mover.put(block, storage, SIZE)
     gate.may_return.release()
-    with mover.changed:
-        assert not mover.changed.wait_for(lambda: block.is_away, 0.2), "what was written may be too old"
+    with mover.condition:
+        assert not mover.condition.wait_for(lambda: block.is_away, 0.2), "what was written may be too old"
     mover.flush()
     gate.may_return.release()
-    with mover.changed:
-        assert mover.changed.wait_for(lambda: block.is_away, PATIENCE_S)
+    with mover.condition:
+        assert mover.condition.wait_for(lambda: block.is_away, PATIENCE_S)
     assert block.memory is None
     assert mover.load(block)[SIZE - 1] == 7
     mover.close()

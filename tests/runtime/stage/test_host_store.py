@@ -197,7 +197,7 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch
         apart.note_copied(copy)
         return copy
 
-    def take_back(copies: DeviceCopies, tensors: list[Tensor | None], places: list[Tensor]) -> Any:
+    def copy_to_store(copies: DeviceCopies, tensors: list[Tensor | None], places: list[Tensor]) -> Any:
         pairs = [(tensor, place) for tensor, place in zip(tensors, places, strict=True) if tensor is not None]
         taken.extend(id(place.copy_(tensor)) for tensor, place in pairs)
         return [None if tensor is None else place for tensor, place in zip(tensors, places, strict=True)], None
@@ -208,8 +208,8 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch
         return memory
 
     monkeypatch.setattr(HostStore, "_make", make)
-    monkeypatch.setattr(DeviceCopies, "bring", bring)
-    monkeypatch.setattr(DeviceCopies, "take_back", take_back)
+    monkeypatch.setattr(DeviceCopies, "copy_to_device", bring)
+    monkeypatch.setattr(DeviceCopies, "copy_to_store", copy_to_store)
     monkeypatch.setattr(
         assemble, "StageLayout", lambda *a, gradients, **named: StageLayout(*a, gradients=True, **named)
     )
@@ -550,7 +550,7 @@ def test_the_host_waits_for_parts_that_a_gpu_still_reads(ahead: int, monkeypatch
     copies = DeviceCopies(torch.device("cuda"), ahead)
     for _ in range(9):
         part = mock.Mock()
-        copies.bring(part).record_stream.assert_called_once_with(current)
+        copies.copy_to_device(part).record_stream.assert_called_once_with(current)
         most = max(most, len(unread))
         copies.note_dropped()
     assert most == ahead

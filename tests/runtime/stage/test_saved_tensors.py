@@ -134,7 +134,7 @@ def run_graph_rule(
     saved.switch_to(led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
-    output = saved.run(lambda: stage.forward(value, weights.leaves, 0, first=False), value, weights)
+    output = saved.run(lambda: stage.forward(value, weights.leaves, 0, is_first=False), value, weights)
     slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     for number, share in enumerate([0.5, 4.0, factor / 2] if led else [factor]):
         versions.choose_storage({number} if led else ())

@@ -339,7 +339,7 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
         weights = Versions(handles, watched=True).read(0)
         torch.manual_seed(0)
         value, graph_inputs = stage.enter("", (torch.randn(3, WIDTH),), (True,))
-        output = stage.forward(value, weights.leaves, 0, first=False)
+        output = stage.forward(value, weights.leaves, 0, is_first=False)
         ready_gradients: dict[int, Tensor] = {}
 
         def ready(number: int, gradient: Tensor) -> None:
@@ -371,7 +371,7 @@ def test_sums_grow_in_place() -> None:
     weights = Versions(handles).read(0)
     accumulators: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
     value, graph_inputs = stage.enter("", (torch.ones(2, WIDTH),), (True,))
-    saved = SavedForward(weights, graph_inputs, (stage.forward(value, weights.leaves, 0, first=False),), (True,), 0)
+    saved = SavedForward(weights, graph_inputs, (stage.forward(value, weights.leaves, 0, is_first=False),), (True,), 0)
     stage.backward_inputs(saved, [torch.ones(2, WIDTH)])
     gradients = stage.backward_weights(saved, accumulators)
     assert gradients[0] is accumulators[0]

@@ -37,7 +37,7 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
         arrived = torch.randn(2, 3)
         weights = versions.read(0)
         value, boxes = stage.enter("", (arrived.clone(),), (True,))
-        output = stage.forward(value, weights.leaves, k, first=False)
+        output = stage.forward(value, weights.leaves, k, is_first=False)
         scale = torch.randn(2, 3)
         accumulators = gradients.accumulators
         weight_gradients, back = stage.backward(
@@ -63,7 +63,7 @@ def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     handles = dict(layer.named_parameters())
     stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
     weights = Versions(handles).read(0)
-    output = stage.forward(torch.ones(2, 3), weights.leaves, 0, first=True)
+    output = stage.forward(torch.ones(2, 3), weights.leaves, 0, is_first=True)
     kept = SavedForward(weights, (), (output,), (), 0)
     stage.backward(kept, [torch.ones(2, 3)], [None, None])
     with pytest.raises(RuntimeError):  # its graph is gone
@@ -153,7 +153,7 @@ def test_layers_that_may_draw_are_known() -> None:
     for layer in (hooked, replaced):
         stage = StageModule([("layer", layer)], {}, torch.device("cpu"), seed=5)
         before = torch.default_generator.get_state()
-        stage.forward(torch.ones(2, 2), {}, 0, first=True)
+        stage.forward(torch.ones(2, 2), {}, 0, is_first=True)
         assert torch.equal(before, torch.default_generator.get_state()), "seeded, and restored"
 
 
@@ -165,7 +165,7 @@ def test_a_layer_that_begins_to_draw_late_is_seeded_as_ever() -> None:
         stage = StageModule(named, {}, torch.device("cpu"), seed=5)
         before = torch.default_generator.get_state()
         for k in range(4):
-            stage.forward(torch.ones(2, 3), {}, k, first=True)
+            stage.forward(torch.ones(2, 3), {}, k, is_first=True)
         assert torch.equal(before, torch.default_generator.get_state())
         drawn.append(late.drawn)
     for (first, other), k in zip(zip(*drawn, strict=True), (2, 3), strict=True):
@@ -185,7 +185,7 @@ def test_the_generator_of_the_stage_s_own_gpu_is_seeded(monkeypatch: pytest.Monk
         layer = nn.Dropout()
         stage = StageModule([("layer", layer)], {}, torch.device(device), seed=5)
         layer.register_forward_hook(lambda *_: seen.append([g.initial_seed() for g in of_gpus]))
-        stage.forward(torch.ones(2), {}, 7, first=True)
+        stage.forward(torch.ones(2), {}, 7, is_first=True)
         expected = layer_seed(5, 7, "layer")
         assert [seed == expected for seed in seen.pop()] == [number == index for number in range(3)]
         assert all(map(torch.equal, before, [generator.get_state() for generator in of_gpus]))
@@ -225,7 +225,7 @@ def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatc
     history = [[p.detach().clone() for p in plain.parameters()]]
     for x in inputs:
         weights = versions.read(versions.newest)
-        waiting.append((weights, stage.forward(x, weights.leaves, 0, first=True)))
+        waiting.append((weights, stage.forward(x, weights.leaves, 0, is_first=True)))
         assert all(torch.equal(a, b) for a, b in zip(weights.leaves.values(), history[weights.version], strict=True))
         for leaves in (weights.leaves, handles):
             assert len({leaf.untyped_storage().data_ptr() for leaf in leaves.values()}) == 1, "one chunk"
@@ -258,4 +258,4 @@ def test_a_forward_that_moves_a_weight_is_refused() -> None:
     handles = dict(layer.named_parameters())
     stage = StageModule([("moving", layer)], handles, torch.device("cpu"), seed=0)
     with pytest.raises(CaptureError, match=r"moves the weight 'weight' to other memory"):
-        stage.forward(torch.ones(1, 2), Versions(handles).read(0).leaves, 0, first=True)
+        stage.forward(torch.ones(1, 2), Versions(handles).read(0).leaves, 0, is_first=True)

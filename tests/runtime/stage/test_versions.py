@@ -55,7 +55,7 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
         assert versions.storages <= late + 1
     assert versions.newest == updates
     versions.rewind()
-    assert (versions.newest, versions.alive) == (0, 1)
+    assert (versions.newest, versions.kept_count) == (0, 1)
     assert all(torch.equal(versions.read(0).leaves[name], plain[name]) for name in plain)
 
 
@@ -71,13 +71,13 @@ def test_a_version_that_nobody_will_read_is_not_kept() -> None:
         with torch.no_grad():
             handles["a"].add_(1.0)
         versions.end_update()
-        assert versions.alive == [2, 2, 2, 3, 3, 3][newest]
+        assert versions.kept_count == [2, 2, 2, 3, 3, 3][newest]
         assert versions.storages == versions.peak
     versions.release(reading)
     versions.choose_storage({3, 6})
     versions.move_handles()
     versions.end_update()
-    assert (versions.alive, versions.newest) == (3, 7)
+    assert (versions.kept_count, versions.newest) == (3, 7)
     with pytest.raises(KeyError):
         versions.read(0)
 
@@ -141,16 +141,16 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
                 for leaf in weights.leaves.values():
                     leaf.grad = None
             weights.ready = None
-        expected = [(0, torch.bfloat16), (1, torch.float32)] * versions.alive
+        expected = [(0, torch.bfloat16), (1, torch.float32)] * versions.kept_count
         assert sorted(seen, key=str) == sorted(expected, key=str)
 
     check()
     versions.choose_storage({0})
     versions.move_handles()
     versions.end_update()
-    assert versions.alive == 2
+    assert versions.kept_count == 2
     check()
-    versions.keep(())
+    versions.free_unread(())
     for handle in handles.values():
         handle.data = torch.zeros_like(handle)
     versions.reload()
@@ -198,17 +198,17 @@ def test_kept_views_are_sets_of_their_own() -> None:
     versions.end_update()
     second = versions.read_prediction(1, twice)
     assert all(torch.equal(first.leaves[name], w) for name, w in expected.items())
-    assert (versions.alive, versions.storages) == (3, 3)
+    assert (versions.kept_count, versions.storages) == (3, 3)
     versions.release(first)
-    assert versions.alive == 3
+    assert versions.kept_count == 3
     versions.release(first)
-    assert versions.alive == 2
+    assert versions.kept_count == 2
     with pytest.raises(AssertionError, match="the newest is 1"):
         versions.read_prediction(0, twice)
     assert versions.read_prediction(1, twice) is second
     versions.release(second)
     versions.release(second)
-    assert (versions.alive, versions.storages) == (1, 3), "free sets are used again"
+    assert (versions.kept_count, versions.storages) == (1, 3), "free sets are used again"
     versions.rewind()
 
 

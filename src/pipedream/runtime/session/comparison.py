@@ -298,7 +298,7 @@ class LayersCheck(StageCheck):
         with self._run.restoring_state(), torch.enable_grad(), keeping:
             output = self._module.forward(map_tensors(value, enter), dict(self._module.handles), microbatch, is_first)
             if targets is not None:
-                with self._module.casting():
+                with self._module.autocasting():
                     output = self._run.loss_of(output, message, targets.value())
         self._outputs = tensors_in(output)
         self._run.note_kinds(self._outputs)

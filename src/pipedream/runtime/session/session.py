@@ -270,7 +270,7 @@ def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connectio
     remote_forwards = _take_remote_forwards(local)
     parameters.drop_foreign(model, local.names.here | set(local.names.unused))
     for remote_forward in remote_forwards.values():
-        remote_forward.empty()
+        remote_forward.drop_tensors()
     trained = {stage: parameters.select_trained(model, by_stage[stage]) for stage in local_stages}
     if connections.mesh is not None:
         for stage in trained:

@@ -1,7 +1,7 @@
 """Losses that a model computes inside of itself, such as the balance loss of its experts.
 
-They need no way to the last stage: a backward that reaches the place of such a loss gives it the gradient that it has
-in the objective of its microbatch. This is one number, which every stage knows when it runs a backward.
+They are not sent to the last stage. The backward of the module that adds such a loss starts its gradient: the loss's
+weight in the objective of the microbatch, one number that every stage knows when it runs a backward.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def auxiliary_loss_scale(scale: float) -> Iterator[None]:
         (loss / parts).backward()
     """
     global _scale
-    before, _scale = _scale, scale
+    outer_scale, _scale = _scale, scale
     try:
         yield
     finally:
-        _scale = before
+        _scale = outer_scale
 
 
 @torch.library.custom_op("pipedream::auxiliary_gradient", mutates_args=())
 def _fill_gradient(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The scale. An operation of its own for torch.compile, which would take the present scale for a constant."""
+    """Returns the scale. It is an operation of its own because torch.compile would take the scale for a constant."""
     return torch.full(shape, _scale, dtype=dtype, device=device)
 
 
@@ -79,7 +79,7 @@ class _Auxiliary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.like = loss.shape, loss.dtype, loss.device
+        ctx.loss_spec = loss.shape, loss.dtype, loss.device
         ctx.mesh = loss.device_mesh if isinstance(loss, DTensor) else None
         return value.detach()  # not `value`, of which autograd would make a view that may not be written in place
 
@@ -87,7 +87,7 @@ class _Auxiliary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if gradients[0] is None:
             return None, None
-        shape, dtype, device = ctx.like
+        shape, dtype, device = ctx.loss_spec
         if torch.compiler.is_compiling():
             return gradients[0], _fill_gradient(shape, dtype, device)
         gradient = torch.full(shape, _scale, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
-"""Blocks of memory that wait elsewhere: one thread writes them, another one reads them back ahead of their use.
+"""Moves blocks of memory to a disk or the host: one thread writes them, another reads them back before their use.
 
 A block is the storage of tensors that a graph has saved. It is written after the last of them was saved, because
-others than the saved ones may be written in place in between; it is read for the backward that comes, the last block of
-a forward first. Two windows limit what is in memory: blocks still to be written, for which the forward waits, and
-blocks that were read ahead.
+other tensors in it may be written in place before. It is read ahead of its backward, the last block of a forward
+first. Two windows limit what is in memory: blocks still to be written, for which the forward waits, and blocks that
+were read ahead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BlockFile:
     """Holds the blocks of one microbatch, in a file without a name, which the kernel frees with the process.
 
     Args:
-        folder: None: blocks wait in the memory of the host, and there is no file.
+        folder: None for blocks that wait in the memory of the host: there is no file.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -65,15 +65,15 @@ class Block:
     """A storage that moves.
 
     Attributes:
-        memory: while it is in the worker's memory.
-        host: in the memory of the host, if it waits there.
-        is_away: its newest contents are elsewhere.
-        tensors: saved ones that a graph still has.
-        views: those of them that the coming pass is still to unpack.
-        wanted: the backward comes, so `memory` stays.
-        reading: a thread is about to fill `memory`.
-        changes: counts how often it may have been written.
-        ready: on a GPU, when it may be read.
+        memory: None while it is not in the worker's memory.
+        host: its copy in the memory of the host, if it waits there.
+        is_away: its newest contents have been written.
+        tensors: how many saved tensors a graph still has.
+        unpacks_left: how many of them the next pass still has to unpack.
+        needed: its backward comes next, so `memory` stays.
+        is_loading: a thread is about to fill `memory`.
+        saves: how many of its tensors were saved so far; another one makes what was written too old.
+        ready: on a GPU, the event after which it may be read.
     """
 
     __slots__ = (
@@ -87,8 +87,8 @@ class Block:
         self.file = file
         self.offset = file.reserve(self.size)
         self.host: torch.Tensor | None = None
-        self.tensors = self.views = self.changes = 0
-        self.is_away = self.wanted = self.reading = False
+        self.tensors = self.unpacks_left = self.saves = 0
+        self.is_away = self.needed = self.is_loading = False
         self.ready: Any = None
 
 
@@ -96,22 +96,21 @@ class BlockMover:
     """Moves blocks, for one worker. Life: `put` each block; `load` its tensors; `free`, `send_away`; `close`.
 
     Args:
-        folder: None: the memory of the host.
-        choose: returns the next block that the coming backwards need and that is not in memory, or None; called with
-            the lock.
+        folder: None for the memory of the host.
+        choose_next: called with the lock; returns the next block to read for a coming backward, or None.
 
     Attributes:
-        changed: the lock, notified of everything.
-        is_last_pass: the running backward is the last that reads its blocks.
+        condition: the lock, notified of every change.
+        is_last_pass: no later backward reads the blocks of the running one.
     """
 
-    def __init__(self, folder: str | None, device: torch.device, choose: Callable[[], Block | None]) -> None:
+    def __init__(self, folder: str | None, device: torch.device, choose_next: Callable[[], Block | None]) -> None:
         self.folder = folder
-        self.changed = threading.Condition()
+        self.condition = threading.Condition()
         self.is_last_pass = True
         self._device = device
-        self._choose = choose
-        self._window_bytes = self._unwritten_bytes = self._ahead_bytes = self._written_bytes = 0
+        self._choose_next = choose_next
+        self._window_bytes = self._unwritten_bytes = self._read_ahead_bytes = self._written_bytes = 0
         self._newest: Block | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -125,29 +124,29 @@ class BlockMover:
             thread.start()
 
     def put(self, block: Block, memory: torch.UntypedStorage, window_bytes: int) -> None:
-        """Takes a block that is new, or one of whose tensors was saved now; waits until a window at most is unwritten.
+        """Queues a block each time that one of its tensors is saved; waits while more than a window is unwritten.
 
-        It is written once another block comes, or at `flush`.
+        The block is written once another one comes, or at `flush`.
         """
-        with self.changed:
+        with self.condition:
             if block is not self._newest:
                 self._queue_newest()
-            if block.memory is None or not block.changes:
+            if block.memory is None or not block.saves:
                 block.memory = memory
                 self._unwritten_bytes += block.size
-            block.changes += 1
+            block.saves += 1
             block.is_away = False
             block.ready = self._stream and torch.cuda.current_stream(self._device).record_event()
             self._newest, self._window_bytes = block, window_bytes
             while self._unwritten_bytes > max(window_bytes, block.size) and self._error is None:
-                self.changed.wait()
-            self._check()
+                self.condition.wait()
+            self._raise_if_failed()
 
     def flush(self) -> None:
-        """Follows a forward."""
-        with self.changed:
+        """Queues the last block of a forward."""
+        with self.condition:
             self._queue_newest()
-            self.changed.notify_all()
+            self.condition.notify_all()
 
     def _queue_newest(self) -> None:
         if self._newest is not None:
@@ -155,12 +154,12 @@ class BlockMover:
         self._newest = None
 
     def load(self, block: Block) -> torch.UntypedStorage:
-        """Returns the memory of a block for a tensor that is unpacked."""
-        with self.changed:
-            self._want(block)
-            while block.reading and self._error is None:
-                self.changed.wait()
-            self._check()
+        """Returns the memory of a block, one of whose tensors is unpacked."""
+        with self.condition:
+            self._mark_needed(block)
+            while block.is_loading and self._error is None:
+                self.condition.wait()
+            self._raise_if_failed()
             memory = block.memory
         if memory is None:
             try:
@@ -169,10 +168,10 @@ class BlockMover:
                 self.fail(error)
                 self.raise_failure()
         assert memory is not None
-        with self.changed:
+        with self.condition:
             block.memory = memory
-            block.views -= 1
-            if block.views <= 0 and (self.is_last_pass or block.is_away):
+            block.unpacks_left -= 1
+            if block.unpacks_left <= 0 and (self.is_last_pass or block.is_away):
                 self.drop(block)
         if self._stream is not None:
             data = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory)
@@ -180,72 +179,72 @@ class BlockMover:
         return memory
 
     def free(self, block: Block) -> None:
-        """Notes that a graph has let go of one of a block's tensors."""
-        with self.changed:
+        """Records that a graph has freed one of a block's tensors."""
+        with self.condition:
             block.tensors -= 1
             if not block.tensors:
                 self.drop(block)
 
-    # -- all of these are called with the lock ---------------------------------------------------------
+    # -- called with the lock --------------------------------------------------------------------------
 
-    def _want(self, block: Block) -> None:
-        if not block.wanted:
-            block.wanted = True
-            self._ahead_bytes += block.size
+    def _mark_needed(self, block: Block) -> None:
+        if not block.needed:
+            block.needed = True
+            self._read_ahead_bytes += block.size
             self._unwritten_bytes -= block.size if block.memory is not None else 0
-            self.changed.notify_all()
+            self.condition.notify_all()
 
     def drop(self, block: Block) -> None:
         """Frees a block's memory."""
-        if block.wanted:
-            self._ahead_bytes -= block.size
+        if block.needed:
+            self._read_ahead_bytes -= block.size
         elif block.memory is not None:
             self._unwritten_bytes -= block.size
-        block.memory, block.wanted = None, False
-        self.changed.notify_all()
+        block.memory, block.needed = None, False
+        self.condition.notify_all()
 
     def send_away(self, block: Block) -> None:
-        """Frees a block's memory until a later pass, for which it may have to be written first."""
-        block.views = block.tensors
+        """Frees a block's memory until a later pass, after writing it if necessary."""
+        block.unpacks_left = block.tensors
         if block.is_away:
             self.drop(block)
-        elif block.wanted and block.memory is not None:
-            block.wanted = False
-            self._ahead_bytes -= block.size
+        elif block.needed and block.memory is not None:
+            block.needed = False
+            self._read_ahead_bytes -= block.size
             self._unwritten_bytes += block.size
             self._queue.put(block)
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         """Raises a `RuntimeError` if a thread has failed."""
         if self._error is None:
             return
         if self.folder is None or not isinstance(self._error, OSError):
             where = "the memory of the host" if self.folder is None else f"the folder {self.folder!r}"
             raise RuntimeError(f"activations wait in {where}, but {self._error}") from self._error
-        number = self._error.errno
-        step = "free some of it" if number in _FULL else "make it again" if number == errno.ENOENT else "check its disk"
+        code = self._error.errno
+        remedy = "free some of it" if code in _FULL else "make it again" if code == errno.ENOENT else "check its disk"
         raise RuntimeError(
             f"activations wait in the folder {self.folder!r}, but: {self._error.strerror or self._error} (this rank "
-            f"has written {format_bytes(self._written_bytes)} so far); {step}, or name another folder (--activations "
+            f"has written {format_bytes(self._written_bytes)} so far); {remedy}, or name another folder (--activations "
             "disk:FOLDER)"
         ) from self._error
 
     # -- the threads ----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        with self.changed:
+        with self.condition:
             self._error = error
-            self.changed.notify_all()
+            self.condition.notify_all()
 
     def raise_failure(self) -> None:
-        with self.changed:
-            self._check()
+        with self.condition:
+            self._raise_if_failed()
 
     def _write_blocks(self) -> None:
         while (block := self._queue.get()) is not None:
-            with self.changed:
-                stays = self._closed or block.wanted or block.is_away
-                memory, changes = None if stays else block.memory, block.changes
+            with self.condition:
+                is_skipped = self._closed or block.needed or block.is_away
+                memory, saves = None if is_skipped else block.memory, block.saves
             if memory is None:
                 continue
             try:
@@ -254,37 +253,37 @@ class BlockMover:
                 self.fail(error)
                 return
             del memory
-            with self.changed:
+            with self.condition:
                 self._written_bytes += block.size
-                if block.changes == changes:
+                if block.saves == saves:
                     block.is_away = True
-                    if not block.wanted and block.memory is not None:
+                    if not block.needed and block.memory is not None:
                         self.drop(block)
 
     def _read_blocks(self) -> None:
         while True:
-            with self.changed:
+            with self.condition:
                 while not self._closed and (block := self._choose_to_read()) is None:
-                    self.changed.wait()
+                    self.condition.wait()
                 if self._closed or block is None:
                     return
-                self._want(block)
+                self._mark_needed(block)
                 if block.memory is not None:
                     continue
-                block.reading = True
+                block.is_loading = True
             try:
                 memory = self._read(block)
             except BaseException as error:
                 self.fail(error)
                 return
-            with self.changed:
-                block.reading = False
-                block.memory = memory if block.wanted else None
-                self.changed.notify_all()
+            with self.condition:
+                block.is_loading = False
+                block.memory = memory if block.needed else None
+                self.condition.notify_all()
             del memory
 
     def _choose_to_read(self) -> Block | None:
-        return None if self._ahead_bytes >= self._window_bytes else self._choose()
+        return None if self._read_ahead_bytes >= self._window_bytes else self._choose_next()
 
     def _write(self, block: Block, memory: torch.UntypedStorage) -> None:
         data = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
@@ -312,15 +311,15 @@ class BlockMover:
         return data.untyped_storage()
 
     def close(self) -> None:
-        with self.changed:
+        with self.condition:
             self._closed = True
-            self.changed.notify_all()
+            self.condition.notify_all()
         self._queue.put(None)
         for thread in self._threads:
             thread.join()
 
 
 def view_bytes(data: torch.Tensor) -> memoryview:
-    """Returns the memory of uint8[n]."""
+    """Returns the memory of a tensor of uint8[n]."""
     view: Any = data.numpy()
     return memoryview(view)

@@ -20,7 +20,7 @@ from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
 from pipedream.core.plan.stage import Stage
 
 _ITEM_BYTES = 4
-_MOST_PIECES = 32
+_MAX_PIECES = 32
 
 
 def make_emulated_model(
@@ -36,7 +36,7 @@ def make_emulated_model(
     Args:
         microbatches: parts of a minibatch; each is one row of the tensors.
         splits_backward: weight gradients take half of a backward's time, as in `simulator.costs`.
-        byte_scale: by which the stages' bytes were multiplied.
+        byte_scale: factor by which the stages' bytes were multiplied.
         shaped: replicated stages have matrices of their weights' shapes, for sums that depend on these.
     """
     last = len(stages) - 1
@@ -100,7 +100,7 @@ class EmulatedStage(nn.Module):
         items = max(1, ceil(stage.trained_bytes / _ITEM_BYTES))
         pieces = 1
         if stage.replicas > 1:
-            pieces = max(1, min(_MOST_PIECES, int(stage.trained_bytes / FIRST_BUCKET_BYTES / byte_scale)))
+            pieces = max(1, min(_MAX_PIECES, int(stage.trained_bytes / FIRST_BUCKET_BYTES / byte_scale)))
         ends = [items * piece // pieces for piece in range(pieces + 1)]
         shapes: list[tuple[int, ...]] = [(end - begin,) for begin, end in pairwise(ends)]
         if shaped and stage.replicas > 1 and stage.matrices:
@@ -116,15 +116,15 @@ class EmulatedStage(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         output = _EmulatedForward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
         no_index = torch.empty(0, dtype=torch.long)
-        halves = (self._piece_s / 2, self._piece_s / 2)
+        input_s = weight_s = self._piece_s / 2
         if not value.requires_grad:
-            halves = 0.0, self._piece_s  # all time is for the weights
+            input_s, weight_s = 0.0, self._piece_s  # only the weights get a gradient
         for weights in self.weights:
             if self._splits:
-                if halves[0]:
-                    output = _EmulatedInputGradient.apply(output, halves[0])  # type: ignore[no-untyped-call]
-                # Adds no rows: a node of autograd's own at which the halves of a backward separate.
-                weight_gradient = _EmulatedWeightGradient.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
+                if input_s:
+                    output = _EmulatedInputGradient.apply(output, input_s)  # type: ignore[no-untyped-call]
+                # index_add_ adds no rows. At its node, one of autograd's own, the halves of a backward separate.
+                weight_gradient = _EmulatedWeightGradient.apply(weights, self._columns, weight_s)  # type: ignore[no-untyped-call]
                 output = output.index_add_(0, no_index, weight_gradient)
             else:
                 output = _EmulatedBackward.apply(output, weights, self._piece_s)  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         _wait(time.perf_counter(), self._seconds)
 
     def velocity(self, parameter: nn.Parameter) -> None:
-        """None, for methods that predict weights: its step has no direction."""
+        """Returns None to methods that predict weights: a step has no direction."""
 
 
 class _EmulatedForward(torch.autograd.Function):
@@ -209,6 +209,6 @@ def _allocate_zeros(*shape: int) -> torch.Tensor:
 
 
 def _wait(start_s: float, seconds: float) -> None:
-    left_s = start_s + seconds - time.perf_counter()
-    if left_s > 0:
-        time.sleep(left_s)
+    remaining_s = start_s + seconds - time.perf_counter()
+    if remaining_s > 0:
+        time.sleep(remaining_s)

@@ -35,12 +35,12 @@ _NEVER_DRAW = frozenset(
 
 
 def never_draws(layer: nn.Module) -> bool:
-    """Returns whether a call draws no random numbers for certain, as long as the layer has no hooks."""
+    """Returns whether a call certainly draws no random numbers, as long as the layer has no hooks."""
     return type(layer) in _NEVER_DRAW and not has_torch_function(tuple(layer._parameters.values()))
 
 
 class LayerGenerators:
-    """The default generator and, for a stage on a GPU, that of its own GPU, whichever is the current one.
+    """torch's default generator and, for a stage on a GPU, that of this GPU, even if another one is current.
 
     Args:
         seed: of the run.
@@ -76,14 +76,14 @@ def list_own_generators(modules: Iterable[nn.Module]) -> list[Any]:
 class OtherGenerators:
     """The generators of Python and NumPy, and those that layers hold, at a stage with replicas.
 
-    Each replica has a copy with the same numbers. So they are seeded for each microbatch, as torch's own is.
+    Each replica has a copy in the same state, so they are seeded for each microbatch, as torch's own are.
 
     Args:
         seed: of the run.
-        replicated: without other replicas nothing is seeded.
+        replicated: whether the stage has other replicas; without them nothing is seeded.
 
     Attributes:
-        draw: whether the layers draw from them; so it seems until a forward in training mode has not.
+        may_draw: False once a forward in training mode has drawn nothing.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class OtherGenerators:
         self._seed = seed
         self._layers = layers
         self._own_generators = own_generators
-        self.draw = replicated
+        self.may_draw = replicated
 
     @contextmanager
     def seeding(self, microbatch: int) -> Iterator[None]:
         """Context of a forward."""
-        if not self.draw:
+        if not self.may_draw:
             yield
             return
         name, layer = self._layers[0]
@@ -110,4 +110,4 @@ class OtherGenerators:
             yield
             if layer.training and not self._own_generators:
                 after = RngStates.read().to_json()
-                self.draw = any(before[kind] != after[kind] for kind in ("python", "numpy") if kind in before)
+                self.may_draw = any(before[kind] != after[kind] for kind in ("python", "numpy") if kind in before)

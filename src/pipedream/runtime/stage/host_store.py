@@ -40,8 +40,8 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule, eval
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.hosted import HostedWeights
 
-_NUMBERS = 9
-"""int64: the newest version, the version that is being made, then the set of version v at 2 + v mod 7."""
+_HEADER_ITEMS = 9
+"""int64s at the start of a part: the newest version, the one being made, then version v's set at 2 + v mod 7."""
 _LONGEST_SLEEP_S = 1e-3
 
 _Slots = list[tuple[dict[str, Any], str]]
@@ -52,27 +52,27 @@ class StageLayout:
 
     Args:
         module: may be on the meta device.
-        sets: of weights and buffers, for the versions that are read at once.
-        ema: averaged weights are kept, too.
-        gradients: there is room for the gradients, which a GPU copies there.
-        trained_only: without frozen weights and buffers.
+        sets: how many sets of weights and buffers there are, one for each version that is read at once.
+        ema: there is room for averaged weights.
+        gradients: there is room for gradients, which a GPU copies there.
+        trained_only: leaves out frozen weights and buffers.
 
     Attributes:
         names: of the trained weights.
-        slots: places in the modules of each other tensor: those of frozen weights, then those of buffers.
-        statistics: numbers of the buffers that the kernels of normalisations write, unseen by autograd.
+        slots: for each frozen weight, then each buffer: the (dict, key) pairs in modules that hold it.
+        statistics: indices of the buffers that normalisation kernels write, unseen by autograd.
     """
 
     def __init__(
         self,
         module: StageModule,
-        low: Mapping[str, torch.dtype],
+        low_precision: Mapping[str, torch.dtype],
         sets: int,
         ema: bool,
         gradients: bool = False,
         trained_only: bool = False,
     ) -> None:
-        self.low = dict(low)
+        self.low_precision = dict(low_precision)
         self.names = tuple(module.handles)
         trained = {id(handle) for handle in module.handles.values()}
         frozen: dict[int, _Slots] = {}
@@ -80,87 +80,85 @@ class StageLayout:
         statistics: set[int] = set()
         modules = {} if trained_only else {id(m): m for _, layer in module.layers for m in layer.modules()}
         for inner in modules.values():
-            for tensors, kind in ((inner._parameters, frozen), (inner._buffers, buffers)):
+            for tensors, slots_of in ((inner._parameters, frozen), (inner._buffers, buffers)):
                 for name, tensor in tensors.items():
                     if tensor is not None and id(tensor) not in trained:
-                        kind.setdefault(id(tensor), []).append((tensors, name))
+                        slots_of.setdefault(id(tensor), []).append((tensors, name))
             statistics |= {id(buffer) for buffer in inner._buffers.values() if isinstance(inner, _NormBase)}
         self.statistics = [number for number, key in enumerate(buffers) if key in statistics]
         self.slots = [*frozen.values(), *buffers.values()]  # slots that share a tensor continue to share it
         self.frozen = len(frozen)
         handles = module.handles.items()
-        weights = [_make_like(handle, self.low.get(name)) for name, handle in handles]
-        others = [_make_like(tensor) for tensor in self.others]
-        self._set = _make_format([*weights, *others[self.frozen :]])
-        self._frozen = _make_format(others[: self.frozen])
-        like = [_make_like(handle) for _, handle in handles]
-        self._ema = _make_format(like if ema else [])
-        self._gradients = _make_format(like if gradients else [])
-        self.begins = [8 * _NUMBERS]
-        for form in (self._frozen, self._ema, self._gradients, *[self._set] * sets):
-            self.begins.append(align(self.begins[-1] + form.payload_bytes))
+        weights = [_make_meta(handle, self.low_precision.get(name)) for name, handle in handles]
+        untrained = [_make_meta(tensor) for tensor in self.untrained]
+        self._set = _make_format([*weights, *untrained[self.frozen :]])
+        self._frozen = _make_format(untrained[: self.frozen])
+        handles_like = [_make_meta(handle) for _, handle in handles]
+        self._ema = _make_format(handles_like if ema else [])
+        self._gradients = _make_format(handles_like if gradients else [])
+        self.offsets = [8 * _HEADER_ITEMS]
+        for message_format in (self._frozen, self._ema, self._gradients, *[self._set] * sets):
+            self.offsets.append(align(self.offsets[-1] + message_format.payload_bytes))
 
     @property
-    def others(self) -> list[torch.Tensor]:
-        """The frozen weights, then the buffers, that are in the modules now."""
+    def untrained(self) -> list[torch.Tensor]:
+        """The frozen weights, then the buffers, now in the modules."""
         return [slots[0][0][slots[0][1]] for slots in self.slots]
 
     @property
     def stored_bytes(self) -> int:
-        return self.begins[-1]
+        return self.offsets[-1]
 
-    def frozen_in(self, part: torch.Tensor) -> list[torch.Tensor]:
-        return _view(self._frozen, part)
+    def view_frozen(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        return _view(self._frozen, memory)
 
-    def ema_in(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
-        return dict(zip(self.names, _view(self._ema, part), strict=False))
+    def view_ema(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, _view(self._ema, memory), strict=False))
 
-    def gradients_in(self, part: torch.Tensor) -> list[torch.Tensor]:
-        return _view(self._gradients, part)
+    def view_gradients(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        return _view(self._gradients, memory)
 
-    def set_in(self, part: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    def view_set(self, memory: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights by name, and the buffers."""
-        tensors, count = _view(self._set, part), len(self.names)
+        tensors, count = _view(self._set, memory), len(self.names)
         return dict(zip(self.names, tensors[:count], strict=True)), tensors[count:]
 
     @contextmanager
-    def installed(self, others: list[torch.Tensor]) -> Iterator[None]:
-        """In this context `others` are in the modules; updates the list if layers replace them."""
+    def installed(self, tensors: list[torch.Tensor]) -> Iterator[None]:
+        """Context in which the modules hold `tensors`, a list that is updated if layers replace them."""
         originals = [[holder[name] for holder, name in slots] for slots in self.slots]
-        for slots, tensor in zip(self.slots, others, strict=True):
+        for slots, tensor in zip(self.slots, tensors, strict=True):
             for holder, name in slots:
                 holder[name] = tensor
         try:
             yield
         finally:
-            others[:] = self.others
-            for slots, before in zip(self.slots, originals, strict=True):
-                for (holder, name), tensor in zip(slots, before, strict=True):
+            tensors[:] = self.untrained
+            for slots, old_tensors in zip(self.slots, originals, strict=True):
+                for (holder, name), tensor in zip(slots, old_tensors, strict=True):
                     holder[name] = tensor
 
 
 class DeviceCopies:
-    """Copies from the store to a device, and back.
-
-    A GPU makes them on streams of their own, one for each direction.
+    """Copies from the store to a device, and back; on a GPU on two streams of their own, one for each direction.
 
     Args:
-        ahead: parts that may be dropped before the GPU has computed with them; then the host waits. It bounds the
-            memory that parts take, as the host could run ahead by a minibatch.
+        most_dropped: how many copies may be dropped before the GPU has computed with them. For more the host waits:
+            it could run ahead by a minibatch, and the copies would fill the GPU's memory.
     """
 
-    def __init__(self, device: torch.device, ahead: int = 1) -> None:
+    def __init__(self, device: torch.device, most_dropped: int = 1) -> None:
         self.device = device
-        self._ahead = ahead
+        self._most_dropped = most_dropped
         self._dropped: deque[torch.cuda.Event] = deque()
         count = 2 if device.type == "cuda" else 0
         self._streams = [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
 
-    def bring(self, part: torch.Tensor) -> torch.Tensor:
+    def copy_to_device(self, part: torch.Tensor) -> torch.Tensor:
         """Returns a part of the store on the device."""
         if not self._streams:
             return part.to(self.device, copy=True)
-        while len(self._dropped) > self._ahead:
+        while len(self._dropped) > self._most_dropped:
             self._dropped.popleft().synchronize()
         stream, current = self._streams[0], torch.cuda.current_stream(self.device)
         with torch.cuda.stream(stream):
@@ -174,14 +172,14 @@ class DeviceCopies:
             stream.synchronize()
 
     def note_dropped(self) -> None:
-        """Follows the last use of a part."""
+        """Records that the host has dropped a copy."""
         if self._streams:
             self._dropped.append(torch.cuda.current_stream(self.device).record_event())
 
-    def take_back(
+    def copy_to_store(
         self, tensors: list[torch.Tensor | None], places: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
-        """Copies tensors to places in the store. Returns them there, and what to wait for before they are read."""
+        """Copies tensors to places in the store. Returns these, and the event to wait for before they are read."""
         if not self._streams:
             return tensors, None
         stream = self._streams[1]
@@ -211,29 +209,29 @@ class StoredStage:
         self.layout = layout
         self.copies = copies
         self._shared = shared
-        self._numbers = memory[: 8 * _NUMBERS].view(torch.int64)
+        self._numbers = memory[: 8 * _HEADER_ITEMS].view(torch.int64)
         self.frozen, self.ema, self.gradients, *self.sets = (
-            memory[begin:end] for begin, end in zip(layout.begins, layout.begins[1:], strict=False)
+            memory[begin:end] for begin, end in zip(layout.offsets, layout.offsets[1:], strict=False)
         )
 
     def adopt_averages(self, ema: dict[str, torch.Tensor]) -> None:
-        """Moves averaged weights here; their dict has the moved ones."""
-        for name, place in self.layout.ema_in(self.ema).items():
+        """Moves averaged weights into the store, and the dict's values with them."""
+        for name, place in self.layout.view_ema(self.ema).items():
             ema[name] = place.copy_(ema[name])
 
     def publish(self, version: int, number: int) -> None:
         """Lets all ranks read a version, which is in set `number`."""
-        self._numbers[2 + version % (_NUMBERS - 2)] = number
+        self._numbers[2 + version % (_HEADER_ITEMS - 2)] = number
         self._numbers[:2] = version
 
     def announce(self, version: int) -> None:
         """Lets the ranks of this process wait for a version, which a thread makes."""
         self._numbers[1] = version
 
-    def has(self, version: int) -> bool:
+    def has_version(self, version: int) -> bool:
         return int(self._numbers[0]) >= version
 
-    def is_coming(self, version: int) -> bool:
+    def is_announced(self, version: int) -> bool:
         return int(self._numbers[1]) >= version
 
     def await_version(self, version: int) -> Pending[None]:
@@ -241,8 +239,8 @@ class StoredStage:
 
     def copy(self, version: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights of a version, as leaves by name, and its buffers, on the device."""
-        number = int(self._numbers[2 + version % (_NUMBERS - 2)])
-        leaves, buffers = self.layout.set_in(self.copies.bring(self.sets[number]))
+        number = int(self._numbers[2 + version % (_HEADER_ITEMS - 2)])
+        leaves, buffers = self.layout.view_set(self.copies.copy_to_device(self.sets[number]))
         return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, buffers
 
 
@@ -251,16 +249,16 @@ class _PendingVersion(Pending[None]):
         self._stored, self._version, self._shared = stored, version, shared
 
     def ready(self) -> bool:
-        if not self._shared:  # this thread may be the one to begin the update, but need not go on for one that is begun
-            self._wait(lambda: self._stored.is_coming(self._version))
-        return self._shared or self._stored.has(self._version)
+        if not self._shared:  # wait only for an update that has begun: this thread may have to begin it
+            self._wait(lambda: self._stored.is_announced(self._version))
+        return self._shared or self._stored.has_version(self._version)
 
     def result(self) -> None:
         self._wait(lambda: True)
 
-    def _wait(self, goes_on: Callable[[], bool]) -> None:
+    def _wait(self, may_wait: Callable[[], bool]) -> None:
         sleep_s = 1e-5
-        while not self._stored.has(self._version) and goes_on():
+        while not self._stored.has_version(self._version) and may_wait():
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
@@ -289,12 +287,12 @@ class HostStore:
         """Returns copies of a stage replica's weights, in memory of this process."""
         memory = self._memory[stage, replica] = self._make(stage, layout.stored_bytes)
         stored = StoredStage(layout, memory, False, self._copies)
-        places, _ = layout.set_in(stored.sets[0])
-        take_back = partial(stored.copies.take_back, places=layout.gradients_in(stored.gradients))
+        places, _ = layout.view_set(stored.sets[0])
+        take_back = partial(stored.copies.copy_to_store, places=layout.view_gradients(stored.gradients))
         return HostedWeights(handles, places, take_back)
 
     def open(self, stage: int, layout: StageLayout) -> StoredStage:
-        """Opens a stage's part, which is made if its home is here and it is not there yet."""
+        """Opens a stage's part; makes it first if no process has."""
         if stage not in self._memory:
             self._memory[stage] = self._make(stage, layout.stored_bytes)
         return StoredStage(layout, self._memory[stage], self._group is not None, self._copies)
@@ -322,14 +320,14 @@ class HostStore:
                 f"weights in memory that processes share were asked for on {processor}, which may show a write before "
                 "an earlier one; run all workers in one process, or choose another method"
             )
-        place = [read_machine(), os.getpid(), machine_address()]
-        rows = gather_json([place, list(self._files.items())], group)
-        if len(machines := {machine: address for (machine, _, address), _ in rows}) > 1:
+        process_place = [read_machine(), os.getpid(), machine_address()]
+        parts = gather_json([process_place, list(self._files.items())], group)
+        if len(machines := {machine: address for (machine, _, address), _ in parts}) > 1:
             raise PlanError(
                 "weights in the memory of one machine were asked for, but the ranks are on "
                 f"{len(machines)}: {', '.join(machines.values())}; start all of them on one, or choose another method"
             )
-        for (_, process, _), files in rows:
+        for (_, process, _), files in parts:
             for stage, (file, size) in files:
                 if stage not in self._memory:
                     self._memory[stage] = self._pin(_map_file(f"/proc/{process}/fd/{file}", size))
@@ -373,38 +371,38 @@ class HostVersions(Versions):
         self._stored = stored
         self._layout = stored.layout
         self._copies: dict[int, WeightSet] = {}
-        self._others: list[torch.Tensor] | None = None
-        self._loaded: list[tuple[torch.Tensor, int]] = []  # buffers as they were copied
-        leaves, _ = self._layout.set_in(stored.sets[0])
+        self._untrained: list[torch.Tensor] | None = None
+        self._copied_buffers: list[tuple[torch.Tensor, int]] = []  # buffers as they were copied
+        leaves, _ = self._layout.view_set(stored.sets[0])
         for name, handle in handles.items():
-            if name not in self._layout.low:
+            if name not in self._layout.low_precision:
                 handle.data = leaves[name].copy_(handle.data)
-        frozen = self._layout.frozen_in(stored.frozen)
-        for slots, tensor, place in zip(self._layout.slots, self._layout.others, frozen, strict=False):
+        frozen = self._layout.view_frozen(stored.frozen)
+        for slots, tensor, stored_tensor in zip(self._layout.slots, self._layout.untrained, frozen, strict=False):
             for holder, name in slots:
-                holder[name].data = place.copy_(tensor)
+                holder[name].data = stored_tensor.copy_(tensor)
         self._first_leaves = leaves
-        super().__init__(handles, self._layout.low)
+        super().__init__(handles, self._layout.low_precision)
         self._numbers = {id(self.peek()): 0}
 
     def _make_leaf(self, name: str, handle: nn.Parameter) -> torch.Tensor:
-        if name in self._layout.low:
+        if name in self._layout.low_precision:
             return self._first_leaves[name].copy_(handle.detach()).requires_grad_()
         return super()._make_leaf(name, handle)
 
     def make_storage(self) -> WeightSet:
         used = {self._numbers[id(weights)] for weights in self._all_sets}
         number = next(number for number in range(len(self._stored.sets)) if number not in used)
-        leaves, _ = self._layout.set_in(self._stored.sets[number])
+        leaves, _ = self._layout.view_set(self._stored.sets[number])
         weights = self._make_set(-1, {name: leaf.requires_grad_() for name, leaf in leaves.items()})
         self._numbers[id(weights)] = number
         return weights
 
     def publish(self) -> None:
         number = self._numbers[id(self.peek())]
-        _, buffers = self._layout.set_in(self._stored.sets[number])
-        # While a thread publishes, nothing writes those that another rank reads: home's passes end after the update.
-        write(self._layout.others[self._layout.frozen :], buffers)
+        _, buffers = self._layout.view_set(self._stored.sets[number])
+        # Nothing else writes these buffers while a thread publishes: home's passes end after the update.
+        write(self._layout.untrained[self._layout.frozen :], buffers)
         self._stored.publish(self.newest, number)
 
     def announce(self) -> None:
@@ -429,24 +427,24 @@ class HostVersions(Versions):
         weights.readers -= 1
 
     def _load(self, weights: WeightSet) -> list[torch.Tensor]:
-        if self._others is None:
-            self._others = self._copy_others()
-            self._loaded = [(buffer, buffer._version) for buffer in self._others[self._layout.frozen :]]
+        if self._untrained is None:
+            self._untrained = self._copy_untrained()
+            self._copied_buffers = [(buffer, buffer._version) for buffer in self._untrained[self._layout.frozen :]]
         if not weights.leaves:
             leaves, _ = self._stored.copy(weights.version)
             weights.leaves.update(leaves)
-        return self._others
+        return self._untrained
 
-    def _copy_others(self) -> list[torch.Tensor]:
-        return [other.to(self._stored.copies.device, copy=True) for other in self._layout.others]
+    def _copy_untrained(self) -> list[torch.Tensor]:
+        return [tensor.to(self._stored.copies.device, copy=True) for tensor in self._layout.untrained]
 
     def reading(
         self, averages: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
         leaves, _ = self._stored.copy(self.newest)
         if averages:
-            leaves = self._layout.ema_in(self._stored.copies.bring(self._stored.ema))
-        return leaves, self._layout.installed(self._copy_others())
+            leaves = self._layout.view_ema(self._stored.copies.copy_to_device(self._stored.ema))
+        return leaves, self._layout.installed(self._copy_untrained())
 
     def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
         if weights is None:
@@ -457,20 +455,20 @@ class HostVersions(Versions):
         for weights in self._copies.values():
             weights.leaves.clear()
         self._copies = {version: weights for version, weights in self._copies.items() if weights.readers}
-        if self._others is not None:
-            buffers, self._others = self._others[self._layout.frozen :], None
-            places = self._layout.others[self._layout.frozen :]
-            for number, (buffer, (loaded, version)) in enumerate(zip(buffers, self._loaded, strict=True)):
+        if self._untrained is not None:
+            buffers, self._untrained = self._untrained[self._layout.frozen :], None
+            places = self._layout.untrained[self._layout.frozen :]
+            for number, (buffer, (copied, version)) in enumerate(zip(buffers, self._copied_buffers, strict=True)):
                 is_written = number in self._layout.statistics or buffer._version != version
-                if is_written or buffer is not loaded:
+                if is_written or buffer is not copied:
                     places[number].copy_(buffer)  # the host waits for its GPU
-            self._loaded = []
+            self._copied_buffers = []
         self._stored.copies.note_dropped()
 
-    def take_back(
+    def copy_gradients_to_handles(
         self, gradients: list[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
-        return self._stored.copies.take_back(gradients, self._layout.gradients_in(self._stored.gradients))
+        return self._stored.copies.copy_to_store(gradients, self._layout.view_gradients(self._stored.gradients))
 
 
 class RemoteForward:
@@ -483,41 +481,41 @@ class RemoteForward:
         self.next_forward = 0
         self.stored: StoredStage
         self._weights: WeightSet | None = None
-        self._others: list[torch.Tensor] = []
+        self._untrained: list[torch.Tensor] = []
 
-    def empty(self) -> None:
+    def drop_tensors(self) -> None:
         """Drops the modules' own tensors, which belong to another rank."""
         for name, handle in self.module.handles.items():
             self.module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
 
     def end_passes(self) -> None:
-        """Follows the last forward of a minibatch, and each without a backward."""
+        """Drops the copies, after the last forward of a minibatch and after each forward without a backward."""
         if self._weights is not None:
             self.stored.copies.note_dropped()
         self._weights = None
-        self._others = []
+        self._untrained = []
 
     def read(self, version: int, ema: bool = False) -> tuple[WeightSet, int]:
-        """Returns the weights for a forward, and their version, which are copied if they are not there."""
+        """Returns the weights for a forward, and their version; copies them for the first forward of a minibatch."""
         if self._weights is None:
-            bring = self.stored.copies.bring
+            bring = self.stored.copies.copy_to_device
             leaves, buffers = self.stored.copy(version)
             if ema:
-                leaves = self.layout.ema_in(bring(self.stored.ema))
+                leaves = self.layout.view_ema(bring(self.stored.ema))
             self._weights = WeightSet(version, leaves)
-            self._others = [*self.layout.frozen_in(bring(self.stored.frozen)), *buffers]
+            self._untrained = [*self.layout.view_frozen(bring(self.stored.frozen)), *buffers]
         assert self._weights.version == version, f"version {self._weights.version} is there, not {version}"
         return self._weights, version
 
     def read_again(self, saved: SavedForward) -> WeightSet:
-        """A forward is recomputed only on the stage's own rank."""
+        """Raises an `AssertionError`: a forward is recomputed only on the stage's own rank."""
         raise AssertionError(f"the forward of microbatch {saved.microbatch} was to be recomputed on a remote rank")
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         return self.module.forward(value, read.leaves, microbatch, first)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        return self.layout.installed(self._others)
+        return self.layout.installed(self._untrained)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -533,7 +531,7 @@ class _WithoutGraph:
         return result
 
 
-def _make_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _make_meta(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=dtype, device="meta")
 
 
@@ -541,8 +539,8 @@ def _make_format(tensors: list[torch.Tensor]) -> MessageFormat:
     return MessageFormat.of(Message(0, tensors=tuple(tensors)))
 
 
-def _view(form: MessageFormat, part: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor for tensor in form.tensors_in(part) if tensor is not None]
+def _view(message_format: MessageFormat, memory: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor for tensor in message_format.tensors_in(memory) if tensor is not None]
 
 
 def _cudart() -> Any:

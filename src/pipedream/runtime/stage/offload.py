@@ -1,9 +1,9 @@
-"""Activations that wait elsewhere: what a forward keeps for its backward leaves the worker's memory until then.
+"""Offloading: what a forward saves for its backward waits on disk or in the memory of the host.
 
-Hooks see each tensor that autograd saves. Those of at least `_LEAST_BYTES` that no one else keeps (no weight, buffer or
-input of the model) go to disk or to the memory of the host while the forward continues, and come back ahead of the
-backwards, in the order of the program (`runtime.stage.block_mover`). A storage moves once, however many tensors are
-views of it. The oldest of a forward move first, because they are needed last.
+Hooks see each tensor that autograd saves. Those of at least `_MIN_BYTES` that nothing else keeps (no weight, buffer or
+input of the model) are written while the forward continues, and read back before their backwards, in the order of the
+program (`runtime.stage.block_mover`). A storage moves once, however many tensors are views of it. The oldest of a
+forward move first, because they are needed last.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.block_mover import Block, BlockFile, BlockMover
 from pipedream.sharding.outside_func import HooksOutsideFunc
 
-_LEAST_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 class SavedTensor:
-    """A tensor that a graph has saved, with its version counter then: autograd does not check tensors of hooks."""
+    """A tensor that a graph has saved, and its version counter then, which autograd does not check for hooks."""
 
     __slots__ = ("_shape", "_tensor", "_version")
 
@@ -49,7 +49,7 @@ class SavedTensor:
         return self._tensor
 
     def free(self) -> None:
-        """Lets go of the tensor, which no backward needs any more."""
+        """Drops the tensor, which no backward needs any more."""
         self._tensor = None
 
 
@@ -64,7 +64,7 @@ class _MovedTensor(SavedTensor):
         self._block = block
         self._mover = mover
         block.tensors += 1
-        block.views += 1
+        block.unpacks_left += 1
 
     def unpack(self) -> torch.Tensor:
         empty = super().unpack()
@@ -78,11 +78,11 @@ class _MovedTensor(SavedTensor):
 
 
 def unpack(saved: SavedTensor) -> torch.Tensor:
-    """The hook for all of them, by which others recognise a tensor that may be unpacked more than once."""
+    """The unpack hook of every `SavedTensor`; code that sees this hook knows that it may unpack more than once."""
     return saved.unpack()
 
 
-def find_hook() -> Callable[[torch.Tensor], SavedTensor] | None:
+def find_offload_hook() -> Callable[[torch.Tensor], SavedTensor] | None:
     """Returns the hook of the `Offload` around the running forward, for other hooks inside it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None or hooks[1] is not unpack else hooks[0]
@@ -97,13 +97,13 @@ class _Pass(NamedTuple):
 
 
 class Offload:
-    """What the forwards of one rank keep elsewhere.
+    """Offloads the saved tensors of one rank's forwards.
 
-    Life: `switch_to` a program, `begin` a stream; then `keeping` around each forward, `begin_backward` and
+    Life: `switch_to` a program, `begin` a stream; then `packing` around each forward, `begin_backward` and
     `end_backward` around each backward; `close`.
 
     Attributes:
-        moved_bytes: so far.
+        moved_bytes: all bytes moved so far.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -126,10 +126,10 @@ class Offload:
 
     def begin(self) -> None:
         """Begins a stream, at a drain."""
-        with self._mover.changed if self._mover is not None else nullcontext():
+        with self._mover.condition if self._mover is not None else nullcontext():
             self._order = self._list_passes()
-            self._coming: deque[_Pass] = deque()
-            self._position = 0  # in `_coming`, of the first pass whose blocks are not in `_to_read`
+            self._upcoming: deque[_Pass] = deque()
+            self._position = 0  # in `_upcoming`, of the first pass whose blocks are not in `_to_read`
             self._to_read: list[Block] = []
 
     def _list_passes(self) -> Iterator[_Pass]:
@@ -141,7 +141,7 @@ class Offload:
         return bool(self._shares) and self._shares[stage] > 0
 
     @contextmanager
-    def keeping(self, stage: int, index: int, resident: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+    def packing(self, stage: int, index: int, resident: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
         """Context of a forward.
 
         Args:
@@ -165,9 +165,9 @@ class Offload:
         mover.flush()
         self._movable_bytes[stage], self._windows[stage] = forward.movable_bytes, forward.window_bytes
         self.moved_bytes += forward.moved_bytes
-        with mover.changed:
+        with mover.condition:
             self._blocks[stage, index] = forward.blocks
-            mover.changed.notify_all()
+            mover.condition.notify_all()
 
     def _take_file(self, mover: BlockMover) -> BlockFile:
         if self._free_files:
@@ -184,20 +184,20 @@ class Offload:
     def begin_backward(self, kind: Kind, stage: int, index: int) -> None:
         if not self.moves(stage) or self._mover is None:
             return
-        this = _Pass(kind, stage, index)
-        with self._mover.changed:
-            while (self._coming.popleft() if self._coming else next(self._order)) != this:
-                pass  # one that a drain leaves out
+        running = _Pass(kind, stage, index)
+        with self._mover.condition:
+            while (self._upcoming.popleft() if self._upcoming else next(self._order)) != running:
+                pass  # a drain leaves this one out
             self._position = 0
             self._to_read = list(self._blocks.get((stage, index), ()))
             self._mover.is_last_pass = kind is not Kind.INPUT_GRADIENT
-            self._mover.changed.notify_all()
+            self._mover.condition.notify_all()
 
     def end_backward(self, stage: int, index: int) -> None:
-        """Frees what the backward needed; after the first half of one it goes away again."""
+        """Frees what the backward needed; after its first half, sends it away again for the second."""
         if not self.moves(stage) or self._mover is None:
             return
-        with self._mover.changed:
+        with self._mover.condition:
             blocks = self._blocks.get((stage, index), [])
             if not self._mover.is_last_pass:
                 for block in blocks:
@@ -206,7 +206,7 @@ class Offload:
             self._blocks.pop((stage, index), None)
             for block in blocks:
                 self._mover.drop(block)
-                block.views = 0
+                block.unpacks_left = 0
             if blocks:
                 self._free_files.append(blocks[0].file)
 
@@ -214,14 +214,14 @@ class Offload:
         while True:
             while self._to_read:
                 block = self._to_read.pop()
-                if block.views and not block.wanted:
+                if block.unpacks_left and not block.needed:
                     return block
-            if self._position == len(self._coming):
-                self._coming.append(next(self._order))
-            coming = self._coming[self._position]
-            if (coming.stage, coming.microbatch) not in self._blocks:  # its forward has not ended
+            if self._position == len(self._upcoming):
+                self._upcoming.append(next(self._order))
+            next_pass = self._upcoming[self._position]
+            if (next_pass.stage, next_pass.microbatch) not in self._blocks:  # its forward has not ended
                 return None
-            self._to_read = list(self._blocks[coming.stage, coming.microbatch])
+            self._to_read = list(self._blocks[next_pass.stage, next_pass.microbatch])
             self._position += 1
 
     def close(self) -> None:
@@ -237,28 +237,26 @@ class _Forward:
     """Packs what one forward saves.
 
     Args:
-        stay: storages that others keep.
-        limit_bytes: to move; None: all.
-
-    Attributes:
-        movable_bytes, moved_bytes: so far.
+        resident_storages: addresses of storages that something else keeps.
+        limit_bytes: how much to move at most; None for everything.
+        window_bytes: of the stage's previous forward.
     """
 
     def __init__(
         self,
         mover: BlockMover,
-        stay: set[int],
+        resident_storages: set[int],
         file: BlockFile,
         device: torch.device,
         limit_bytes: int | None,
         window_bytes: int,
     ) -> None:
         self._mover = mover
-        self._stay = stay
+        self._resident_storages = resident_storages
         self._file = file
         self._device = device
         self._limit_bytes = limit_bytes
-        self._before_bytes = window_bytes
+        self._previous_window_bytes = window_bytes
         self._by_storage: dict[int, tuple[StorageWeakRef, Block]] = {}
         self._largest_bytes = 0
         self.movable_bytes = self.moved_bytes = 0
@@ -266,29 +264,29 @@ class _Forward:
 
     @property
     def window_bytes(self) -> int:
-        """What may be unwritten, and what may be read ahead."""
+        """The most bytes that may be unwritten, and the most that may be read ahead."""
         return max(int(WINDOW_SHARE * self.moved_bytes), self._largest_bytes)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         if not self._may_move(tensor):
             return SavedTensor(tensor)
         storage = tensor.untyped_storage()
-        place, size = storage._cdata, storage.nbytes()
-        if place in self._stay or size < _LEAST_BYTES:
+        storage_id, size = storage._cdata, storage.nbytes()
+        if storage_id in self._resident_storages or size < _MIN_BYTES:
             return SavedTensor(tensor)
-        if place not in self._by_storage:
+        if storage_id not in self._by_storage:
             self.movable_bytes += size
             if self._limit_bytes is not None and self.moved_bytes + size // 2 > self._limit_bytes:
-                self._stay.add(place)
+                self._resident_storages.add(storage_id)
                 return SavedTensor(tensor)
-            # The weak reference keeps the address from being used again.
+            # The weak reference keeps another storage from getting the same address.
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._by_storage[place] = reference, Block(storage, self._file)
-            self.blocks.append(self._by_storage[place][1])
+            self._by_storage[storage_id] = reference, Block(storage, self._file)
+            self.blocks.append(self._by_storage[storage_id][1])
             self.moved_bytes += size
             self._largest_bytes = max(self._largest_bytes, size)
-        block = self._by_storage[place][1]
-        self._mover.put(block, storage, max(self._before_bytes, self.window_bytes))
+        block = self._by_storage[storage_id][1]
+        self._mover.put(block, storage, max(self._previous_window_bytes, self.window_bytes))
         return _MovedTensor(tensor, block, self._mover)
 
     def _may_move(self, tensor: torch.Tensor) -> bool:

@@ -31,61 +31,61 @@ def check_place(program: Program, device: torch.device, stages: Iterable[int]) -
     """Raises a `PlanError` if activations cannot wait where the plan says; warns of a network file system.
 
     Args:
-        stages: of all processes of this machine, each as often as it is there.
+        stages: the stages of all processes of this machine, one item for each replica here.
     """
     plan = program.plan
     place = Activations.read(plan.activations)
     if not place or not any(stage.offload for stage in plan.stages):
         return
-    asked = f"activations={plan.activations!r} was asked for, but "
+    request = f"activations={plan.activations!r} was asked for, but "
     if place.folder is None and device.type == "cpu":
-        raise PlanError(f"{asked}the workers are CPUs, whose memory is the host's; give disk:FOLDER")
+        raise PlanError(f"{request}the workers are CPUs, whose memory is the host's; give disk:FOLDER")
     if plan.ranks > plan.workers:
-        raise PlanError(f"{asked}the plan {plan.config} has meshes, whose ranks keep parts of tensors; leave it out")
+        raise PlanError(f"{request}the plan {plan.config} has meshes, whose ranks keep parts of tensors; leave it out")
     if isinstance(program.placement, Dispatched):
-        raise PlanError(f"{asked}with {program.name!r} nothing waits for a backward but its input; leave it out")
+        raise PlanError(f"{request}with {program.name!r} nothing waits for a backward but its input; leave it out")
     if place.folder is None:
         return
     try:
         BlockFile(place.folder).close()
     except OSError as error:
         raise PlanError(
-            f"{asked}no file can be made in {place.folder!r} ({error.strerror}); make the folder on every machine, on "
-            "a local disk that this user may write to"
+            f"{request}no file can be made in {place.folder!r} ({error.strerror}); make the folder on every machine, "
+            "on a local disk that this user may write to"
         ) from error
     need_bytes = sum(plan.stages[stage].memory.moved_bytes for stage in stages)
     free_bytes = shutil.disk_usage(place.folder).free
     if need_bytes > free_bytes:
         raise PlanError(
-            f"{asked}it takes {format_bytes(need_bytes)} of {place.folder!r}, where {format_bytes(free_bytes)} are "
+            f"{request}it takes {format_bytes(need_bytes)} of {place.folder!r}, where {format_bytes(free_bytes)} are "
             f"free, {format_bytes(need_bytes - free_bytes)} too few; free some, name another folder, or give the "
             "workers more memory"
         )
-    kind = find_file_system(place.folder)
-    if kind in _NETWORK_FILE_SYSTEMS:
+    file_system = find_file_system(place.folder)
+    if file_system in _NETWORK_FILE_SYSTEMS:
         rate = format_rate(measure_disk(place.folder))
         warnings.warn(
-            f"activations wait in {place.folder!r}, on a network file system ({kind}) at {rate}; a local disk is "
-            "faster",
+            f"activations wait in {place.folder!r}, on a network file system ({file_system}) at {rate}; a local disk "
+            "is faster",
             stacklevel=2,
         )
 
 
 def measure_disk(folder: str) -> float:
-    """Returns bytes/s at which a file in a folder is written again and again, and read, as activations are.
+    """Returns the bytes/s at which one file in a folder is written and read repeatedly, as activations are.
 
-    Both go through the system's cache, so that the disk counts only where that is full. Raises a `PlanError` if the
-    file cannot be written.
+    Both use the system's cache; the disk's own rate counts once that is full. Raises a `PlanError` if the file cannot
+    be written.
     """
     data = view_bytes(torch.zeros(_MEASURED_BYTES, dtype=torch.uint8))
     seconds: tuple[list[float], list[float]] = ([], [])
     try:
         with closing(BlockFile(folder)) as file:
             for _ in range(5):
-                for row, move in zip(seconds, (file.write, file.read), strict=True):
+                for durations_s, move in zip(seconds, (file.write, file.read), strict=True):
                     start = time.perf_counter()
                     move(0, data)
-                    row.append(time.perf_counter() - start)
+                    durations_s.append(time.perf_counter() - start)
     except OSError as error:
         raise PlanError(
             f"activations are to wait in {folder!r}, but a file of {format_bytes(_MEASURED_BYTES)} there, to measure "
@@ -101,5 +101,5 @@ def find_file_system(folder: str) -> str:
         rows = [line.split() for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return ""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    return next((row[row.index("-") + 1] for row in reversed(rows) if row[2] == number), "")
+    device_number = f"{os.major(device)}:{os.minor(device)}"
+    return next((row[row.index("-") + 1] for row in reversed(rows) if row[2] == device_number), "")

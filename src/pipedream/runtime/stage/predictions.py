@@ -34,16 +34,16 @@ class WeightPredictions:
         self._stage = stage
         self._versions = versions
         self._optimizer = optimizer
-        self._forward = _drop_if_still(rule.forward_prediction, stage)
-        self._backward = _drop_if_still(rule.backward_prediction, stage)
-        self._until = rule.kept_until(stage)
+        self._forward = _drop_if_zero(rule.forward_prediction, stage)
+        self._backward = _drop_if_zero(rule.backward_prediction, stage)
+        self._kept_until = rule.kept_until(stage)
         predictions = [prediction for prediction in (self._forward, self._backward) if prediction is not None]
         for prediction in predictions:
             if prediction.by == VELOCITY:
                 check_velocity(optimizer.optimizer)
         self._handles = list(versions.handles.values())
-        # Before the first update nothing has been added.
-        self._added = {
+        # The last update, or the average of updates; 0 before the first.
+        self._update_steps = {
             prediction.by: [torch.zeros_like(h) for h in self._handles]
             for prediction in predictions
             if prediction.by != VELOCITY
@@ -51,41 +51,41 @@ class WeightPredictions:
         self._gamma = next((prediction.gamma(stage) for prediction in predictions if prediction.by == AVERAGE), 0.0)
         self._saved: list[torch.Tensor] = []
         self._shared: list[torch.Tensor] = []
-        self._shared_request: int | None = None
-        self._shared_version = 0
+        self._shared_for: int | None = None
+        self._shared_from = 0
 
     def begin(self) -> None:
-        self._shared_request = None
+        self._shared_for = None
 
     def read(self, version: int) -> tuple[WeightSet, int]:
         """Returns what a forward reads (see `Versions.read`), and the version it is predicted from."""
-        if self._until is Kind.BACKWARD:
+        if self._kept_until is Kind.BACKWARD:
             weights = self._versions.read_prediction(version, self._fill)
             return weights, weights.version
-        if self._until is None:
+        if self._kept_until is None:
             weights = self._versions.read(version)
             return weights, weights.version
-        if version != self._shared_request:
+        if version != self._shared_for:
             self._shared = self._shared or [torch.empty_like(w) for w in self._weights]
             _copy(self._shared, self._weights)
             assert self._forward is not None
             self._advance(self._forward, self._shared)
-            self._shared_request = version
-            self._shared_version = self._versions.newest
-        return self._versions.read(self._versions.newest), self._shared_version
+            self._shared_for = version
+            self._shared_from = self._versions.newest
+        return self._versions.read(self._versions.newest), self._shared_from
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """In this context the prediction that was read is in the storage."""
-        if self._forward is None or self._until is Kind.BACKWARD:
+        """Context in which the storage holds the prediction that was read."""
+        if self._forward is None or self._kept_until is Kind.BACKWARD:
             yield
         else:
-            with self._write_in_place(self._forward if self._until is None else self._shared):
+            with self._write_in_place(self._forward if self._kept_until is None else self._shared):
                 yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """In this context the backward's prediction is in the storage."""
+        """Context in which the storage holds the backward's prediction."""
         if self._backward is None:
             yield
         else:
@@ -93,33 +93,33 @@ class WeightPredictions:
                 yield
 
     def begin_update(self) -> None:
-        if DIFFERENCE in self._added:
-            _copy(self._added[DIFFERENCE], self._weights)
-        if AVERAGE in self._added:
+        if DIFFERENCE in self._update_steps:
+            _copy(self._update_steps[DIFFERENCE], self._weights)
+        if AVERAGE in self._update_steps:
             self._save_weights()
 
     def end_update(self) -> None:
-        if DIFFERENCE in self._added and self._handles:
-            last = self._added[DIFFERENCE]
-            torch._foreach_neg_(last)
-            torch._foreach_add_(last, self._weights)
-        if AVERAGE in self._added and self._handles:
-            added = torch._foreach_sub(self._weights, self._saved)
-            torch._foreach_lerp_(self._added[AVERAGE], added, 1.0 - self._gamma)
+        if DIFFERENCE in self._update_steps and self._handles:
+            difference = self._update_steps[DIFFERENCE]
+            torch._foreach_neg_(difference)
+            torch._foreach_add_(difference, self._weights)
+        if AVERAGE in self._update_steps and self._handles:
+            step = torch._foreach_sub(self._weights, self._saved)
+            torch._foreach_lerp_(self._update_steps[AVERAGE], step, 1.0 - self._gamma)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         names = list(self._versions.handles)
-        return {f"{kind}/{n}": t for kind, row in self._added.items() for n, t in zip(names, row, strict=True)}
+        return {f"{kind}/{n}": t for kind, row in self._update_steps.items() for n, t in zip(names, row, strict=True)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Missing tensors, as in a checkpoint of another method, begin at 0."""
+        """Sets the state; tensors that another method's checkpoint lacks become 0."""
         for name, tensor in self.tensors().items():
             saved = tensors.get(name)
             tensor.zero_() if saved is None else tensor.copy_(saved)
 
     @property
     def _weights(self) -> list[torch.Tensor]:
-        # Each time, because handles may be pointed elsewhere; .data, because graphs check version counters.
+        # Read each time, because updates move handles; .data, because graphs check version counters.
         return [handle.data for handle in self._handles]
 
     @contextmanager
@@ -140,25 +140,25 @@ class WeightPredictions:
         self._saved = self._saved or [torch.empty_like(w) for w in self._weights]
         _copy(self._saved, self._weights)
 
-    def _fill(self, into: Mapping[str, torch.Tensor]) -> None:
+    def _fill(self, leaves: Mapping[str, torch.Tensor]) -> None:
         assert self._forward is not None
-        targets = [into[name] for name in self._versions.handles]
+        targets = [leaves[name] for name in self._versions.handles]
         _copy(targets, self._weights)
         self._advance(self._forward, targets)
 
     def _advance(self, prediction: WeightPrediction, targets: list[torch.Tensor]) -> None:
-        """Moves tensors that hold the weights by the horizon."""
+        """Moves copies of the weights by as many updates as the prediction's horizon."""
         horizon = prediction.horizons[self._stage]
         if prediction.by != VELOCITY:
-            for target, added in zip(targets, self._added[prediction.by], strict=True):
-                target.add_(added, alpha=horizon)
+            for target, step in zip(targets, self._update_steps[prediction.by], strict=True):
+                target.add_(step, alpha=horizon)
             return
         self._optimizer.step_scheduler(self._optimizer.scheduler_steps_due)  # the learning rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
 
 
-def _drop_if_still(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
+def _drop_if_zero(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
     return prediction if prediction is not None and prediction.horizons[stage] else None
 
 
@@ -221,9 +221,9 @@ def _add_adams(target: torch.Tensor, state: Mapping[str, Any], group: Mapping[st
     step, (beta, beta_square) = state["step"], group["betas"]
     if step.device.type != "cpu":  # of a fused or capturable optimizer on a GPU, which the host does not wait for
         count = step.double()
-        size = (state["exp_avg_sq"].sqrt() / (1 - beta_square**count).sqrt()).add_(group["eps"])
-        target.addcdiv_(state["exp_avg"] / (1 - beta**count), size, value=scale)
+        root = (state["exp_avg_sq"].sqrt() / (1 - beta_square**count).sqrt()).add_(group["eps"])
+        target.addcdiv_(state["exp_avg"] / (1 - beta**count), root, value=scale)
         return
     count = float(step)
-    size = (state["exp_avg_sq"].sqrt() / sqrt(1 - beta_square**count)).add_(group["eps"])
-    target.addcdiv_(state["exp_avg"], size, value=scale / (1 - beta**count))
+    root = (state["exp_avg_sq"].sqrt() / sqrt(1 - beta_square**count)).add_(group["eps"])
+    target.addcdiv_(state["exp_avg"], root, value=scale / (1 - beta**count))

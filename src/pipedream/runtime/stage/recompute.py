@@ -5,9 +5,10 @@ whole stages. The second forward gives the first one's numbers to the bit:
 
 - weights: the same version (newer ones under the backward rule 'recompute');
 - dropout: each layer's generator is seeded by microbatch and layer, and the loss draws from the earlier state;
-- generators of Python, NumPy and the modules, and plain attributes such as counters: put back, and restored afterwards;
+- generators of Python, NumPy and the modules, and plain attributes such as counters: set back to their earlier state
+  while the forward is repeated;
 - buffers: read in their earlier state; what is written is dropped, so that statistics change once;
-- input: the one that arrived; the first forward used a copy, because a layer may write into it.
+- input: the received one; the first forward used a copy, because a layer may write into it.
 
 The first forward builds a graph that keeps no tensor, so that it takes the same paths through the layers and shows
 which outputs require a gradient.
@@ -37,8 +38,8 @@ from pipedream.sharding.outside_func import HooksOutsideFunc
 class ForwardFunction(Protocol):
     """A stage's forward, from the received message to the next one; fills in the `SavedForward`."""
 
-    def __call__(self, message: Message, again: bool = False) -> Message:
-        """`again`: this is the recomputation."""
+    def __call__(self, message: Message, recomputes: bool = False) -> Message:
+        """`recomputes`: whether this is the second forward."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class _BufferSlot:
         return buffer
 
     @property
-    def mark(self) -> tuple[int, int]:
+    def write_mark(self) -> tuple[int, int]:
         """Changes if the buffer is replaced, or written by an operation that autograd sees."""
         return id(self.tensor), 0 if self.tensor.is_inference() else self.tensor._version
 
     @property
-    def tracks(self) -> bool:
+    def tracks_statistics(self) -> bool:
         return isinstance(self.module, _NormBase) and self.module.track_running_stats
 
 
@@ -67,83 +68,84 @@ class Recomputation:
 
     def __init__(self, module: StageModule) -> None:
         self._module = module
-        owners = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
-        # Any may change, until the first microbatch has shown which do.
-        self._moving = [_BufferSlot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
-        self._owners = list(owners)
+        modules = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
+        # All buffers, until the first microbatch has shown which ones change.
+        self._changing = [_BufferSlot(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
+        self._modules = list(modules)
         self._constant: list[_BufferSlot] | None = None
 
     def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
-        """Runs a forward that keeps what repeats it, in `saved.recompute`.
+        """Runs a forward without a graph; `saved.recompute` repeats it.
 
         Raises:
             RuntimeError: a buffer changes that did not change in the first microbatch.
         """
-        state, python = self._module.generators.states(), self._read_python_state()
+        state, python_state = self._module.generators.states(), self._read_python_state()
         memo: dict[int, torch.Tensor] = {}
-        before = [_clone(slot.tensor, memo) for slot in self._moving]
-        marks = [slot.mark for slot in self._constant or ()]
+        old_buffers = [_clone(slot.tensor, memo) for slot in self._changing]
+        marks = [slot.write_mark for slot in self._constant or ()]
         result = run_without_graph(run, message)
         if self._constant is None:
             changed = [
-                slot.tracks or not torch.equal(slot.tensor, old) for slot, old in zip(self._moving, before, strict=True)
+                slot.tracks_statistics or not torch.equal(slot.tensor, old)
+                for slot, old in zip(self._changing, old_buffers, strict=True)
             ]
-            self._constant = [slot for slot, moved in zip(self._moving, changed, strict=True) if not moved]
-            self._moving = [slot for slot, moved in zip(self._moving, changed, strict=True) if moved]
-            before = [old for old, moved in zip(before, changed, strict=True) if moved]
+            self._constant = [slot for slot, is_changed in zip(self._changing, changed, strict=True) if not is_changed]
+            self._changing = [slot for slot, is_changed in zip(self._changing, changed, strict=True) if is_changed]
+            old_buffers = [old for old, is_changed in zip(old_buffers, changed, strict=True) if is_changed]
         for slot, mark in zip(self._constant, marks, strict=False):
-            if slot.mark != mark:
+            if slot.write_mark != mark:
                 raise RuntimeError(
                     f"a stage that recomputes wrote into buffer {slot.name!r}, which its first microbatch did not; "
                     "let the layer write it in every forward, or train this stage without recomputation"
                 )
         saved.graph_inputs = ()
         saved.outputs = ()
-        saved.recompute = partial(self._repeat, message, run, before, state, python)
+        saved.recompute = partial(self._repeat, message, run, old_buffers, state, python_state)
         return result
 
     def _repeat(
-        self, message: Message, run: ForwardFunction, kept: Sequence[torch.Tensor], state: Any, python: Any
+        self, message: Message, run: ForwardFunction, buffers: Sequence[torch.Tensor], state: Any, python_state: Any
     ) -> None:
-        now, python_now = self._module.generators.states(), self._read_python_state()
+        current_state, current_python_state = self._module.generators.states(), self._read_python_state()
         self._module.generators.restore(state)
-        self._set_python_state(python)
+        self._set_python_state(python_state)
         try:
-            with self._use_buffers(kept):
+            with self._use_buffers(buffers):
                 run(message, True)
         finally:
-            self._module.generators.restore(now)
-            self._set_python_state(python_now)
+            self._module.generators.restore(current_state)
+            self._set_python_state(current_python_state)
 
     def _read_python_state(self) -> tuple[Any, Any, list[Any], list[dict[str, Any]]]:
-        """The generators of Python, NumPy and the modules, and the attributes that a forward may count or keep in."""
-        attributes = [{n: v for n, v in m.__dict__.items() if _is_plain(v)} for m in self._owners]
+        """Returns states of the generators of Python, NumPy and the modules, and the modules' plain attributes."""
+        attributes = [{n: v for n, v in m.__dict__.items() if _is_plain(v)} for m in self._modules]
         own_states = [read_state(generator) for generator in self._module.own_generators]
         return random.getstate(), np.random.get_state(), own_states, attributes
 
     def _set_python_state(self, state: tuple[Any, Any, list[Any], list[dict[str, Any]]]) -> None:
-        python, numpy, own_states, attributes = state
-        random.setstate(python)
-        np.random.set_state(numpy)
+        python_state, numpy_state, own_states, attributes = state
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         for generator, own_state in zip(self._module.own_generators, own_states, strict=True):
             set_state(generator, own_state)
-        for module, values in zip(self._owners, attributes, strict=True):
+        for module, values in zip(self._modules, attributes, strict=True):
             module.__dict__.update(values)
 
     @contextmanager
-    def _use_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        buffers = [slot.tensor for slot in self._moving]
-        for slot, tensor in zip(self._moving, others, strict=True):
+    def _use_buffers(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        current_buffers = [slot.tensor for slot in self._changing]
+        for slot, tensor in zip(self._changing, buffers, strict=True):
             slot.module._buffers[slot.name] = tensor
         try:
             yield
         finally:
-            for slot, tensor in zip(self._moving, buffers, strict=True):
+            for slot, tensor in zip(self._changing, current_buffers, strict=True):
                 slot.module._buffers[slot.name] = tensor
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a value that is never changed in place, or a tensor outside of a graph."""
+    """Returns whether a value is immutable, or a tensor outside of a graph."""
     return isinstance(value, (int, float, str, NoneType)) or (
         isinstance(value, torch.Tensor) and not value.requires_grad
     )

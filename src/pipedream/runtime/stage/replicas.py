@@ -1,4 +1,4 @@
-"""Keeps the replicas of a stage alike: averages BatchNorm's statistics, and refuses what differs otherwise."""
+"""Keeps the replicas of a stage equal: averages BatchNorm's statistics, and refuses any other difference."""
 
 from __future__ import annotations
 
@@ -18,53 +18,48 @@ from pipedream.runtime.update.all_reduce import all_reduce_many
 
 
 class EqualReplicas:
-    """One replica of a stage; all make the same calls, at drains.
+    """One replica of a stage; all make the same calls, at drains."""
 
-    Attributes:
-        _counts: batches that each BatchNorm had tracked when the stream began.
-        _kept: buffers and frozen parameters, as they were when the stream began.
-    """
-
-    def __init__(self, module: StageModule, versions: Versions, group: Group, count: int) -> None:
+    def __init__(self, module: StageModule, versions: Versions, group: Group, replicas: int) -> None:
         self._module = module
         self._versions = versions
         self._group = group
-        self._count = count
-        self._counts: list[int] = []
-        self._kept: dict[str, _Kept] = {}
+        self._replicas = replicas
+        self._initial_counts: list[int] = []
+        self._recorded: dict[str, _TensorRecord] = {}
 
     def begin(self) -> None:
         """Begins a stream."""
         norms = self._list_norms()
-        self._counts = [int(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None]
-        self._kept = {name: _Kept(tensor) for name, tensor in self._list_untrained()}
+        self._initial_counts = [int(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None]
+        self._recorded = {name: _TensorRecord(tensor) for name, tensor in self._list_untrained()}
 
     def average_statistics(self) -> Waiting[None]:
         """Averages BatchNorm's statistics over the replicas, and sums their counts."""
         norms = self._list_norms()
         if not norms:
             return
-        floats = [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]
+        statistics = [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]
         counts = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
-        news = [count - before for count, before in zip(counts, self._counts, strict=True)]
-        sums = yield from all_reduce_many(self._group, [*floats, *news])
+        new_counts = [count - before for count, before in zip(counts, self._initial_counts, strict=True)]
+        sums = yield from all_reduce_many(self._group, [*statistics, *new_counts])
         with torch.no_grad():
-            for buffer, total in zip(floats, sums, strict=False):
-                buffer.copy_(total / self._count)
-            for count, before, total in zip(counts, self._counts, sums[len(floats) :], strict=True):
+            for buffer, total in zip(statistics, sums, strict=False):
+                buffer.copy_(total / self._replicas)
+            for count, before, total in zip(counts, self._initial_counts, sums[len(statistics) :], strict=True):
                 count.copy_(before + total)
 
     def check_untrained(self) -> None:
         """Raises a `CaptureError` if a forward has changed a buffer, which the other replicas have not."""
-        for name, tensor in self._list_untrained() if self._kept else ():
-            before = self._kept.get(name)
+        for name, tensor in self._list_untrained() if self._recorded else ():
+            before = self._recorded.get(name)
             if before is not None and before.mark != (id(tensor), tensor._version):
-                now = self._kept[name] = _Kept(tensor)
-                if now.shape == before.shape and now.numbers != before.numbers:  # others are caches
+                record = self._recorded[name] = _TensorRecord(tensor)
+                if record.shape == before.shape and record.numbers != before.numbers:  # others are caches
                     raise CaptureError(_describe_difference(name))
 
     def check(self, *, weights: bool) -> Waiting[None]:
-        """Raises a `CaptureError` if the replicas have other weights or buffers than this one.
+        """Raises a `CaptureError` if the weights or buffers of another replica differ.
 
         Args:
             weights: False leaves out the weights, because the replicas differ until their next average.
@@ -72,10 +67,10 @@ class EqualReplicas:
         tensors = {**(self._versions.handles if weights else {}), **dict(self._list_untrained())}
         local_sums = torch.tensor([(*_sum_numbers(t), float(t.numel())) for t in tensors.values()], dtype=torch.float64)
         (sums,) = yield from all_reduce_many(self._group, [local_sums])
-        mean = sums / self._count
-        for name, (total, size, count), other in zip(tensors, local_sums.tolist(), mean.tolist(), strict=True):
-            limit = 1e-6 * max(abs(size), abs(other[1]))
-            if count == other[2] and max(abs(total - other[0]), abs(size - other[1])) > limit:
+        means = sums / self._replicas
+        for name, (total, magnitude, count), mean in zip(tensors, local_sums.tolist(), means.tolist(), strict=True):
+            limit = 1e-6 * max(abs(magnitude), abs(mean[1]))
+            if count == mean[2] and max(abs(total - mean[0]), abs(magnitude - mean[1])) > limit:
                 raise CaptureError(_describe_difference(name))
 
     def _list_untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,11 +90,11 @@ class EqualReplicas:
 class CopiedAttributes:
     """Plain attributes of a stage's modules, and of the copies that a replica in the same process runs.
 
-    What a user's loop changes on the model, such as ``model.beta``, is taken over before each forward; what a forward
-    changes itself, such as a counter, is not.
+    What the user's loop changes on the model, such as ``model.beta``, is copied before each forward; what a forward
+    itself changes, such as a counter, is not.
 
     Args:
-        moving: (number of a module, name) of attributes that forwards change; shared by the replicas of a stage.
+        moving: (index of a module, name) of attributes that forwards change; shared by the replicas of a stage.
     """
 
     def __init__(self, modules: Sequence[nn.Module], copies: Sequence[nn.Module], moving: set[tuple[int, str]]) -> None:
@@ -107,7 +102,7 @@ class CopiedAttributes:
         self._moving = moving
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         """Context of a forward."""
         for number, (module, copied, seen) in enumerate(self._pairs):
             for name, value in _read_plain(module).items():
@@ -116,8 +111,8 @@ class CopiedAttributes:
         before = [_read_plain(copied) for _, copied, _ in self._pairs]
         yield
         for number, (_, copied, _) in enumerate(self._pairs):
-            now = _read_plain(copied)
-            self._moving.update((number, name) for name in now if now[name] != before[number].get(name, _ABSENT))
+            after = _read_plain(copied)
+            self._moving.update((number, name) for name in after if after[name] != before[number].get(name, _ABSENT))
 
 
 _ABSENT = object()
@@ -127,8 +122,8 @@ def _read_plain(module: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in module.__dict__.items() if isinstance(v, (int, float, str)) and n != "training"}
 
 
-class _Kept:
-    """A tensor as it was."""
+class _TensorRecord:
+    """What shows later whether a tensor was written or replaced."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.mark = id(tensor), tensor._version

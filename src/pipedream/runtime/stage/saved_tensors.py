@@ -1,12 +1,12 @@
-"""Hooks for the weights that autograd saves: checked once and redirected, for the backward rule 'graph'.
+"""Hooks for the weights that autograd saves, for the backward rule 'graph'.
 
 An old graph sees new weights if autograd has saved the weights' own storage. If it has saved something computed from a
-weight alone (a cast under autocast, weight_norm, a mask, cuDNN's flattened weights), the backward would silently be a
-mixture. So the first forward is watched, operation by operation: of what is computed from weights and constants alone,
-only views may be saved.
+weight alone (a cast under autocast, weight_norm, a mask, cuDNN's flattened weights), the backward would silently mix
+old and new weights. So the first forward is checked, operation by operation: of what is computed from weights and
+constants alone, only views may be saved.
 
 With several versions, autograd keeps only a reference to a slice of a weight (parameter and position), which the
-backward looks up in the set it is redirected to. What a Python function keeps on its context, other than by
+backward looks up in the version that it reads. What a Python function keeps on its context, other than by
 `save_for_backward`, cannot be redirected.
 """
 
@@ -28,16 +28,16 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pipedream.core.errors import ScheduleError
 from pipedream.runtime.comm.values import tensors_in
-from pipedream.runtime.stage.offload import SavedTensor, find_hook, unpack
-from pipedream.runtime.stage.split_backward import saved_by
+from pipedream.runtime.stage.offload import SavedTensor, find_offload_hook, unpack
+from pipedream.runtime.stage.split_backward import list_saved_tensors
 from pipedream.runtime.stage.versions import WeightSet
 from pipedream.sharding.parts import like_part, local_part, spec_of
 from pipedream.sharding.sharded_weights import WithReferences
 
-_PACKING = {"aten::_cudnn_rnn": -1}
+_PACKED_OUTPUTS = {"aten::_cudnn_rnn": -1}
 """Operations that copy their weights internally: name -> index of the output that is the copy."""
 
-_RECOMPUTE = "the method's option backward_rule=recompute, as in paci[backward_rule=recompute]"
+_USE_RECOMPUTE = "the method's option backward_rule=recompute, as in paci[backward_rule=recompute]"
 
 _CHECKPOINT = CheckpointFunction._backward_cls
 """A node that repeats its forward in its backward."""
@@ -47,7 +47,7 @@ class SavedTensorHooks:
     """Hooks for the tensors that the forwards of one stage save. Only the first forward is checked.
 
     Attributes:
-        redirects: graphs keep references, for backwards with another version.
+        redirects: graphs keep references to weights, which backwards look up in another version.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class SavedTensorHooks:
         self.redirects = redirects
 
     def run(self, layers: Callable[[], Any], value: Any, read: WeightSet) -> Any:
-        """Raises a `ScheduleError` as `watching`, or if a layer saves tensors in its own way (checkpointing,
-        offloading), or if a function keeps a weight that cannot be redirected.
+        """Runs the layers. Raises a `ScheduleError` as `watching` does, or if a layer saves tensors in its own way
+        (checkpointing, offloading) or a function keeps a weight that cannot be redirected.
         """
         is_checked = self._checked and (self._redirect_checked or not self.redirects)
         try:
@@ -72,7 +72,7 @@ class SavedTensorHooks:
                 raise
             raise ScheduleError(
                 "the backward rule 'graph' needs to see what a forward saves for its backward, and this one takes "
-                f"derivatives with torch.func, which hides it; take {_RECOMPUTE}, or torch.autograd.grad"
+                f"derivatives with torch.func, which hides it; take {_USE_RECOMPUTE}, or torch.autograd.grad"
             ) from error
         if not is_checked:
             self._redirect_checked = self.redirects
@@ -81,7 +81,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def watching(self, value: Any, read: WeightSet) -> Iterator[_DataflowTracker | None]:
-        """Context in which the layers run; the first time it yields a tracker of where tensors come from.
+        """Context in which the layers run; the first one yields a tracker of what tensors are computed from.
 
         Raises:
             ScheduleError: something computed from weights alone was saved, or, with redirection, a part of a weight
@@ -93,12 +93,12 @@ class SavedTensorHooks:
         tracker = None if self._checked else _DataflowTracker(read.leaves, tensors_in(value))
         locator = _WeightLocator(read.leaves if self.redirects else {})
 
-        keep = find_hook() or SavedTensor
+        wrap_other = find_offload_hook() or SavedTensor
 
         def pack(tensor: torch.Tensor) -> SavedTensor | _WeightSlice:
             if tracker is not None:
-                tracker.note(tensor)
-            return locator.of(tensor) or keep(tensor)
+                tracker.note_saved(tensor)
+            return locator.find_slice(tensor) or wrap_other(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), tracker or nullcontext():
             yield tracker
@@ -108,7 +108,7 @@ class SavedTensorHooks:
             raise ScheduleError(
                 "the backward rule 'graph' needs layers for which autograd saves the weights themselves; here it saves "
                 f"what was computed from {names}, and the backward would use the old weights there. Take "
-                f"{_RECOMPUTE}, or a layer that uses the parameter unchanged (no autocast of it, no weight_norm, "
+                f"{_USE_RECOMPUTE}, or a layer that uses the parameter unchanged (no autocast of it, no weight_norm, "
                 "no mask)"
             )
 
@@ -128,23 +128,23 @@ class SavedTensorHooks:
     ) -> None:
         """Raises a `ScheduleError` if a tensor that a graph needs avoids these hooks; names the operation."""
         for node in _walk_nodes(outputs):
-            rule = "the backward rule 'graph' uses the activations of the forward and"
-            hooks = [s.unpack_hook for s in saved_by(node)]
+            reason = "the backward rule 'graph' uses the activations of the forward and"
+            hooks = [s.unpack_hook for s in list_saved_tensors(node)]
             hooks = [hook.around if isinstance(hook, WithReferences) else hook for hook in hooks]
             if isinstance(node, _CHECKPOINT) or any(hook not in (None, self._unpack, unpack) for hook in hooks):
                 raise ScheduleError(
-                    f"{rule} the newest weights, but {node.name()} recomputes what it has saved, or takes it from "
-                    f"elsewhere (checkpoint, save_on_cpu); take {_RECOMPUTE}, or remove that"
+                    f"{reason} the newest weights, but {node.name()} recomputes what it has saved, or takes it from "
+                    f"elsewhere (checkpoint, save_on_cpu); take {_USE_RECOMPUTE}, or remove that"
                 )
-            kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
-            for item in (item for item in kept if isinstance(item, torch.Tensor)):
-                names = _quote(locator.owners(item))
-                origins = {} if tracker is None else tracker.computed_from(item)
+            on_context: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
+            for item in (item for item in on_context if isinstance(item, torch.Tensor)):
+                names = _quote(locator.find_owners(item))
+                origins = {} if tracker is None else tracker.find_origins(item)
                 if names or origins:
                     names = names or "what was computed from " + _quote(sorted(origins.items()))
                     raise ScheduleError(
-                        f"{rule} the newest weights, but {node.name()} keeps {names} on its context, where it cannot "
-                        f"be replaced; let its forward save_for_backward the weight itself, or take {_RECOMPUTE}"
+                        f"{reason} the newest weights, but {node.name()} keeps {names} on its context, where it cannot "
+                        f"be replaced; let its forward save_for_backward the weight itself, or take {_USE_RECOMPUTE}"
                     )
 
 
@@ -153,50 +153,50 @@ class _WeightSlice(NamedTuple):
 
     Attributes:
         offset: from the parameter's first element.
-        saved: on a mesh, the DTensor around it; else None.
+        like: on a mesh, the DTensor around it; else None.
     """
 
     name: str
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    saved: Any = None
+    like: Any = None
 
     def look_up(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
         leaf = leaves[self.name].data
         part = leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
-        return part if self.saved is None else like_part(part, self.saved)
+        return part if self.like is None else like_part(part, self.like)
 
 
 class _WeightLocator:
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
         self._owners: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, leaf in leaves.items():
-            self._owners.setdefault(_place(leaf), []).append((name, leaf))
+            self._owners.setdefault(_find_address(leaf), []).append((name, leaf))
         self._owners.pop(0, None)
 
-    def of(self, tensor: torch.Tensor) -> _WeightSlice | None:
-        """None for no part of a weight; raises a `ScheduleError` if other versions do not have it there."""
-        owners = self.owners(tensor)
+    def find_slice(self, tensor: torch.Tensor) -> _WeightSlice | None:
+        """Returns None if it is no part of a weight; raises a `ScheduleError` if other versions do not have it."""
+        owners = self.find_owners(tensor)
         if not owners:
             return None
         saved, tensor = tensor, local_part(tensor)
         for name, leaf in owners:
             offset = int(tensor.storage_offset() - leaf.storage_offset())
             inside = offset >= 0 and offset + _count_elements_spanned(tensor) <= _count_elements_spanned(leaf)
-            alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
+            same_kind = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
             # A weight with holes is dense in the other sets.
-            if inside and alike and _count_elements_spanned(leaf) == leaf.numel():
-                around = None if saved is tensor else spec_of(saved)
-                return _WeightSlice(name, tensor.size(), tensor.stride(), offset, around)
+            if inside and same_kind and _count_elements_spanned(leaf) == leaf.numel():
+                spec = None if saved is tensor else spec_of(saved)
+                return _WeightSlice(name, tensor.size(), tensor.stride(), offset, spec)
         raise ScheduleError(
             "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it "
             f"saves a part of {_quote(owners)} that lies across parameters, in one with holes, or is of another type; "
-            f"take {_RECOMPUTE}, or a parameter with a storage of its own"
+            f"take {_USE_RECOMPUTE}, or a parameter with a storage of its own"
         )
 
-    def owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        return self._owners.get(_place(tensor), [])
+    def find_owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        return self._owners.get(_find_address(tensor), [])
 
 
 def _quote(owners: Iterable[tuple[str, Any]]) -> str:
@@ -204,18 +204,18 @@ def _quote(owners: Iterable[tuple[str, Any]]) -> str:
 
 
 def _walk_nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+    to_visit = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(to_visit)
+    while to_visit:
+        node = to_visit.pop()
         yield node
         children = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= children
-        waiting += children
+        to_visit += children
 
 
 def _count_elements_spanned(tensor: torch.Tensor) -> int:
-    """Elements of the storage from a tensor's first to its last one, inclusive."""
+    """Returns the elements of the storage from a tensor's first to its last one, inclusive."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -231,53 +231,53 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights: dict[int, list[str]] = {}
         for name, leaf in leaves.items():
-            self._weights.setdefault(_place(leaf), []).append(name)
-        self._activations = {_place(tensor) for tensor in inputs}
-        # A reused storage is classified anew when written; a storage in no table is a constant.
+            self._weights.setdefault(_find_address(leaf), []).append(name)
+        self._activations = {_find_address(tensor) for tensor in inputs}
+        # Writing classifies a reused storage anew; a storage in no table is a constant.
         self._origins: dict[int, dict[str, str]] = {}
         self.refused: dict[str, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # their operations on parts come here
-        read = [_place(item) for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+            return NotImplemented  # the operations on their local parts come here
+        read_addresses = [_find_address(item) for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         origins: dict[str, str] = {}
-        for place in read:
-            origins |= dict.fromkeys(self._weights.get(place, ()), name.removeprefix("aten::")) | self._origins.get(
-                place, {}
+        for address in read_addresses:
+            origins |= dict.fromkeys(self._weights.get(address, ()), name.removeprefix("aten::")) | self._origins.get(
+                address, {}
             )
         named = zip(args, func._schema.arguments, strict=False)
         changed = [
             value for value, argument in named if argument.alias_info is not None and argument.alias_info.is_write
         ]
         written = [item for item in tree_leaves((result, changed)) if isinstance(item, torch.Tensor)]
-        is_activation = any(place in self._activations for place in read)
+        is_activation = any(address in self._activations for address in read_addresses)
         for item in written:
-            place = _place(item)
-            if place in self._weights:
+            address = _find_address(item)
+            if address in self._weights:
                 continue
-            self._origins.pop(place, None)
-            self._activations.discard(place)
+            self._origins.pop(address, None)
+            self._activations.discard(address)
             if is_activation:
-                self._activations.add(place)
+                self._activations.add(address)
             elif origins:
-                self._origins[place] = origins
-        if name in _PACKING and _place(result[_PACKING[name]]) not in self._weights:
+                self._origins[address] = origins
+        if name in _PACKED_OUTPUTS and _find_address(result[_PACKED_OUTPUTS[name]]) not in self._weights:
             self.refused |= origins
         return result
 
-    def note(self, tensor: torch.Tensor) -> None:
-        self.refused |= self.computed_from(tensor)
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        self.refused |= self.find_origins(tensor)
 
-    def computed_from(self, tensor: torch.Tensor) -> dict[str, str]:
-        """Parameter -> operation, if a tensor was computed from weights alone."""
-        return self._origins.get(_place(tensor), {})
+    def find_origins(self, tensor: torch.Tensor) -> dict[str, str]:
+        """Returns parameter -> operation, if a tensor was computed from weights alone."""
+        return self._origins.get(_find_address(tensor), {})
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _find_address(tensor: torch.Tensor) -> int:
     tensor = local_part(tensor)
-    if isinstance(tensor, FakeTensor):  # by which DTensor finds sizes
+    if isinstance(tensor, FakeTensor):  # DTensor infers sizes with it
         return 0
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0

@@ -1,17 +1,17 @@
 """A backward in two halves: the gradients of the received tensors (I), and later those of the weights (W).
 
 The *path* is the nodes of autograd's graph that lead from the outputs back to the received tensors. I requests from
-each of them only the gradients that stay on it, so that a linear layer computes one of its two products, and keeps the
-incoming gradients where others leave. There W calls the node once more, for the gradients that leave, and propagates
-them in a run of autograd that starts after the node. Together the halves do the work of one backward and give its
-numbers.
+each of them only the gradients that stay on the path, so that a linear layer computes one of its two products. Where
+gradients leave the path, at a *branch*, I keeps the node's incoming gradients. W calls that node once more, for the
+gradients that leave, and propagates them in a run of autograd that starts after the node. Together the halves do the
+work of one backward and give its numbers.
 
 Nodes that cannot be called twice run in I, and their gradients are kept for W:
 
 - functions written in Python (e.g. compiled modules): autograd does not pass them which gradients are needed, and they
   may write into what they saved;
 - nodes whose saved tensors are recomputed when they are accessed (checkpointing, offloading);
-- kernels that compute all their gradients at once (`_WHOLE`);
+- kernels that compute all their gradients at once (`_UNSPLIT_NODES`);
 - nodes between a weight and several nodes of the path, such as a norm of the weight that is computed once.
 
 What W does not need is freed after I; W frees the rest node by node.
@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipedream.runtime.stage.offload import unpack
 
-_WHOLE = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
+_UNSPLIT_NODES = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
 
 _Gradients = tuple[torch.Tensor | None, ...]  # one for each output of a node
 
@@ -39,43 +39,45 @@ _Gradients = tuple[torch.Tensor | None, ...]  # one for each output of a node
 class _Branch:
     """A node of the path where gradients leave it, to the nodes `off` and the weights `leaves`."""
 
-    def __init__(self, node: Node, leaves: Sequence[torch.Tensor], off: set[Node]) -> None:
+    def __init__(self, node: Node, leaves: Sequence[torch.Tensor], off_path: set[Node]) -> None:
         self.node = node
         self.leaves = list(leaves)
-        # Index among the results, the node off the path that gets it, and which of its outputs.
-        self._ways = [
-            (i, to, number) for i, (to, number) in enumerate(node.next_functions) if to is not None and to in off
+        # For each gradient that leaves: its index among the results, the node that gets it, and which output of it.
+        self._exits = [
+            (i, to, number) for i, (to, number) in enumerate(node.next_functions) if to is not None and to in off_path
         ]
 
-    def run(self, arrived: _Gradients) -> None:
+    def run(self, incoming: _Gradients) -> None:
         """Adds the gradients that leave here to the weights' ``.grad``.
 
         The node is called inside a run of autograd, by hooks, so that it computes only what is needed.
         """
         results: list[Any] = []
-        nothing: dict[tuple[Node, int], torch.Tensor] = {}
+        placeholders: dict[tuple[Node, int], torch.Tensor] = {}
 
-        def feed(off: Node, gradients: _Gradients) -> _Gradients:
+        def add_leaving(target: Node, gradients: _Gradients) -> _Gradients:
             if not results:
-                returned = self.node(*arrived)  # type: ignore[operator]
+                returned = self.node(*incoming)  # type: ignore[operator]
                 results.extend(returned if isinstance(returned, tuple) else (returned,))
-            fed = list(gradients)
-            for place, to, number in self._ways:
-                if to is off:
-                    new, results[place] = _fit(results[place], to, number), None
-                    fed[number] = _sum(None if fed[number] is nothing[to, number] else fed[number], new)
-            return tuple(fed)
+            sums = list(gradients)
+            for index, to, number in self._exits:
+                if to is target:
+                    new, results[index] = _fit_to_output(results[index], to, number), None
+                    sums[number] = _sum(None if sums[number] is placeholders[to, number] else sums[number], new)
+            return tuple(sums)
 
-        for _, to, number in self._ways:
-            nothing[to, number] = _make_zero(to, number)
-        hooks = [off.register_prehook(partial(feed, off)) for off in {to: None for _, to, _ in self._ways}]
+        for _, to, number in self._exits:
+            placeholders[to, number] = _make_zero(to, number)
+        hooks = [
+            target.register_prehook(partial(add_leaving, target)) for target in {to: None for _, to, _ in self._exits}
+        ]
         try:
-            edges = [GradientEdge(to, number) for to, number in nothing]
-            torch.autograd.backward(edges, list(nothing.values()), inputs=self.leaves)
+            edges = [GradientEdge(to, number) for to, number in placeholders]
+            torch.autograd.backward(edges, list(placeholders.values()), inputs=self.leaves)
         finally:
             for hook in hooks:
                 hook.remove()
-        _let_go(self.node)
+        _free_saved(self.node)
 
 
 class Deferred:
@@ -83,78 +85,79 @@ class Deferred:
 
     Args:
         computed: (weight, gradient) that I has computed.
-        apart: outputs that do not lead to the path, their gradients, and the weights that they reach.
-        arrived: branch -> incoming gradients of its node, in the order of their arrival.
+        independent: outputs that depend on no received tensor, their gradients, and the weights that they reach.
+        incoming: number of a branch -> incoming gradients of its node, in the order of their arrival.
     """
 
     def __init__(
         self,
         computed: list[tuple[torch.Tensor, torch.Tensor]],
-        apart: tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]],
+        independent: tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]],
         branches: list[_Branch],
-        arrived: dict[int, _Gradients],
+        incoming: dict[int, _Gradients],
     ) -> None:
         self._computed = computed
-        self._apart = apart
+        self._independent = independent
         self._branches = branches
-        self._arrived = arrived
+        self._incoming = incoming
 
     def run(self) -> Iterator[torch.Tensor]:
         """Adds the gradients to the weights' ``.grad``; yields each complete weight. Runs once."""
-        edges, gradients, leaves = self._apart
-        left = Counter(leaves)
-        for number in self._arrived:
-            left.update(self._branches[number].leaves)
+        edges, gradients, leaves = self._independent
+        remaining = Counter(leaves)
+        for number in self._incoming:
+            remaining.update(self._branches[number].leaves)
         if self._computed:
             torch.autograd.backward([leaf for leaf, _ in self._computed], [gradient for _, gradient in self._computed])
             yield from (leaf for leaf, _ in self._computed)
             self._computed.clear()
         if leaves:
             torch.autograd.backward(edges, gradients, inputs=leaves)
-            yield from _count_down(leaves, left)
-        self._apart = ([], [], [])
-        for number in list(self._arrived):
+            yield from _count_down(leaves, remaining)
+        self._independent = ([], [], [])
+        for number in list(self._incoming):
             branch = self._branches[number]
-            branch.run(self._arrived.pop(number))
-            yield from _count_down(branch.leaves, left)
+            branch.run(self._incoming.pop(number))
+            yield from _count_down(branch.leaves, remaining)
         self._branches = []
 
 
 def split_backward(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], entries: Sequence[GradientEdge]
 ) -> tuple[list[torch.Tensor | None], Deferred]:
-    """Returns the gradients of the received tensors, and the work left for those of the weights.
+    """Returns the gradients of the received tensors, and the deferred work for those of the weights.
 
     Args:
-        entries: where the received tensors entered the graph.
+        entries: edges at which the received tensors entered the graph.
     """
     roots = [get_gradient_edge(output) for output in outputs]
     graph = _Graph([edge.node for edge in roots], [edge.node for edge in entries])
-    early, branches, apart = graph.shared_out()
-    arrived: dict[int, _Gradients] = {}
-    hooks = [branch.node.register_prehook(partial(_note, arrived, i)) for i, branch in enumerate(branches)]
-    back: list[torch.Tensor | None] = [None] * len(entries)
+    early, branches, independent_leaves = graph.divide_weights()
+    incoming: dict[int, _Gradients] = {}
+    hooks = [branch.node.register_prehook(partial(_record_gradients, incoming, i)) for i, branch in enumerate(branches)]
+    input_gradients: list[torch.Tensor | None] = [None] * len(entries)
     computed: list[tuple[torch.Tensor, torch.Tensor]] = []
     inputs: list[Any] = [*entries, *early]
     if inputs:
-        goes_on = bool(branches or apart)
-        results = torch.autograd.grad(outputs, inputs, gradients, retain_graph=goes_on, allow_unused=True)
-        back = list(results[: len(entries)])
+        has_second_half = bool(branches or independent_leaves)
+        results = torch.autograd.grad(outputs, inputs, gradients, retain_graph=has_second_half, allow_unused=True)
+        input_gradients = list(results[: len(entries)])
         computed = [(leaf, g) for leaf, g in zip(early, results[len(entries) :], strict=True) if g is not None]
     for hook in hooks:
         hook.remove()
     for node in graph.path.difference(branch.node for branch in branches):
-        _let_go(node)
+        _free_saved(node)
     others = [(edge, g) for edge, g in zip(roots, gradients, strict=True) if edge.node not in graph.reached]
-    return back, Deferred(computed, ([edge for edge, _ in others], [g for _, g in others], apart), branches, arrived)
+    independent = [edge for edge, _ in others], [g for _, g in others], independent_leaves
+    return input_gradients, Deferred(computed, independent, branches, incoming)
 
 
 class _Graph:
     """The nodes that a backward would run through.
 
     Attributes:
-        path: nodes from which an entry is reached.
-        reached: these and the entries.
+        path: nodes that lead to an entry.
+        reached: the path and its entries.
     """
 
     def __init__(self, roots: Sequence[Node], entries: Sequence[Node]) -> None:
@@ -162,9 +165,9 @@ class _Graph:
         self._roots = set(roots)
         self._parents: dict[Node, list[Node]] = {root: [] for root in roots}
         self._leaves: list[Any] = []
-        waiting = list(self._parents)
-        while waiting:
-            node = waiting.pop()
+        to_visit = list(self._parents)
+        while to_visit:
+            node = to_visit.pop()
             if node in ends:
                 continue
             if hasattr(node, "variable"):
@@ -174,66 +177,66 @@ class _Graph:
                     continue
                 if child not in self._parents:
                     self._parents[child] = []
-                    waiting.append(child)
+                    to_visit.append(child)
                 self._parents[child].append(node)
-        self.reached = self._find_above([node for node in ends if node in self._parents])
+        self.reached = self._find_ancestors([node for node in ends if node in self._parents])
         self.path = self.reached - ends
 
-    def shared_out(self) -> tuple[list[torch.Tensor], list[_Branch], list[torch.Tensor]]:
-        """Returns the weights whose gradients I computes, the path's branches, and the weights apart from it.
+    def divide_weights(self) -> tuple[list[torch.Tensor], list[_Branch], list[torch.Tensor]]:
+        """Returns the weights whose gradients I computes, the path's branches, and the weights independent of the path.
 
         A node off the path runs once, with all the weights that it reaches.
         """
         weights_of: dict[Node, list[Any]] = defaultdict(list)  # nodes off the path -> weights that they reach
-        readers: dict[
-            Node, set[Node | None]
-        ] = {}  # nodes off the path -> nodes of the path before them; None: an output
-        ways = {leaf: self._find_above([leaf], self.path) for leaf in self._leaves}
-        for leaf, nodes in ways.items():
+        # Nodes off the path -> nodes of the path before them; None: an output.
+        readers: dict[Node, set[Node | None]] = {}
+        nodes_above = {leaf: self._find_ancestors([leaf], self.path) for leaf in self._leaves}
+        for leaf, nodes in nodes_above.items():
             for node in nodes:
                 weights_of[node].append(leaf)
         for node in weights_of:
-            above = self._find_above([node], self.path)
-            readers[node] = {parent for other in above for parent in self._parents[other] if parent in self.path}
-            readers[node] |= {None} if above & self._roots else set()
-        waiting = [leaf for leaf in self._leaves if any(map(_must_run_once, readers[leaf]))]
+            ancestors = self._find_ancestors([node], self.path)
+            readers[node] = {parent for other in ancestors for parent in self._parents[other] if parent in self.path}
+            readers[node] |= {None} if ancestors & self._roots else set()
+        to_mark_early = [leaf for leaf in self._leaves if any(map(_must_run_once, readers[leaf]))]
         for node, leaves in weights_of.items():
-            if node not in ways and len(readers[node]) > 1:
-                waiting += leaves
+            if node not in nodes_above and len(readers[node]) > 1:
+                to_mark_early += leaves
         early: dict[Any, None] = {}
-        while waiting:
-            leaf = waiting.pop()
+        while to_mark_early:
+            leaf = to_mark_early.pop()
             if leaf not in early:
                 early[leaf] = None
-                waiting += (other for node in ways[leaf] for other in weights_of[node])
-        off = {node for node, leaves in weights_of.items() if leaves[0] not in early}
-        late: dict[Node | None, list[torch.Tensor]] = defaultdict(list)
+                to_mark_early += (other for node in nodes_above[leaf] for other in weights_of[node])
+        off_path = {node for node, leaves in weights_of.items() if leaves[0] not in early}
+        late_by_reader: dict[Node | None, list[torch.Tensor]] = defaultdict(list)
         for leaf in self._leaves:
             if leaf not in early:
                 for reader in readers[leaf]:
-                    late[reader].append(leaf.variable)
-        apart = late.pop(None, [])
-        return [leaf.variable for leaf in early], [_Branch(n, leaves, off) for n, leaves in late.items() if n], apart
+                    late_by_reader[reader].append(leaf.variable)
+        independent = late_by_reader.pop(None, [])
+        branches = [_Branch(n, leaves, off_path) for n, leaves in late_by_reader.items() if n]
+        return [leaf.variable for leaf in early], branches, independent
 
-    def _find_above(self, nodes: Sequence[Node], stop: Set[Node] = frozenset()) -> set[Node]:
-        above = set(nodes)
-        waiting = list(nodes)
-        while waiting:
-            for parent in self._parents[waiting.pop()]:
-                if parent not in above and parent not in stop:
-                    above.add(parent)
-                    waiting.append(parent)
-        return above
-
-
-def _note(arrived: dict[int, _Gradients], number: int, gradients: _Gradients) -> None:
-    arrived[number] = gradients
+    def _find_ancestors(self, nodes: Sequence[Node], stop: Set[Node] = frozenset()) -> set[Node]:
+        ancestors = set(nodes)
+        to_visit = list(nodes)
+        while to_visit:
+            for parent in self._parents[to_visit.pop()]:
+                if parent not in ancestors and parent not in stop:
+                    ancestors.add(parent)
+                    to_visit.append(parent)
+        return ancestors
 
 
-def _count_down(leaves: Sequence[torch.Tensor], left: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _record_gradients(incoming: dict[int, _Gradients], number: int, gradients: _Gradients) -> None:
+    incoming[number] = gradients
+
+
+def _count_down(leaves: Sequence[torch.Tensor], remaining: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:
     for leaf in leaves:
-        left[leaf] -= 1
-        if not left[leaf]:
+        remaining[leaf] -= 1
+        if not remaining[leaf]:
             yield leaf
 
 
@@ -243,30 +246,30 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
     return first + second
 
 
-def _fit(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Tensor | None:
+def _fit_to_output(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Tensor | None:
     """Gives a gradient the shape and dtype of a node's output, as autograd does: summed if broadcast."""
-    like = node._input_metadata[number]
+    metadata = node._input_metadata[number]
     if gradient is None:
         return None
-    return (gradient if gradient.shape == like.shape else gradient.sum_to_size(like.shape)).to(like.dtype)
+    return (gradient if gradient.shape == metadata.shape else gradient.sum_to_size(metadata.shape)).to(metadata.dtype)
 
 
 def _make_zero(node: Node, number: int) -> torch.Tensor:
-    like = node._input_metadata[number]
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+    metadata = node._input_metadata[number]
+    return torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
 
 
 def _must_run_once(node: Node | None) -> bool:
     return node is not None and (
         isinstance(node, BackwardCFunction)
-        or node.name() in _WHOLE
-        or any(saved.unpack_hook not in (None, unpack) for saved in saved_by(node))
+        or node.name() in _UNSPLIT_NODES
+        or any(saved.unpack_hook not in (None, unpack) for saved in list_saved_tensors(node))
     )
 
 
-def _let_go(node: Node) -> None:
+def _free_saved(node: Node) -> None:
     """Frees what a node has saved, by a hook that packs it into None."""
-    for saved in saved_by(node):
+    for saved in list_saved_tensors(node):
         with suppress(RuntimeError):  # freed already, or not kept by the node
             if saved.unpack_hook is unpack:
                 saved.data.free()
@@ -274,7 +277,7 @@ def _let_go(node: Node) -> None:
                 saved.register_hooks(lambda _: None, _refuse_unpack)
 
 
-def saved_by(node: Node) -> list[Any]:
+def list_saved_tensors(node: Node) -> list[Any]:
     """Returns autograd's handles of the tensors that a node has saved."""
     handles: list[Any] = []
     for name in _list_saved_names(type(node)):

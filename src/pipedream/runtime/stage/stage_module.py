@@ -67,9 +67,9 @@ def evaluating(stages: Iterable[StageModule]) -> Iterator[None]:
 
 
 class _GraphInput(torch.autograd.Function):
-    """Gives a received tensor a place in the graph without copying it, by an anchor that requires a gradient.
+    """Makes a received tensor part of a graph without a copy: the anchor requires a gradient.
 
-    Its node, the tensor's ``grad_fn``, keeps the gradient.
+    The tensor's ``grad_fn``, a node of this class, keeps the gradient.
     """
 
     @staticmethod
@@ -92,17 +92,17 @@ class SavedForward:
     """What a stage keeps of a microbatch between its forward and its backward.
 
     Attributes:
-        weights: that the forward read; None for a microbatch without samples.
+        weights: what the forward read; None for a microbatch without samples.
         graph_inputs: nodes of the graph at which the inputs that require a gradient entered it.
-        outputs: that were sent on, or the loss.
+        outputs: what was sent on, or the loss.
         wants: whether each received tensor's gradient is sent back.
-        version: that was read, or predicted from.
+        version: the version that was read or predicted from.
         loss_weight: d objective / d mean loss, in the minibatch's unit (`Scorer.score`).
         scale: d objective / d loss, at the last stage.
         auxiliary_scale: d objective / d auxiliary loss, times the loss scale; known from the backward on.
         recompute: fills in graph_inputs and outputs; None if the graph was kept.
-        recomputed_weights: if not `weights`.
-        deferred: between the halves of a backward.
+        recomputed_weights: what the recomputation read, if not `weights`.
+        deferred: the second half of a split backward, after the first.
         gradient_crossings: structure of the message with the gradients of the received tensors (`with_crossings`).
     """
 
@@ -127,11 +127,11 @@ class SavedForward:
         return weights
 
     def output_gradients(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
-        """Returns the gradients of the outputs, and records what the microbatch counts; recomputes the graph if it was
-        not kept. The only reader of a received gradient's tensors, which have the outputs' shapes and dtypes.
+        """Returns the gradients of the outputs and sets `loss_weight`; recomputes the graph first if it was not kept.
 
         Args:
-            message: None at the last stage, which creates its own, times `loss_scale`.
+            message: has gradients of the outputs' shapes and dtypes; None at the last stage, whose gradient of the
+                loss is `scale` times `loss_scale`.
         """
         if self.recompute is not None:
             recompute, self.recompute = self.recompute, None  # it holds the received message
@@ -155,8 +155,8 @@ class StageModule:
         compile: arguments of torch.compile; None runs the layers as they are.
         sharding: None on a single rank.
         boundary: after this stage; None where no worker is a mesh.
-        replicated: whether there are other replicas, which must not draw the same numbers from generators that the
-            layers hold, nor from those of Python and NumPy.
+        replicated: there are other replicas, which must not draw the same numbers from the layers' own generators,
+            Python's and NumPy's.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class StageModule:
         names = {id(parameter): name for name, parameter in handles.items()}
         modules = {id(m): m for _, layer in layers for m in layer.modules()}
         self.own_generators = list_own_generators(modules.values())  # which the layers hold
-        self._others = OtherGenerators(seed, self.layers, self.own_generators, replicated)
+        self._other_generators = OtherGenerators(seed, self.layers, self.own_generators, replicated)
         if sharding is not None:
             sharding.prepare(modules.values())
         self._slots = [
@@ -203,13 +203,13 @@ class StageModule:
             if parameter is not None and id(parameter) in names
         ]
         self._names_by_layer: list[list[str]] = []
-        left = dict(names)
+        unassigned = dict(names)
         for _, layer in layers:
             self._names_by_layer.append(
-                [left.pop(id(parameter)) for parameter in layer.parameters() if id(parameter) in left]
+                [unassigned.pop(id(parameter)) for parameter in layer.parameters() if id(parameter) in unassigned]
             )
-        every = [pair for name, layer in layers for pair in layer.named_parameters(name)]
-        self._frozen = [(name, parameter) for name, parameter in every if not parameter.requires_grad]
+        named_parameters = [pair for name, layer in layers for pair in layer.named_parameters(name)]
+        self._frozen = [(name, parameter) for name, parameter in named_parameters if not parameter.requires_grad]
         # Recurrent layers have a second list of their weights, which need one buffer on a GPU.
         self._recurrent = [
             (m, [(slot, names.get(id(m._parameters.get(slot)))) for slot in m._flat_weights_names])
@@ -220,34 +220,34 @@ class StageModule:
         self._set_parameters(handles)
         for recurrent, _ in self._recurrent:
             recurrent.flatten_parameters()
-        self._checked = False
+        self._storages_checked = False
 
-    def forward(self, value: Any, leaves: dict[str, torch.Tensor], microbatch: int, first: bool) -> Any:
+    def forward(self, value: Any, leaves: dict[str, torch.Tensor], microbatch: int, is_first: bool) -> Any:
         """Runs the layers with the weights `leaves`.
 
         Args:
             microbatch: since the start of training, for the seeds.
-            first: the value is the model's input; a tuple, if not a packed sequence, is passed as several arguments.
+            is_first: the value is the model's input; a tuple, if not a packed sequence, is passed as several arguments.
         """
         # Before the others are seeded, which seeds torch's too.
-        states = self.generators.states() if self._others.draw else None
-        storages = {} if self._checked else _list_storages(leaves)
+        states = self.generators.states() if self._other_generators.may_draw else None
+        storages = {} if self._storages_checked else _list_storages(leaves)
         self._set_parameters(self._expose_weights(leaves))
         try:
-            with self.casting(), self._enter_run("forward"), self._others.seeding(microbatch):
-                for name, layer, call, is_slice, never in self._calls:
+            with self.autocasting(), self._enter_pass("forward"), self._other_generators.seeding(microbatch):
+                for name, layer, call, is_slice, draws_nothing in self._calls:
                     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-                    if hooked or not never:
+                    if hooked or not draws_nothing:
                         states = states or self.generators.states()
                         if is_slice:
                             layer.reseed = partial(self.generators.seed, microbatch)  # type: ignore[assignment]
                         else:
                             self.generators.seed(microbatch, name)
-                    several = first and not is_slice and isinstance(value, tuple)
-                    value = call(*value) if several and not isinstance(value, PackedSequence) else call(value)
-                    first = False
-            if not self._checked:
-                self._checked = True
+                    is_several = is_first and not is_slice and isinstance(value, tuple)
+                    value = call(*value) if is_several and not isinstance(value, PackedSequence) else call(value)
+                    is_first = False
+            if not self._storages_checked:
+                self._storages_checked = True
                 _check_storages(storages, leaves)
             return value
         except BaseException as error:
@@ -272,23 +272,23 @@ class StageModule:
 
     def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Makes a received value part of a new graph; also returns the nodes whose gradients are sent back."""
-        inside, nodes = [], []
+        entered, nodes = [], []
         for tensor, want in zip(tensors, wants, strict=True):
             if want:
                 tensor = _GraphInput.apply(tensor, _ANCHOR)  # type: ignore[no-untyped-call]
                 nodes.append(tensor.grad_fn)
-            inside.append(tensor)
-        return self.value_of(structure, inside), tuple(nodes)
+            entered.append(tensor)
+        return self.unpack_value(structure, entered), tuple(nodes)
 
-    def value_of(self, structure: str, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns what a stage before this one has sent."""
+    def unpack_value(self, structure: str, tensors: Sequence[torch.Tensor]) -> Any:
+        """Returns the value that `pack_output` took at the previous stage."""
         crossings, structure = read_crossings(structure)
         if self.sharding is not None:
             tensors = [self.sharding.enter(*pair) for pair in zip(tensors, crossings, strict=True)]
         return unflatten(structure, tensors)
 
-    def sent(self, output: Any, samples: int) -> tuple[str, tuple[torch.Tensor, ...]]:
-        """Returns structure and tensors of an output, for `value_of` at the next stage."""
+    def pack_output(self, output: Any, samples: int) -> tuple[str, tuple[torch.Tensor, ...]]:
+        """Returns an output's structure and tensors, which `unpack_value` takes at the next stage."""
         structure, tensors = flatten(output)
         if self._boundary is None:
             return structure, tensors
@@ -303,11 +303,11 @@ class StageModule:
             )
         return with_crossings(structure, crossings), tensors
 
-    def whole(self, output: Any) -> Any:
-        """Returns an output of the model with whole tensors."""
+    def gather_output(self, output: Any) -> Any:
+        """Returns an output of the model, its sharded tensors gathered."""
         return output if self.sharding is None else map_tensors(output, self.sharding.leave)
 
-    def first_input(self, value: Any, samples: int) -> Any:
+    def prepare_input(self, value: Any, samples: int) -> Any:
         """Returns the model's input for `forward`."""
         if self.sharding is None:
             return value
@@ -321,27 +321,26 @@ class StageModule:
         accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Returns the gradients of the weights, in the order of the handles, and of the received tensors; frees the
-        graph.
+        """Frees the graph; returns the gradients of the weights, in the handles' order, and of the received tensors.
 
         Args:
             accumulators: each handle's sum, added to in place and returned; or None.
             ready: called with a handle's index and gradient once complete, while the backward still runs (on a GPU on a
                 thread of autograd); the result then has None. The leaves must be watched.
         """
-        outputs, arrived = _select_with_gradients(saved, gradients)
+        outputs, output_gradients = _select_with_gradients(saved, gradients)
         weights = saved.leaves
         leaves = self._begin_backward(weights, accumulators)
         try:
             if outputs:
                 weights.ready = ready
                 # As torch.autograd.backward without its checks (8 us): messages have the outputs' shapes and dtypes.
-                with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_run("backward"):
+                with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_pass("backward"):
                     _engine_run_backward(
-                        outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True
+                        outputs, output_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
                     )
-            back = [getattr(node, "gradient", None) for node in saved.graph_inputs]
-            return [leaf.grad for leaf in leaves], back
+            input_gradients = [getattr(node, "gradient", None) for node in saved.graph_inputs]
+            return [leaf.grad for leaf in leaves], input_gradients
         finally:
             self._end_backward(weights, leaves)
 
@@ -349,13 +348,13 @@ class StageModule:
         self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
-        outputs, arrived = _select_with_gradients(saved, gradients)
+        outputs, output_gradients = _select_with_gradients(saved, gradients)
         entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
-        with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_run("backward"):
-            back, saved.deferred = split_backward(outputs, arrived, entries)
+        with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_pass("backward"):
+            input_gradients, saved.deferred = split_backward(outputs, output_gradients, entries)
         saved.graph_inputs = ()
         saved.outputs = ()
-        return back
+        return input_gradients
 
     def backward_weights(
         self,
@@ -372,7 +371,7 @@ class StageModule:
         leaves = self._begin_backward(weights, accumulators)
         try:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_run("weights' backward"):
+            with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_pass("weights' backward"):
                 for leaf in saved.deferred.run():
                     if ready is not None and leaf in numbers and leaf.grad is not None:
                         gradient, leaf.grad = leaf.grad, None
@@ -401,7 +400,7 @@ class StageModule:
             leaf.grad = None
 
     def _expose_weights(self, leaves: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """What the layers see of the weights."""
+        """Returns the weights as the layers see them: on a mesh, wrapped for `sharding`."""
         if self.sharding is None:
             return leaves
         weights: dict[str, torch.Tensor] = {}
@@ -418,10 +417,10 @@ class StageModule:
             if leaves is self.handles:
                 attributes.pop("flatten_parameters", None)
             else:  # it would move the leaves away from the handles
-                attributes["flatten_parameters"] = _flatten_nothing
+                attributes["flatten_parameters"] = _skip_flattening
 
-    def counting(self, what: str) -> AbstractContextManager[None]:
-        """Context of a pass whose collectives are counted, on a mesh, if it is the first."""
+    def counting_collectives(self, what: str) -> AbstractContextManager[None]:
+        """Returns the context of a pass; on a mesh the collectives of the first one are counted."""
         return _NOTHING if self.sharding is None else self.sharding.count_collectives(what)
 
     def with_layers(
@@ -430,12 +429,12 @@ class StageModule:
         """Returns a stage of other layers that runs like this one, but not compiled."""
         return StageModule(layers, handles, self.device, 0, self._autocast, None, sharding, self._boundary)
 
-    def _enter_run(self, what: str) -> AbstractContextManager[None]:
-        """Context of a pass on a mesh."""
+    def _enter_pass(self, what: str) -> AbstractContextManager[None]:
+        """Returns the context of a pass on a mesh."""
         return _NOTHING if self.sharding is None else self.sharding.enter_pass(what)
 
-    def casting(self) -> AbstractContextManager[Any]:
-        """Context of the layers and the loss."""
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """Returns the context of the layers and the loss."""
         if self._autocast is None:
             return _NOTHING
         return torch.autocast(self.device.type, self._autocast)
@@ -448,7 +447,7 @@ def _set_flat_weights(module: Any, weights: Sequence[tuple[str, str | None]], le
     module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
 
 
-def _flatten_nothing() -> None:
+def _skip_flattening() -> None:
     pass
 
 
@@ -494,25 +493,25 @@ def _compile(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., An
 
     config.donated_buffer = False  # a split backward goes through a compiled function twice
     parameters = inspect.signature(torch.compile).parameters
-    # Blocks of one class share code, for all of which together there is a limit otherwise.
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}
-    make: Any = partial(torch.compile, **apart | dict(arguments))
-    inside: Any = getattr(layer, "compile_inside", None)
-    if inside is None:
-        return make(layer)  # type: ignore[no-any-return]
-    inside(make)
+    # Blocks of one class share code; without isolation the limit of recompiles counts all of them together.
+    isolation = {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}
+    compile_module: Any = partial(torch.compile, **isolation | dict(arguments))
+    compile_inside: Any = getattr(layer, "compile_inside", None)
+    if compile_inside is None:
+        return compile_module(layer)  # type: ignore[no-any-return]
+    compile_inside(compile_module)
     return layer
 
 
 def _select_with_gradients(
     saved: SavedForward, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    outputs, arrived = [], []
+    outputs, selected = [], []
     for output, gradient in zip(saved.outputs, gradients, strict=True):
         if gradient is not None and output.requires_grad:
             outputs.append(output)
-            arrived.append(gradient)
-    return tuple(outputs), tuple(arrived)
+            selected.append(gradient)
+    return tuple(outputs), tuple(selected)
 
 
 def low_precision_weights(
@@ -529,7 +528,7 @@ def low_precision_weights(
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) in names:
                     (cast if _is_cast(module) else full).add(names[id(parameter)])
-        # What the model's own code reads, or the backward of its own function, it may use in full precision.
+        # The model's own code, or the backward of its own function, may use what it reads in full precision.
         read_outside: Any = getattr(getattr(layer, "graph", None), "glue", ())
         owned = dict(layer.named_parameters(remove_duplicate=False)) if read_outside else {}
         full.update(names[id(owned[name])] for name in read_outside if name in owned and id(owned[name]) in names)

@@ -45,7 +45,7 @@ class WeightSet:
         leaves: what a forward reads and what gets a gradient, by name.
         readers: forwards without their backward yet.
         ready: called with a watched leaf's index and complete gradient; None leaves it in ``.grad``.
-        marks: versions of the leaves when the set was made; empty if nobody asks.
+        marks: autograd's version counters of the leaves when the set was made; empty unless the set is watched.
     """
 
     __slots__ = ("leaves", "marks", "readers", "ready", "version")
@@ -58,7 +58,7 @@ class WeightSet:
         self.marks: list[int] = []
 
     def watch(self, names: Collection[str]) -> None:
-        """Makes leaves call `ready`; once per leaf, since adding and removing a hook takes microseconds."""
+        """Makes leaves call `ready`. Hooks stay for the set's life, as adding and removing one takes microseconds."""
         for number, (name, leaf) in enumerate(self.leaves.items()):
             if name in names:
                 leaf.register_post_accumulate_grad_hook(partial(self._pass_accumulated, number))  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class Versions:
 
     Attributes:
         newest: version that the handles hold.
-        peak: most versions kept since `switch_to`.
+        peak: the most versions kept at once since `switch_to`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Versions:
         single: bool = False,
     ) -> None:
         self.handles = dict(handles)
-        self._low = dict(low_precision or {})
+        self._low_precision = dict(low_precision or {})
         self._watched = watched
         self._single = single
         self.newest = 0
@@ -99,12 +99,12 @@ class Versions:
         self._free: list[WeightSet] = []
         self._predictions: dict[int, WeightSet] = {}
         self._marks: list[tuple[int, int]] | None = None  # of the handles, after the last update
-        self._moving: WeightSet | None = None
+        self._next_set: WeightSet | None = None
         self._note_written()
         self.peak = 1
 
     @property
-    def alive(self) -> int:
+    def kept_count(self) -> int:
         """Versions kept now, including the newest, and predictions from them."""
         return len(self._sets) + len(self._predictions)
 
@@ -141,18 +141,19 @@ class Versions:
                 f"a prediction from version {version} was requested, the newest is {self.newest}"
             )
             prediction = self._free.pop() if self._free else self.make_storage()
-            into = {
-                name: torch.empty_like(handle.data) if name in self._low else prediction.leaves[name].data
+            targets = {
+                name: torch.empty_like(handle.data) if name in self._low_precision else prediction.leaves[name].data
                 for name, handle in self.handles.items()
             }
-            fill(into)
-            if self._low:
+            fill(targets)
+            if self._low_precision:
                 torch._foreach_copy_(
-                    [prediction.leaves[name].data for name in self._low], [into[name] for name in self._low]
+                    [prediction.leaves[name].data for name in self._low_precision],
+                    [targets[name] for name in self._low_precision],
                 )
             prediction.version = version
             self._predictions[version] = prediction
-            self.peak = max(self.peak, self.alive)
+            self.peak = max(self.peak, self.kept_count)
         weights = self._predictions[version]
         weights.readers += 1
         return weights
@@ -176,7 +177,7 @@ class Versions:
         """Follows an announced update that failed."""
 
     def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
-        """Context in which what the passes read besides these weights is in the modules."""
+        """Returns a context in which the modules hold what passes with these weights read besides them."""
         return _NOTHING
 
     def reading(
@@ -188,21 +189,21 @@ class Versions:
     def drop_copies(self) -> None:
         """Drops what the passes of a minibatch have copied."""
 
-    def take_back(
+    def copy_gradients_to_handles(
         self, gradients: list[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
-        """Returns a minibatch's gradients where the handles are, and what to wait for before they are read."""
+        """Returns a minibatch's gradients on the handles' device, and the event to wait for before they are read."""
         return gradients, None
 
-    def keep(self, coming: Collection[int]) -> None:
-        """Frees the older sets without readers that no later forward reads (`coming`: the versions that those read)."""
-        for old in [v for v, s in self._sets.items() if v not in coming and not s.readers and v != self.newest]:
+    def free_unread(self, upcoming: Collection[int]) -> None:
+        """Frees older sets that have no readers and whose version is not in `upcoming`, which later forwards read."""
+        for old in [v for v, s in self._sets.items() if v not in upcoming and not s.readers and v != self.newest]:
             freed = self._sets.pop(old)
             freed.version = -1
             self._free.append(freed)
 
-    def choose_storage(self, coming: Collection[int]) -> None:
-        """Chooses the next version's set: a free one if a later forward (`coming`) or a reader needs the newest."""
+    def choose_storage(self, upcoming: Collection[int]) -> None:
+        """Chooses the next version's set: a free one if a reader, or a later forward (`upcoming`), needs the newest."""
         self.check_handles()
         if self._watched:
             self._check_leaves()
@@ -210,24 +211,24 @@ class Versions:
             self._sets = {self.newest + 1: self._sets[self.newest]}
             self._sets[self.newest + 1].version = self.newest + 1
             return
-        self.keep(coming)
+        self.free_unread(upcoming)
         newest = self._sets[self.newest]
-        if newest.readers or self.newest in coming:
-            moved = self._moving = self._free.pop() if self._free else self.make_storage()
+        if newest.readers or self.newest in upcoming:
+            next_set = self._next_set = self._free.pop() if self._free else self.make_storage()
         else:
-            moved = self._sets.pop(self.newest)
-        assert moved.readers == 0, "the optimizer would write into weights that a backward still needs"
-        moved.version = self.newest + 1
-        self._sets[moved.version] = moved
+            next_set = self._sets.pop(self.newest)
+        assert next_set.readers == 0, "the optimizer would write into weights that a backward still needs"
+        next_set.version = self.newest + 1
+        self._sets[next_set.version] = next_set
         self.peak = max(self.peak, len(self._sets))
 
     def move_handles(self) -> None:
         """Copies the weights to the set that was chosen, and points the handles there."""
-        moved, self._moving = self._moving, None
-        if moved is None:
+        next_set, self._next_set = self._next_set, None
+        if next_set is None:
             return
-        shared = [name for name in self.handles if name not in self._low]
-        targets = [moved.leaves[name].detach() for name in shared]
+        shared = [name for name in self.handles if name not in self._low_precision]
+        targets = [next_set.leaves[name].detach() for name in shared]
         if targets:
             torch._foreach_copy_(targets, [self.handles[name].detach() for name in shared])
         for name, target in zip(shared, targets, strict=True):
@@ -237,7 +238,7 @@ class Versions:
         self.newest += 1
         leaves = self._sets[self.newest].leaves
         for name, handle in self.handles.items():
-            if name not in self._low and handle.data_ptr() != leaves[name].data_ptr():
+            if name not in self._low_precision and handle.data_ptr() != leaves[name].data_ptr():
                 raise CaptureError(
                     f"the optimizer has given {name!r} other memory (by p.data = ..., or p.set_()), which no forward "
                     "would read; let it write in place, as by p.data.copy_(...)"
@@ -245,9 +246,7 @@ class Versions:
         self.adopt_written()
 
     def adopt_written(self) -> None:
-        """Takes what was written into the handles since the newest version was made as part of it, before any forward
-        has read it.
-        """
+        """Makes what was written into the handles part of the newest version, which no forward has read yet."""
         self._marks = [(handle._version, handle.data_ptr()) for handle in self.handles.values()]
         self.cast()
         self._note_written()
@@ -285,42 +284,41 @@ class Versions:
                 )
 
     def cast(self) -> None:
-        if self._low:
+        if self._low_precision:
             leaves = self._sets[self.newest].leaves
-            # Not detach(): graphs may have read the leaf, and must see the new weights.
-            torch._foreach_copy_(
-                [leaves[name].data for name in self._low], [self.handles[name].data for name in self._low]
-            )
+            # Not detach(): graphs may have saved the leaf, and must see the new weights.
+            names = self._low_precision
+            torch._foreach_copy_([leaves[name].data for name in names], [self.handles[name].data for name in names])
 
     def make_storage(self) -> WeightSet:
         return self._make_set(-1, _allocate_like(self._sets[self.newest].leaves))
 
     def rewind(self) -> None:
         """Counts from 0 again, after a drain, when one set is left."""
-        self.keep(())
-        assert self.alive == 1, f"{self.alive} versions after a drain"
-        left = self._sets.pop(self.newest)
-        left.version = self.newest = 0
-        self._sets[0] = left
+        self.free_unread(())
+        assert self.kept_count == 1, f"{self.kept_count} versions after a drain"
+        remaining = self._sets.pop(self.newest)
+        remaining.version = self.newest = 0
+        self._sets[0] = remaining
 
     def switch_to(self, single: bool) -> None:
         """Switches the rule at a drain; drops free sets, as it may need fewer, and resets `peak`."""
         self._single = single
         self._free.clear()
-        self.peak = self.alive
+        self.peak = self.kept_count
 
     def reload(self) -> None:
         """Adopts weights written into the handles from outside, after a drain."""
         self._marks = None
         newest = self._sets[self.newest]
         for name, handle in self.handles.items():
-            if name in self._low:
+            if name in self._low_precision:
                 with torch.no_grad():
                     newest.leaves[name].detach().copy_(handle)
             else:
                 newest.leaves[name] = self._make_leaf(name, handle)
         if self._watched:
-            newest.watch(self.handles.keys() - self._low.keys())
+            newest.watch(self.handles.keys() - self._low_precision.keys())
         self._note_written()
 
     def _make_set(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
@@ -330,31 +328,31 @@ class Versions:
         return weights
 
     def _make_leaf(self, name: str, handle: torch.nn.Parameter) -> torch.Tensor:
-        kind = self._low.get(name)
-        if kind is None:
+        dtype = self._low_precision.get(name)
+        if dtype is None:
             # Not detach(): that would share autograd's version counter, which each update increments.
             return handle.data.requires_grad_()
-        return handle.detach().to(kind, copy=True).requires_grad_()
+        return handle.detach().to(dtype, copy=True).requires_grad_()
 
 
 def _allocate_like(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns new leaves; those that share a storage, as a recurrent layer's do on a GPU, share one again."""
-    together: dict[int, list[torch.Tensor]] = defaultdict(list)
+    by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
     for leaf in leaves.values():
-        together[leaf.untyped_storage()._cdata].append(leaf)
+        by_storage[leaf.untyped_storage()._cdata].append(leaf)
     shared: dict[int, torch.UntypedStorage] = {}
-    for number, members in together.items():
+    for number, members in by_storage.items():
         storage = members[0].untyped_storage()
         # A storage may hold much that is not this stage's.
         if len(members) > 1 and storage.nbytes() <= 2 * sum(leaf.nbytes for leaf in members):
             shared[number] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
     copies = {}
     for name, leaf in leaves.items():
-        common = shared.get(leaf.untyped_storage()._cdata)
-        new = torch.empty_like(leaf).detach() if common is None else leaf.data.new_empty(0)
-        if common is not None:
-            new.set_(common, leaf.storage_offset(), leaf.size(), leaf.stride())
-        copies[name] = new.requires_grad_()
+        storage_shared = shared.get(leaf.untyped_storage()._cdata)
+        copy = torch.empty_like(leaf).detach() if storage_shared is None else leaf.data.new_empty(0)
+        if storage_shared is not None:
+            copy.set_(storage_shared, leaf.storage_offset(), leaf.size(), leaf.stride())
+        copies[name] = copy.requires_grad_()
     return copies
 
 
@@ -367,9 +365,9 @@ def requires_grad_changed(name: str) -> CaptureError:
 
 
 class WeightChoice:
-    """Which weights the passes of a stage read; this one, for weight stashing: a backward reads what its forward read.
+    """Which weights the passes of a stage read. In this class, for weight stashing, a backward reads its forward's.
 
-    Each may be a prediction from the version named.
+    Any of them may be a prediction from the version in the table.
 
     | `backward_rule` | `held_until` | a forward reads | its backward reads |
     | --- | --- | --- | --- |

@@ -40,7 +40,7 @@ def predict_collectives(
     recomputes: bool = False,
     needs_norms: bool = False,
 ) -> dict[str, tuple[Collective, ...]]:
-    """Returns those of a stage's forward and backward of a microbatch, and of an update.
+    """Returns the collectives of a stage's forward and backward of a microbatch, and of an update.
 
     The backward starts from all outputs of the model, instead of the loss.
 
@@ -71,34 +71,34 @@ def predict_collectives(
             )
             nodes: tuple[Any, ...] = ()
             if is_first:
-                value = fake_module.first_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
+                value = fake_module.prepare_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
             else:
                 value, nodes = fake_module.enter(message.structure, tensors, message.wants)
             output = fake_module.forward(value, weights.leaves, 0, is_first)
             if is_last:
                 outputs = tuple(
                     tensor
-                    for tensor in flatten(fake_module.whole(output), opaque_as_none=True)[1]
+                    for tensor in flatten(fake_module.gather_output(output), opaque_as_none=True)[1]
                     if tensor is not None
                 )
             else:
-                outputs = fake_module.sent(output, message.samples)[1]
+                outputs = fake_module.pack_output(output, message.samples)[1]
             return SavedForward(weights, nodes, outputs, message.wants, 0, auxiliary_scale=1.0)
 
         with sharding.count_collectives("forward"):
             saved = forward()
         with sharding.count_collectives("backward"):
             saved = forward() if recomputes else saved
-            arriving = [torch.empty_like(output) if output.requires_grad else None for output in saved.outputs]
+            output_gradients = [torch.empty_like(output) if output.requires_grad else None for output in saved.outputs]
             if splits:
-                fake_module.backward_inputs(saved, arriving)
+                fake_module.backward_inputs(saved, output_gradients)
             else:
-                gradients, _ = fake_module.backward(saved, arriving, [None] * len(handles))
+                gradients, _ = fake_module.backward(saved, output_gradients, [None] * len(handles))
         if splits:
             with sharding.count_collectives("weights' backward"):
                 gradients = fake_module.backward_weights(saved, [None] * len(handles))
-        kinds = zip(gradients, handles.values(), strict=True)
-        sums = [None if gradient is None else torch.empty_like(gradient, dtype=as_.dtype) for gradient, as_ in kinds]
+        pairs = zip(gradients, handles.values(), strict=True)
+        sums = [None if g is None else torch.empty_like(g, dtype=handle.dtype) for g, handle in pairs]
         sharding.sum_gradients(list(handles), sums)
         if sharding.steps_whole_weights:
             sharding.gather_all([*handles, *handles], [*weights.leaves.values(), *sums])
