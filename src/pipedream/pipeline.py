@@ -435,7 +435,7 @@ def _build_session(
         stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
         settings=settings,
         device=process_device(options.device),
-        shared=plan.tied_weights,
+        tied=plan.tied_weights,
         settings_to_agree=lambda: _list_settings_to_agree(model, options),
         last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
     )

@@ -54,9 +54,9 @@ class Settings:
         compile: arguments of torch.compile; None does not compile.
         scaling: None does not scale the loss.
         batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
-        planned_samples: of a minibatch, which the first one is compared with; 1 compares nothing.
+        planned_samples: of a minibatch in the plan, compared with those of the first one; 1 compares nothing.
         layout: of tensors on the mesh of each worker.
-        parallelize: cuts layers in place of the layout, see `sharding.parallelized`.
+        parallelize: shards layers in place of the layout, see `sharding.parallelized`.
         messages: how tensors between workers are encoded.
     """
 
@@ -83,7 +83,7 @@ class Blueprint:
 
     Attributes:
         programs: one per phase, over the same channels; verified.
-        evaluation: forwards alone, verified.
+        evaluation: a verified program without backwards.
         stages: (name, module) of each stage's layers.
         last_layers: the name of the layer that ends each stage, in the model's graph.
         settings_to_agree: returns settings that must be equal on all ranks, as texts by name.
@@ -94,7 +94,7 @@ class Blueprint:
     stages: Sequence[Sequence[tuple[str, nn.Module]]]
     settings: Settings
     device: torch.device
-    shared: Sequence[TiedWeights] = ()
+    tied: Sequence[TiedWeights] = ()
     settings_to_agree: Callable[[], Mapping[str, str]] = dict
     last_layers: Sequence[str] = ()
 
@@ -105,11 +105,11 @@ class Blueprint:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Of each worker."""
+        """The mesh of each worker."""
         return self.placement.meshes(self.program.plan.meshes)
 
     def boundary(self, stage: int) -> Boundary | None:
-        """Returns that after a stage; None after the last one, and where no worker is a mesh."""
+        """Returns the boundary after a stage; None after the last one, and where no worker is a mesh."""
         meshes = self.program.plan.meshes
         if stage == len(meshes) - 1 or not any(mesh.dimensions for mesh in meshes):
             return None
@@ -138,25 +138,25 @@ def connect(blueprint: Blueprint) -> Connections:
     """Makes and connects the process groups of programs with the same channels; every rank calls it."""
     program, placement = blueprint.program, blueprint.placement
     pairs = dict.fromkeys((c.sender, c.receiver) for c in program.channels)
-    holders = [list(weights.ranks(placement)) for weights in blueprint.shared]
+    holder_ranks = [list(weights.ranks(placement)) for weights in blueprint.tied]
     devices = blueprint.device, blueprint.weights_device
-    return connect_groups(list(pairs), placement.ranks, holders, *devices, blueprint.meshes)
+    return connect_groups(list(pairs), placement.ranks, holder_ranks, *devices, blueprint.meshes)
 
 
 def make_local_workers(
     blueprint: Blueprint, parameters: Sequence[dict[str, nn.Parameter]], store: HostStore
 ) -> list[Worker]:
     """Returns all workers, joined by queues in one process."""
-    program, placement, shared = blueprint.program, blueprint.placement, blueprint.shared
+    program, placement, tied = blueprint.program, blueprint.placement, blueprint.tied
     queues = {number: LocalChannel() for number in range(len(program.channels))}
     owners = placement.ranks[-1]
     results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
     everyone = LocalGroup(placement.workers)
     replica_groups = [LocalGroup(count) for count in placement.replicas]
-    holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in shared]
+    holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in tied]
     channels, messages = list(enumerate(program.channels)), blueprint.settings.messages
     workers = []
-    moving: dict[int, set[tuple[int, str]]] = {}  # stage -> what `CopiedAttributes` leaves to each replica
+    changing: dict[int, set[tuple[int, str]]] = {}  # stage -> attributes that forwards change (`CopiedAttributes`)
     for rank in range(placement.workers):
         stage_states = {}
         for stage, replica in placement.stage_replicas(rank):
@@ -171,13 +171,13 @@ def make_local_workers(
                 layers,
                 replica_parameters,
                 replica_groups[stage].member(replica) if placement.replicas[stage] > 1 else None,
-                copies=copy_tied(replica_parameters, stage, shared) if not replica else None,
+                copies=copy_tied(replica_parameters, stage, tied) if not replica else None,
                 store=store,
                 replica=replica,
             )
             if placement.replicas[stage] > 1:
-                stage_states[stage].copied = CopiedAttributes(
-                    _list_modules(blueprint.stages[stage]), _list_modules(layers), moving.setdefault(stage, set())
+                stage_states[stage].copied_attributes = CopiedAttributes(
+                    _list_modules(blueprint.stages[stage]), _list_modules(layers), changing.setdefault(stage, set())
                 )
         ends = WorkerChannels(
             {n: with_encoding(queues[n], messages, c.carries) for n, c in channels if c.sender == rank},
@@ -188,10 +188,10 @@ def make_local_workers(
         remote_forwards = make_remote_forwards(blueprint, rank, dict(enumerate(parameters)))
         for stage, remote_forward in remote_forwards.items():
             remote_forward.stored = store.open(stage, remote_forward.layout)
-        tied = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
+        groups = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
         workers.append(
             _make_worker(
-                blueprint, rank, stage_states, remote_forwards, ends, everyone.member(rank), tied, rank, Activity()
+                blueprint, rank, stage_states, remote_forwards, ends, everyone.member(rank), groups, rank, Activity()
             )
         )
     return workers
@@ -212,7 +212,7 @@ def make_distributed_worker(
     Args:
         shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
     """
-    placement, shared = blueprint.placement, blueprint.shared
+    placement, tied = blueprint.placement, blueprint.tied
     transport = Transport(connections, blueprint.programs, blueprint.device, blueprint.settings.messages)
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
@@ -223,7 +223,7 @@ def make_distributed_worker(
             blueprint.stages[stage],
             parameters[stage],
             connections.sum_over(group) if group is not None else None,
-            copies=copy_tied(parameters[stage], stage, [weights.among(parameters) for weights in shared]),
+            copies=copy_tied(parameters[stage], stage, [weights.among(parameters) for weights in tied]),
             store=store,
             sharding=shardings.get(stage),
             boundary=blueprint.boundary(stage),
@@ -232,9 +232,9 @@ def make_distributed_worker(
         store.exchange()
     for stage, remote_forward in remote_forwards.items():
         remote_forward.stored = store.open(stage, remote_forward.layout)
-    tied: list[tuple[TiedWeights, Group]] = [
+    tied_groups: list[tuple[TiedWeights, Group]] = [
         (weights, connections.sum_over(group))
-        for weights, group in zip(shared, connections.holders, strict=True)
+        for weights, group in zip(tied, connections.holders, strict=True)
         if group is not None and rank in weights.ranks(placement)
     ]
     return _make_worker(
@@ -244,7 +244,7 @@ def make_distributed_worker(
         remote_forwards,
         WorkerChannels(*transport.open_channels(), *transport.open_result_channels()),
         connections.sum_over(connections.everyone),
-        tied,
+        tied_groups,
         connections.process,
         activity,
     )
@@ -253,7 +253,7 @@ def make_distributed_worker(
 def make_remote_forwards(
     blueprint: Blueprint, rank: int, parameters: Mapping[int, dict[str, nn.Parameter]]
 ) -> dict[int, RemoteForward]:
-    """Returns a rank's remote forwards by stage; called while layers that share a parameter still do."""
+    """Returns a rank's remote forwards by stage; to be called before layers that share a parameter are separated."""
     remote_forwards = {}
     settings = blueprint.settings
     for stage, _ in blueprint.placement.remote_forwards(rank):
@@ -267,10 +267,10 @@ def make_remote_forwards(
 
 def _lay_out_stage(blueprint: Blueprint, stage: int, module: StageModule) -> StageLayout:
     settings = blueprint.settings
-    low = low_precision_weights(module.layers, module.handles, settings.autocast)
+    low_precision = low_precision_weights(module.layers, module.handles, settings.autocast)
     sets = max(program.weights.versions(stage) for program in blueprint.programs)
-    apart = blueprint.weights_device != blueprint.device
-    return StageLayout(module, low, sets, ema=settings.ema is not None, gradients=apart)
+    gradients = blueprint.weights_device != blueprint.device
+    return StageLayout(module, low_precision, sets, ema=settings.ema is not None, gradients=gradients)
 
 
 def _copy_layers(
@@ -280,7 +280,7 @@ def _copy_layers(
 ) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
     """Copies for a further replica in one process, where the user's model has each layer only once.
 
-    What shares memory does so in the copy too. What the layers refer to of `others`, the model's, is not copied.
+    Tensors that share memory share it in the copy too. Modules of `others`, which the layers refer to, are not copied.
     """
     modules = {id(m): m for _, layer in layers for m in layer.modules()}
     memo: dict[int, Any] = {id(m): m for _, layer in others for m in layer.modules() if id(m) not in modules}
@@ -289,7 +289,7 @@ def _copy_layers(
             if parameter is not None and id(parameter) not in memo:
                 memo[id(parameter)] = _copy_parameter(parameter, memo)
         for value in module.__dict__.values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:  # of the last forward, as weight_norm's
+            if isinstance(value, torch.Tensor) and not value.is_leaf:  # the last forward's result, as of weight_norm
                 memo.setdefault(id(value), value.detach().clone())
     copied = [(name, copy.deepcopy(layer, memo)) for name, layer in layers]
     return copied, {name: memo[id(handle)] for name, handle in parameters.items()}
@@ -319,7 +319,7 @@ def _make_stage_state(
     sharding: StageSharding | None = None,
     boundary: Boundary | None = None,
 ) -> StageState:
-    """`copies` are trained instead of parameters that another stage here also holds."""
+    """`copies` are trained in place of parameters that another stage of this rank holds too."""
     plan, settings, programs = blueprint.program.plan, blueprint.settings, blueprint.programs
     module = StageModule(
         layers,
@@ -332,7 +332,7 @@ def _make_stage_state(
         boundary,
         replicated=replica_group is not None,
     )
-    low = low_precision_weights(layers, parameters, settings.autocast)
+    low_precision = low_precision_weights(layers, parameters, settings.autocast)
     parameters = copies or parameters
     stored = None
     if isinstance(blueprint.placement, Dispatched):
@@ -342,14 +342,14 @@ def _make_stage_state(
         _refuse_mesh(sharding)
         layout = StageLayout(module, {}, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
         hosted = store.host(stage, replica, parameters, layout)
-    counted_elsewhere = [name for weights in blueprint.shared if stage in weights.stages[1:] for name in weights.names]
-    # Under these programs weights change between a forward and its backward.
-    moving = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
+    counted_elsewhere = [name for weights in blueprint.tied if stage in weights.stages[1:] for name in weights.names]
+    # Of the programs whose weights change between a forward and its backward.
+    rules = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
     stage_state = StageState(
         module=module,
         versions=HostVersions(parameters, stored)
         if stored is not None
-        else Versions(parameters, low, watched=replica_group is not None),
+        else Versions(parameters, low_precision, watched=replica_group is not None),
         gradients=Gradients([handle.dtype for handle in parameters.values()]),
         optimizer=Optimizer(
             parameters,
@@ -360,13 +360,13 @@ def _make_stage_state(
             sum_method=plan.sum_method,
             ema=settings.ema,
             counted_elsewhere=[list(parameters).index(name) for name in counted_elsewhere],
-            tied=[name for weights in blueprint.shared if stage in weights.stages for name in weights.names],
+            tied=[name for weights in blueprint.tied if stage in weights.stages for name in weights.names],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
             sharding=sharding,
             hosted=hosted,
         ),
         hosted=hosted,
-        saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
+        saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in rules) else None,
     )
     if stored is not None:
         stored.adopt_averages(stage_state.optimizer.ema)

@@ -23,7 +23,7 @@ class BackwardRunner:
     """Runs the backwards of a rank. Life: `begin` a stream; then `run`, or `run_inputs` and later `run_weights`.
 
     Args:
-        is_stop_requested: asked at the last backward before an update of a replicated stage.
+        is_stop_requested: called at the last backward before an update of a replicated stage.
 
     Attributes:
         update_completed_by: `Program.update_completed_by` of this rank.
@@ -53,7 +53,7 @@ class BackwardRunner:
     def switch_to(self, program: Program) -> None:
         self._forwards.offload.switch_to(program)
         self._placement = program.placement
-        self._last = program.placement.stages - 1
+        self._last_stage = program.placement.stages - 1
         self._is_remote = [program.placement.is_remote(stage) for stage in range(program.placement.stages)]
         self.update_completed_by = program.update_completed_by(self._rank)
 
@@ -61,60 +61,60 @@ class BackwardRunner:
         self._stream = stream
 
     def run(self, stage: int, index: int) -> None:
-        """B: gradients of the weights and of the received tensors."""
-        stage_state, start = self._start(Kind.BACKWARD, stage, index, "a backward")
+        """Runs a B: computes the gradients of the weights and of the received tensors."""
+        stage_state, start = self._begin_backward(Kind.BACKWARD, stage, index, "a backward")
         saved = self._saved_forwards.pop((stage, index))
         message = self._take_gradients(stage, index)
-        ready = self._choose_ready_hook(Kind.BACKWARD, stage, index, stage_state)
+        hook = self._choose_ready_hook(Kind.BACKWARD, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
-                stage_state.check.before_backward(saved, output_gradients)
+                stage_state.observer.before_backward(saved, output_gradients)
                 weight_gradients, input_gradients = stage_state.module.backward(
-                    saved, output_gradients, stage_state.gradients.accumulators, ready
+                    saved, output_gradients, stage_state.gradients.accumulators, hook
                 )
         self._forwards.offload.end_backward(stage, index)
-        self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
+        self._add_gradients(stage_state, saved, weight_gradients, is_last=hook is not None)
         self._send_back(stage, index, saved, input_gradients, message)
-        self._end("B", stage, index, stage_state, start)
+        self._end_backward("B", stage, index, stage_state, start)
 
     def run_inputs(self, stage: int, index: int) -> None:
-        """I: the half of a backward that the previous stage waits for."""
-        stage_state, start = self._start(Kind.INPUT_GRADIENT, stage, index, "an input gradient")
+        """Runs an I: the half of a backward that the previous stage waits for."""
+        stage_state, start = self._begin_backward(Kind.INPUT_GRADIENT, stage, index, "an input gradient")
         saved = self._saved_forwards[stage, index]
         message = self._take_gradients(stage, index)
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
-                stage_state.check.before_backward(saved, output_gradients)
+                stage_state.observer.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
         self._forwards.offload.end_backward(stage, index)
         self._send_back(stage, index, saved, input_gradients, message)
-        self._recorder.note("I", stage, self._stream.first + index, start)
+        self._recorder.note("I", stage, self._stream.offset + index, start)
         self._activity.end()
 
     def run_weights(self, stage: int, index: int) -> None:
-        """W: the other half of a backward."""
-        stage_state, start = self._start(Kind.WEIGHT_GRADIENT, stage, index, "a weight gradient")
+        """Runs a W: the other half of a backward."""
+        stage_state, start = self._begin_backward(Kind.WEIGHT_GRADIENT, stage, index, "a weight gradient")
         saved = self._saved_forwards.pop((stage, index))
-        ready = self._choose_ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
+        hook = self._choose_ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting_collectives("weights' backward"):
-                weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
+                weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, hook)
         self._forwards.offload.end_backward(stage, index)
-        self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
-        self._end("W", stage, index, stage_state, start)
+        self._add_gradients(stage_state, saved, weight_gradients, is_last=hook is not None)
+        self._end_backward("W", stage, index, stage_state, start)
 
-    def _start(self, kind: Kind, stage: int, index: int, task: str) -> tuple[StageState, Moment]:
+    def _begin_backward(self, kind: Kind, stage: int, index: int, task: str) -> tuple[StageState, Moment]:
         self._activity.begin(task)
         self._forwards.offload.begin_backward(kind, stage, index)
         stage_state = self._stage_states[stage]
         if self._is_remote[stage]:
-            # The forward ran on another rank; its input has arrived, and the graph is made here.
+            # The forward ran on another rank, which has sent its input; the graph is built here.
             self._saved_forwards[stage, index] = self._forwards.recompute(
                 stage, index, stage_state, self._mailbox.take(Carries.STAGE_INPUT, stage, index)
             )
@@ -123,7 +123,7 @@ class BackwardRunner:
     def _choose_ready_hook(
         self, kind: Kind, stage: int, index: int, stage_state: StageState
     ) -> Callable[[int, torch.Tensor], None] | None:
-        """Returns what starts the all-reduce inside the last backward before a replicated stage's update, else None."""
+        """Returns the hook that starts the all-reduce inside the last backward before a replicated stage's update."""
         if stage_state.optimizer.all_reduce is None:
             return None
         op = Op(kind, stage, index, self._placement.replica(stage, index))
@@ -134,19 +134,19 @@ class BackwardRunner:
     ) -> None:
         stage_state.add_gradients(saved, gradients)
         if is_last:
-            # The sums over the replicas are under way; what this replica lacks is added as zeros now.
+            # The sums over the replicas are under way; adds zeros for the gradients that this replica lacks.
             stage_state.optimizer.close(stage_state.gradients, float(self._is_stop_requested()))
 
-    def _end(self, kind: str, stage: int, index: int, stage_state: StageState, start: Moment) -> None:
-        self._recorder.note(kind, stage, self._stream.first + index, start)
+    def _end_backward(self, kind: str, stage: int, index: int, stage_state: StageState, start: Moment) -> None:
+        self._recorder.note(kind, stage, self._stream.offset + index, start)
         if (index + 1) % self._stream.split == 0:
-            stage_state.finish_update(self._recorder)  # it reads what the gradients are written over
+            stage_state.finish_update(self._recorder)  # it still reads the memory that gradients are copied to
             stage_state.end_passes()
         self._activity.end()
 
     def _take_gradients(self, stage: int, index: int) -> Message | None:
         """Returns the message with the gradients of a stage's outputs; None at the last stage."""
-        if stage == self._last:
+        if stage == self._last_stage:
             return None
         message = self._mailbox.take(Carries.GRADIENT, stage, index)
         if message.numbers:
@@ -164,7 +164,7 @@ class BackwardRunner:
         """Sends the gradients of a stage's inputs, with the results that travel with them."""
         if not stage:
             return
-        self._stage_states[stage].check.sent_back(index, input_gradients)
+        self._stage_states[stage].observer.before_send_back(index, input_gradients)
         results = self._results.carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
         gradients = Message(

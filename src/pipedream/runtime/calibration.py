@@ -30,22 +30,22 @@ from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session.measured import collect_timeline
 from pipedream.runtime.session.session import Session
 
-_NUMBERS = (1 << 4, 1 << 15)  # in a small and in a large message: so few that torch computes them in one thread
-_COUNTED = (32, 16)  # minibatches of each size
-_CODED_NUMBERS = 1 << 16
-_WARM_UP = 12  # further ones, before them: buffers grow, caches fill; the seconds of a fresh process settle in ten
+_MESSAGE_NUMBERS = (1 << 4, 1 << 15)  # a small and a large message: few enough for torch to compute in one thread
+_MINIBATCHES = (32, 16)  # measured, with each size
+_ENCODED_NUMBERS = 1 << 16
+_WARM_UP = 12  # minibatches before them, while buffers grow and caches fill: a fresh process takes ten to settle
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What messages of one size cost: medians over minibatches, lower quartiles of passes and updates.
+    """What the runtime costs with messages of one size: medians of minibatches, lower quartiles of passes and updates.
 
     Attributes:
-        message_bytes: of an activation, and of its gradient, which has as many.
+        message_bytes: of an activation, and of its gradient.
         op_s: of a forward or a backward, beyond its layers.
         update_s: of an update, beyond the step of the optimizer.
-        other_s: of a minibatch, beyond forwards, backwards, updates, and waiting for others: of each worker; in a
-            single process of all together.
+        other_s: of a minibatch, beyond forwards, backwards, updates and waits: of each worker; in a single process one
+            number for all workers together.
         arrival_s: from the beginning of a send to the end of its receive; 0 in a single process.
     """
 
@@ -86,14 +86,14 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
         settings=Settings(Loss(_mean_product), lambda named: _NoStep([p for _, p in named], lr=0.0), metrics={}),
         device=torch.device("cpu"),
     )
-    samples = [torch.ones(1, size, dtype=torch.float64) for size in _NUMBERS]
-    alone_s = [_measure_layers_s(count, *row) for row in zip(samples, _COUNTED, strict=True)]
+    samples = [torch.ones(1, size, dtype=torch.float64) for size in _MESSAGE_NUMBERS]
+    layers_alone_s = [_measure_layers_s(count, *row) for row in zip(samples, _MINIBATCHES, strict=True)]
     session = Session(nn.Sequential(*layers), graph, blueprint, stuck_after_s=0)
     failed = True
     try:
-        for sample, counted in zip(samples, _COUNTED, strict=True):
-            batches: Any = [(sample, torch.ones(1))] * (_WARM_UP + counted)
-            # A recipe's loader adds its own making of a batch.
+        for sample, minibatches in zip(samples, _MINIBATCHES, strict=True):
+            batches: Any = [(sample, torch.ones(1))] * (_WARM_UP + minibatches)
+            # This loader costs next to nothing; the seconds of a recipe's own loader come on top.
             loader = DataLoader(batches, shuffle=True, collate_fn=itemgetter(0))
             with preserved_rng(loader):
                 session.streams.open_feed(loader, lambda batch: batch)
@@ -103,18 +103,18 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
         failed = False
     finally:
         session.close(failed=failed)
-    everyone = world_group() if session.local.distributed else None
-    rows = gather_json(alone_s, everyone)
-    small = range(_WARM_UP, _WARM_UP + _COUNTED[0])
-    large = range(small.stop + _WARM_UP, small.stop + _WARM_UP + _COUNTED[1])
+    group = world_group() if session.local.distributed else None
+    rows = gather_json(layers_alone_s, group)
+    small = range(_WARM_UP, _WARM_UP + _MINIBATCHES[0])
+    large = range(small.stop + _WARM_UP, small.stop + _WARM_UP + _MINIBATCHES[1])
 
     def summarize(number: int, part: range) -> Calibration:
         layers_s = sum(row[number] for row in rows) / len(rows)
         return Calibration(
-            message_bytes=8 * _NUMBERS[number],
+            message_bytes=8 * _MESSAGE_NUMBERS[number],
             op_s=(_sum_spans_s(timeline, "FB", part) - layers_s) / (2 * count),
             update_s=_sum_spans_s(timeline, "U", range(part.start + 1, part.stop + 1)) / count,
-            other_s=_measure_other_s(timeline, part, together=not session.local.distributed),
+            other_s=_measure_other_s(timeline, part, is_one_process=not session.local.distributed),
             arrival_s=_measure_arrival_s(timeline, part) if session.local.distributed else 0.0,
         )
 
@@ -123,14 +123,14 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
 
 def measure_encodings() -> dict[str, float]:
     """Returns for each encoding the seconds of encoding or decoding, per byte in memory; the same on every rank."""
-    tensor = torch.randn(_CODED_NUMBERS, generator=torch.Generator().manual_seed(0))
+    tensor = torch.randn(_ENCODED_NUMBERS, generator=torch.Generator().manual_seed(0))
 
-    def code(encoding: str) -> None:
+    def run(encoding: str) -> None:
         decode(*encode(tensor, encoding))
 
-    seconds = {encoding: _measure_s(partial(code, encoding), _COUNTED[1]) for encoding in ENCODINGS[1:]}
-    everyone = world_group() if is_distributed() else None
-    rows = gather_json(seconds, everyone)
+    seconds = {encoding: _measure_s(partial(run, encoding), _MINIBATCHES[1]) for encoding in ENCODINGS[1:]}
+    group = world_group() if is_distributed() else None
+    rows = gather_json(seconds, group)
     return {encoding: median(row[encoding] for row in rows) / 2 / tensor.nbytes for encoding in seconds}
 
 
@@ -139,7 +139,7 @@ def _mean_product(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class _NoStep(torch.optim.SGD):
-    """A profile has the seconds of the optimizer's own step."""
+    """An optimizer whose step takes no time, as a profile has the seconds of the user's."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing."""
@@ -147,24 +147,24 @@ class _NoStep(torch.optim.SGD):
     step.hooked = True  # type: ignore[attr-defined]  # torch then does not wrap it
 
 
-def _measure_layers_s(layers: int, sample: torch.Tensor, counted: int) -> float:
-    """Returns the seconds of the layers and the loss, each run as it is when a model is profiled."""
+def _measure_layers_s(layers: int, sample: torch.Tensor, runs: int) -> float:
+    """Returns the seconds of the layers and the loss, each run as the profiler runs it."""
 
-    def passes() -> None:
+    def run_passes() -> None:
         values = sample.detach().requires_grad_()
         torch.autograd.grad(layer(values), [values, layer.weight], sample)
 
-    def loss() -> None:
+    def run_loss() -> None:
         values = sample.detach().requires_grad_()
         torch.autograd.grad(_mean_product(values, torch.ones(1)), values)
 
     layer = _Layer()
-    return layers * _measure_s(passes, counted) + _measure_s(loss, counted)
+    return layers * _measure_s(run_passes, runs) + _measure_s(run_loss, runs)
 
 
-def _measure_s(run: Callable[[], None], counted: int) -> float:
+def _measure_s(run: Callable[[], None], runs: int) -> float:
     seconds = []
-    for _ in range(_WARM_UP + counted):
+    for _ in range(_WARM_UP + runs):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
@@ -172,7 +172,7 @@ def _measure_s(run: Callable[[], None], counted: int) -> float:
 
 
 def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
-    """Returns the sum over ranks and kinds of the spans in some minibatches."""
+    """Returns the sum, over ranks and kinds, of the lower quartile of the spans of the minibatches `part`."""
     durations: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for span in timeline.spans:
         if span.kind in kinds and span.index in part:
@@ -180,44 +180,44 @@ def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
     return sum(map(lower_quartile, durations.values()))
 
 
-def _measure_other_s(timeline: Timeline, part: range, *, together: bool) -> tuple[float, ...]:
-    """Returns `Calibration.other_s`, of the time between the starts of two forwards.
+def _measure_other_s(timeline: Timeline, part: range, *, is_one_process: bool) -> tuple[float, ...]:
+    """Returns `Calibration.other_s`: what is left of the time between the starts of two forwards.
 
-    What a receive takes when it need not wait is the shortest of its spans.
+    A receive that need not wait takes the shortest of its spans.
     """
     seconds = []
-    for ranks in [range(timeline.workers)] if together else [[rank] for rank in range(timeline.workers)]:
+    for ranks in [range(timeline.workers)] if is_one_process else [[rank] for rank in range(timeline.workers)]:
         spans = [span for span in timeline.spans if span.rank in ranks]
         starts = [span.start_s for span in spans if span.kind == "F" and span.index in part and span.rank == ranks[0]]
         busy = [span for span in spans if span.kind not in ("send", "step")]
-        left = [
+        other_s = [
             end_s - start_s - sum(span.end_s - span.start_s for span in busy if start_s <= span.start_s < end_s)
             for start_s, end_s in pairwise(starts)
         ]
         receives: defaultdict[int, list[Span]] = defaultdict(list)
         for span in spans:
-            if span.kind == "wait" and span.index in part and not together:
+            if span.kind == "wait" and span.index in part and not is_one_process:
                 receives[span.index].append(span)
         shortest = [min(span.end_s - span.start_s for span in row) for row in zip(*receives.values(), strict=False)]
-        seconds.append(max(0.0, median(left)) + sum(shortest))
+        seconds.append(max(0.0, median(other_s)) + sum(shortest))
     return tuple(seconds)
 
 
 def _measure_arrival_s(timeline: Timeline, part: range) -> float:
-    """Returns the lower quartile over gradients whose receiver was waiting for them: other processes only delay them.
+    """Returns the lower quartile, as other processes only delay, over gradients whose receiver waited for them.
 
-    Only gradients travel from a rank to the one before it, so a span shows whose it is.
+    Only gradients travel from the last rank to the one before it, so its sends are gradients.
     """
 
-    def of(kind: str) -> dict[tuple[int, int], Span]:
+    def index_spans(kind: str) -> dict[tuple[int, int], Span]:
         spans = (span for span in timeline.spans if span.kind == kind and span.index in part)
         return {(span.rank, span.index): span for span in spans}
 
-    waits, sends = of("wait"), of("send")
+    waits, sends = index_spans("wait"), index_spans("send")
     last = timeline.workers - 1
-    late = sorted(
+    arrivals_s = sorted(
         waits[last - 1, index].end_s - sends[last, index].start_s
         for index in part
         if waits[last - 1, index].start_s < sends[last, index].end_s
     )
-    return max(0.0, late[len(late) // 4]) if late else 0.0
+    return max(0.0, arrivals_s[len(arrivals_s) // 4]) if arrivals_s else 0.0

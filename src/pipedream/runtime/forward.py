@@ -34,14 +34,14 @@ class DataStream:
 
     Attributes:
         split: microbatches of a minibatch.
-        first: microbatches before this stream, since the start of training.
+        offset: microbatches before this stream, since the start of training.
         trains: backwards follow.
         predicts: outputs are returned, not scored.
         ema: forwards without backwards read averaged weights.
     """
 
     split: int = 1
-    first: int = 0
+    offset: int = 0
     trains: bool = False
     predicts: bool = False
     ema: bool = False
@@ -56,12 +56,12 @@ class ForwardRunner:
 
     Args:
         remote_forwards: stage -> forwards of a stage whose home is another rank.
-        admit: takes a microbatch from the data; None at its end.
+        admit: takes a microbatch from the data; returns None at its end.
 
     Attributes:
         saved_forwards: (stage, microbatch) -> what its backward needs.
-        yielded: outputs that were received, in a prediction.
-        offload: what waits elsewhere for its backward.
+        received_outputs: how many outputs of a prediction were received.
+        offload: moves saved tensors elsewhere until their backward.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class ForwardRunner:
         self._device = device
         self.offload = Offload(rank, device)
         self.saved_forwards: dict[tuple[int, int], SavedForward] = {}
-        self.yielded = 0
+        self.received_outputs = 0
 
     def begin(self, program: Program, stream: DataStream) -> None:
         self._program = program
         self._stream = stream
-        self._last = program.placement.stages - 1
+        self._last_stage = program.placement.stages - 1
         self._replicas = program.placement.replicas
         self.offload.begin()
         self.saved_forwards.clear()
-        self.yielded = 0
+        self.received_outputs = 0
 
     def run(self, stage: int, index: int) -> Waiting[Any] | None:
-        """F: returns what it waits for, if it has to."""
+        """Runs an F; returns a generator of what it waits for, or None if it has run."""
         message = self._mailbox.take(Carries.ACTIVATION, stage, index) if stage else self._admit(index)
         if message is None:
             return None
@@ -110,20 +110,20 @@ class ForwardRunner:
                 self._program.weights.forward_version(stage, index)
             )
             if not pending.ready():
-                return self._run_later(pending, stage, index, message)
+                return self._run_after_wait(pending, stage, index, message)
             pending.result()
         elif self._stream.trains:
             version = self._program.weights.forward_version(stage, index)
             self._stage_states[stage].finish_update(self._recorder, version)
-        return self._run(stage, index, message)
+        return self._run_forward(stage, index, message)
 
-    def _run_later(self, pending: Pending[None], stage: int, index: int, message: Message) -> Waiting[Any]:
+    def _run_after_wait(self, pending: Pending[None], stage: int, index: int, message: Message) -> Waiting[Any]:
         start = self._recorder.mark()
         yield from wait_for(pending)
-        self._recorder.note("wait", stage, self._stream.first + index, start)
-        yield from self._run(stage, index, message) or ()
+        self._recorder.note("wait", stage, self._stream.offset + index, start)
+        yield from self._run_forward(stage, index, message) or ()
 
-    def _run(self, stage: int, index: int, message: Message) -> Waiting[Any] | None:
+    def _run_forward(self, stage: int, index: int, message: Message) -> Waiting[Any] | None:
         stream = self._stream
         start = self._recorder.mark()
         self._activity.begin("a forward" if stream.trains else "a forward without training")
@@ -137,31 +137,31 @@ class ForwardRunner:
             result = self._run_local(stage, index, self._stage_states[stage], message)
         else:
             result = self._run_remote(stage, index, remote_forward, message)
-        if stage < self._last:
+        if stage < self._last_stage:
             self._mailbox.put(Carries.ACTIVATION, stage + 1, result)
         else:
             self._mailbox.drop(Carries.INPUT, stage, index)
         self._activity.end()
         stage_state.next_forward = index + self._replicas[stage]
-        self._recorder.note("F", stage, stream.first + index, start)
-        if stage == self._last and stream.trains:
+        self._recorder.note("F", stage, stream.offset + index, start)
+        if stage == self._last_stage and stream.trains:
             minibatch = stream.minibatch(index)
-            # The next forward of this replica may belong to a later minibatch: this one's results are complete then.
+            # This minibatch's results are complete if the next forward of this replica belongs to a later one.
             if stream.minibatch(stage_state.next_forward) > minibatch:
                 self._results.complete(minibatch, index)
-        if stream.predicts and self._rank == 0 and index - self.yielded >= self._program.plan.in_flight[0]:
-            # Outputs are received as they come, so that no worker has to keep many.
+        if stream.predicts and self._rank == 0 and index - self.received_outputs >= self._program.plan.in_flight[0]:
+            # Receive outputs as they come, so that no worker has to keep many.
             return self._yield_output()
         return None
 
     def receive_output(self) -> Waiting[Output]:
         """Receives the next output of a prediction."""
-        index = self.yielded
-        self.yielded += 1
-        return self._results.receive_output(index, self._program.placement.rank_of(self._last, index))
+        index = self.received_outputs
+        self.received_outputs += 1
+        return self._results.receive_output(index, self._program.placement.rank_of(self._last_stage, index))
 
     def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
-        """Returns what a forward on another rank has kept: its input."""
+        """Returns the saved forward of a stage that ran on another rank; the backward repeats it from `message`."""
         stage_state.next_forward = index + 1
         if message.content is Content.EMPTY:
             return SavedForward(None, (), (), (), index)
@@ -173,10 +173,10 @@ class ForwardRunner:
         yield (yield from self.receive_output())
 
     def _run_local(self, stage: int, index: int, stage_state: StageState, message: Message) -> Message:
-        """Runs a forward of a stage of this rank, and keeps what its backward needs."""
+        """Runs a forward of a stage of this rank, and saves what its backward needs."""
         if message.content is Content.EMPTY:
             self.saved_forwards[stage, index] = SavedForward(None, (), (), (), index)
-            if stage == self._last:
+            if stage == self._last_stage:
                 self._results.add(self._stream.minibatch(index), message, self._results.zeros)
             return message
         stage_state.note_received(message)
@@ -186,14 +186,14 @@ class ForwardRunner:
                 result = run(message)
             else:
                 result = stage_state.recomputation.forward(saved, message, run)
-            stage_state.check.after_forward(index)
+            stage_state.observer.after_forward(index)
         self.saved_forwards[stage, index] = saved
-        if stage < self._last and self._ends_minibatch(index):
+        if stage < self._last_stage and self._ends_minibatch(index):
             stage_state.end_passes()
         return result
 
     def _run_remote(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
-        """Runs a forward on copied weights; its input goes to the stage's own rank, where the backward repeats it."""
+        """Runs a forward on copied weights; sends its input to the stage's own rank, whose backward repeats it."""
         result = message
         if message.content is not Content.EMPTY:
             saved, run = self._prepare(stage, index, remote_forward, message)
@@ -210,13 +210,12 @@ class ForwardRunner:
     def _prepare(
         self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
-        """Returns what is kept for the backward, and the forward that fills it in."""
-        # The version read is recorded, to be compared with the requested one.
+        """Returns the saved forward, and the function that runs the forward and fills it in."""
         weights, version = stage_state.read(self._program.weights.forward_version(stage, index))
         saved = SavedForward(weights, (), (), message.wants, index, version)
-        targets = self._mailbox.take(Carries.INPUT, stage, index) if stage == self._last else None
+        targets = self._mailbox.take(Carries.INPUT, stage, index) if stage == self._last_stage else None
 
-        def run(message: Message, again: bool = False) -> Message:
+        def run(message: Message, recomputes: bool = False) -> Message:
             if stage == 0:
                 value = stage_state.module.prepare_input(self._unpack_value(message), message.samples)
             else:
@@ -227,23 +226,23 @@ class ForwardRunner:
                     crossing.reversed() for crossing, wants in zip(crossings, message.wants, strict=False) if wants
                 ]
                 saved.gradient_crossings = with_crossings("", gradient_crossings)
-            if index == 0 and not again and isinstance(stage_state, StageState):
+            if index == 0 and not recomputes and isinstance(stage_state, StageState):
                 # Before the stage's own forward, which may write into its input and its buffers.
-                stage_state.check.before_forward(value, self._stream.first + index, stage == 0, message, targets)
-            read = stage_state.read_again(saved) if again else weights
-            resident = partial(_list_resident, stage_state.module, read.leaves, value if stage == 0 else None)
+                stage_state.observer.before_forward(value, self._stream.offset + index, stage == 0, message, targets)
+            read_weights = stage_state.read_for_recomputation(saved) if recomputes else weights
+            resident = partial(_list_resident, stage_state.module, read_weights.leaves, value if stage == 0 else None)
             with self.offload.packing(stage, index, resident):
                 with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
-                    output = stage_state.forward(value, read, self._stream.first + index, stage == 0)
+                    output = stage_state.forward(value, read_weights, self._stream.offset + index, stage == 0)
                 if targets is None:
                     structure, saved.outputs = stage_state.module.pack_output(output, message.samples)
                     wants = tuple(tensor.requires_grad for tensor in saved.outputs)
                     return message.with_tensors(structure, saved.outputs, wants, version)
                 output = stage_state.module.gather_output(output)
-                key = self._stream.minibatch(index)
+                minibatch = self._stream.minibatch(index)
                 with stage_state.module.autocasting():
                     value, saved.loss_weight, saved.scale = self._scorer.score(
-                        key, message, output, self._unpack_targets(targets), again
+                        minibatch, message, output, self._unpack_targets(targets), recomputes
                     )
                 saved.outputs = (value,)
                 return message
@@ -259,16 +258,16 @@ class ForwardRunner:
             leaves, context = weights.leaves, stage_state.evaluating()
         else:
             leaves, context = stage_state.versions.reading(stage_state.optimizer.ema if self._stream.ema else {})
-        scores = stage == self._last and not self._stream.predicts
+        is_scored = stage == self._last_stage and not self._stream.predicts
         with torch.no_grad(), context:
             module = stage_state.module
             if stage == 0:
                 value = module.prepare_input(self._unpack_value(message), message.samples)
             else:
                 value = to_device(module.unpack_value(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
-            with self._scorer.watching(value, message.samples, trains=False) if scores else nullcontext():
-                output = module.forward(value, leaves, self._stream.first + index, stage == 0)
-            if stage < self._last:
+            with self._scorer.watching(value, message.samples, trains=False) if is_scored else nullcontext():
+                output = module.forward(value, leaves, self._stream.offset + index, stage == 0)
+            if stage < self._last_stage:
                 return message.with_tensors(*module.pack_output(output, message.samples))
             output = module.gather_output(output)
             if self._stream.predicts:
@@ -280,8 +279,8 @@ class ForwardRunner:
         return message
 
     def _unpack_targets(self, message: Message) -> Targets:
-        received = message.value()
-        return Targets(received, to_device(received, self._device))
+        targets = message.value()
+        return Targets(targets, to_device(targets, self._device))
 
     def _unpack_value(self, message: Message) -> Any:
         return to_device(message.value(), self._device)

@@ -1,4 +1,4 @@
-"""The mailbox of one rank: messages for its ops, from other ranks or its own stages, and messages from them.
+"""The mailbox of one rank: messages for its ops, from other ranks or its own stages, and those that its ops send.
 
 The end of a stream follows the last message on each channel that serves forwards.
 """
@@ -30,7 +30,7 @@ class Mailbox:
         self._placement = placement
         self._channels = channels
         self._senders = senders
-        self._stays: dict[tuple[str, int, int], bool] = {}
+        self._is_local: dict[tuple[str, int, int], bool] = {}
         self.begin()
 
     def begin(self, trains: bool = False) -> None:
@@ -38,18 +38,18 @@ class Mailbox:
         self._trains = trains
         self._inbox: dict[tuple[str, int, int], Message] = {}
         self._outbox: dict[tuple[str, int, int], Message] = {}
-        self._ended: set[int] = set()
-        self._sent: dict[int, int] = {}
-        self._last: tuple[int, StopReason] | None = None
+        self._ended_channels: set[int] = set()
+        self._last_sent: dict[int, int] = {}
+        self._stream_end: tuple[int, StopReason] | None = None
 
-    def arrived(self, number: int, index: int, message: Message) -> tuple[int, StopReason] | None:
+    def accept(self, number: int, index: int, message: Message) -> tuple[int, StopReason] | None:
         """Takes a message that was received for microbatch `index`.
 
         Returns: if it is the end instead, the stream's microbatches and why it ends; else None.
         """
         channel = self._channels[number]
         if message.content is Content.END:
-            self._ended.add(number)
+            self._ended_channels.add(number)
             return message.microbatch, StopReason(message.flags)
         if message.microbatch != index:
             raise AssertionError(f"microbatch {message.microbatch} arrived on channel {channel.carries} for {index}")
@@ -64,14 +64,14 @@ class Mailbox:
         self._inbox.pop((carries, stage, index), None)
 
     def put(self, carries: Carries, target: int, message: Message) -> None:
-        """Takes an op's result, to be sent or read by another stage of this rank."""
+        """Takes an op's result, which is sent, or read by another stage of this rank."""
         index = message.microbatch
         route = carries, target, index % self._placement.cycle
-        stays = self._stays.get(route)
-        if stays is None:
-            stays = self._stays[route] = self._placement.ends(carries, target, target, index)[1] == self._rank
-        if stays:
-            # What an op has made is copied, as over a network: the receiving stage may write into it.
+        is_local = self._is_local.get(route)
+        if is_local is None:
+            is_local = self._is_local[route] = self._placement.ends(carries, target, target, index)[1] == self._rank
+        if is_local:
+            # Copied, as over a network: the receiving stage may write into it.
             self._inbox[carries, target, index] = message if carries == Carries.INPUT else message.copy_as_received()
         else:
             self._outbox[carries, target, index] = message
@@ -79,31 +79,31 @@ class Mailbox:
     def send(self, number: int, index: int) -> None:
         channel = self._channels[number]
         self._senders[number].send(self._outbox.pop((channel.carries, channel.target, index)))
-        self._sent[number] = index
-        if self._last is not None:
+        self._last_sent[number] = index
+        if self._stream_end is not None:
             self._end_channel(number)
 
     def end(self, total: int, stop_reason: StopReason) -> None:
-        self._last = (total, stop_reason)
+        self._stream_end = (total, stop_reason)
         for number in range(len(self._channels)):
             self._end_channel(number)
 
-    def unread(self, channels: tuple[Channel, ...]) -> list[int]:
-        """Channels whose end of the stream has not arrived."""
+    def list_unended(self, channels: tuple[Channel, ...]) -> list[int]:
+        """Returns the channels to this rank on which the end of the stream has not arrived."""
         return [
             number
             for number, channel in enumerate(channels)
-            if channel.receiver == self._rank and channel.carries in _FORWARD and number not in self._ended
+            if channel.receiver == self._rank and channel.carries in _FORWARD and number not in self._ended_channels
         ]
 
     def _end_channel(self, number: int) -> None:
-        """Sends the end after the last message, which another stage here may still have to make."""
+        """Sends the end, unless a stage of this rank still has to send a message on the channel."""
         channel, placement = self._channels[number], self._placement
         if channel.sender != self._rank or channel.carries not in _FORWARD:
             return
-        assert self._last is not None
-        total, stop_reason = self._last
-        begin = self._sent.get(number, -1) + 1
+        assert self._stream_end is not None
+        total, stop_reason = self._stream_end
+        begin = self._last_sent.get(number, -1) + 1
         sends = self._trains or channel.carries != Carries.STAGE_INPUT
         upcoming = range(begin, total)[: placement.cycle] if sends else range(0)
         routes = (placement.ends(channel.carries, channel.source, channel.target, k) for k in upcoming)

@@ -1,4 +1,4 @@
-"""The state of a stage on one rank."""
+"""The state of a stage on one rank: layers, versions of the weights, optimizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 
 class StageObserver:
-    """Follows a stage until its first update; this one does nothing, when nothing is to be compared."""
+    """Observes a stage until its first update. This class does nothing, for stages of which nothing is compared."""
 
     def before_forward(
         self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
@@ -43,18 +43,18 @@ class StageObserver:
         """Takes the input of the layers for the first microbatch; `targets` are those of the last stage."""
 
     def after_forward(self, index: int) -> None:
-        """Follows the forward of a microbatch."""
+        """Is called after the forward of a microbatch."""
 
     def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
         """Takes the gradients of the stage's outputs."""
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a gradient that leaves for the other replicas."""
+        """Takes a gradient that is about to be summed over the replicas."""
 
     def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
         """Takes the gradients of the weights, which are multiplied by `factor`."""
 
-    def sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def before_send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Takes the gradients of the received tensors."""
 
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
@@ -73,26 +73,26 @@ class StageState:
 
     1. `switch_to` sets what depends on the method; `begin` starts a stream.
     2. A forward calls `read` for its weights, and runs the layers with `forward`.
-    3. A backward runs in `backward_context`; `add_gradients` then adds its gradients to the coming update's and
+    3. A backward runs in `backward_context`; `add_gradients` then adds its gradients to those of the next update and
        releases the weights. In the last backward before an update of a replicated stage, `gradient_ready` passes them
        to the all-reduce instead.
     4. `begin_update` and `make_update` make the next version from the gradients that the update barrier has put into
        the handles; if a thread makes it, `finish_update` waits for it.
-    5. `end` checks at a drain that the replicas are alike.
+    5. `end` checks at a drain that the replicas are equal.
 
     Attributes:
         recomputation: None if forwards keep their graph.
         predictions: None if passes read versions.
         saved_tensor_hooks: None without the rule 'graph'.
-        next_forward: its microbatch.
-        gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
-        check: may compare the first minibatch with the model, until the first update.
-        received: the first message of a stage on a mesh, without data.
-        replicas: keeps this replica like the others; None without others.
-        choice: which weights the passes read.
-        copied: attributes of the modules, if there are other replicas in this process.
-        overlapped: the newest update, while a thread makes it, or if that failed.
-        hosted: copies of the weights in the memory of the machine, which the optimizer steps there.
+        next_forward: microbatch of the next forward.
+        gradient_versions: (microbatch, forward version, backward version) of the next update's gradients.
+        observer: compares the first minibatch with the model, until the first update.
+        first_message: the first message of a stage on a mesh, without data.
+        replicas: keeps this replica equal to the others; None without others.
+        weight_choice: which weights the passes read.
+        copied_attributes: of the modules, if there are other replicas in this process.
+        overlapped: the newest update, while a thread makes it and after it failed there.
+        hosted: copies of the weights in the memory of the machine, where the optimizer steps them.
     """
 
     module: StageModule
@@ -104,13 +104,13 @@ class StageState:
     saved_tensor_hooks: SavedTensorHooks | None = None
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
-    check: StageObserver = _UNOBSERVED
-    received: Message | None = None
-    copied: CopiedAttributes | None = None
+    observer: StageObserver = _UNOBSERVED
+    first_message: Message | None = None
+    copied_attributes: CopiedAttributes | None = None
     overlapped: OverlappedUpdate | None = None
     hosted: HostedWeights | None = None
     replicas: EqualReplicas | None = field(init=False)
-    choice: WeightChoice = field(init=False)
+    weight_choice: WeightChoice = field(init=False)
 
     def __post_init__(self) -> None:
         group, count = self.optimizer.replica_group, self.optimizer.replicas
@@ -140,7 +140,7 @@ class StageState:
         updates with the previous program.
         """
         rule = program.weights
-        self.choice = choose_weights(rule, self.versions)
+        self.weight_choice = choose_weights(rule, self.versions)
         delays = [rule.staleness(at) for at in range(program.placement.stages)]
         updates, mean = program.updates.at_stage(stage, delays), rule.mean_staleness(stage)
         self.optimizer.switch_to(updates, stage, delays[stage], input_updates, mean_staleness=mean)
@@ -148,12 +148,12 @@ class StageState:
         if self.saved_tensor_hooks is not None:
             self.saved_tensor_hooks.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)
         self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
-        before = {} if self.predictions is None else self.predictions.tensors()
+        old_tensors = {} if self.predictions is None else self.predictions.tensors()
         self.predictions = (
             WeightPredictions(rule, stage, self.versions, self.optimizer) if rule.predictions(stage) else None
         )
         if self.predictions is not None:
-            self.predictions.restore(before)
+            self.predictions.restore(old_tensors)
 
     def begin(self) -> None:
         self.next_forward = 0
@@ -168,8 +168,8 @@ class StageState:
         """Ends a stream, at a drain; yields where it would wait."""
         if self.replicas is not None:
             yield from self.replicas.average_statistics()
-            is_between = self.optimizer.average is not None and self.optimizer.average.updates > 0
-            yield from self.replicas.check(weights=not is_between)
+            between_averages = self.optimizer.average is not None and self.optimizer.average.updates > 0
+            yield from self.replicas.check(weights=not between_averages)
         self.versions.rewind()
 
     def read(self, version: int) -> tuple[WeightSet, int]:
@@ -177,24 +177,24 @@ class StageState:
 
         Weights that are kept for the backward are released by `add_gradients`.
         """
-        if self.predictions is not None and self.choice.reads_predictions:
+        if self.predictions is not None and self.weight_choice.reads_predictions:
             return self.predictions.read(version)
-        weights = self.choice.read(version)
+        weights = self.weight_choice.read(version)
         return weights, weights.version
 
-    def read_again(self, saved: SavedForward) -> WeightSet:
+    def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
         """Returns the weights for a forward that is recomputed."""
         saved.recomputed_weights = self._choose_for_backward(saved)
         return saved.recomputed_weights
 
     def _choose_for_backward(self, saved: SavedForward) -> WeightSet:
         assert saved.weights is not None
-        return self.choice.choose_for_backward(saved.weights)
+        return self.weight_choice.choose_for_backward(saved.weights)
 
     def note_received(self, message: Message) -> None:
-        """Keeps of the first message what a run without data needs, on a mesh."""
-        if self.received is None and self.module.sharding is not None:
-            self.received = drop_data(message)
+        """Keeps the first message, without its data, for `collectives`; on a mesh only."""
+        if self.first_message is None and self.module.sharding is not None:
+            self.first_message = drop_data(message)
 
     def collectives(self, program: Program, stage: int, needs_norms: bool) -> StageCollectives:
         """Returns the collectives of the first microbatch and update, on a mesh.
@@ -204,14 +204,14 @@ class StageState:
             needs_norms: of each update's gradients.
         """
         assert self.module.sharding is not None
-        assert self.received is not None
+        assert self.first_message is not None
         measured = self.module.sharding.collectives
         ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
         try:
             predicted = predict_collectives(
                 self.module,
                 self.versions.peek().leaves,
-                self.received,
+                self.first_message,
                 is_first=stage == 0,
                 is_last=stage == program.placement.stages - 1,
                 splits=any(op.kind is Kind.INPUT_GRADIENT and op.stage == stage for op in ops),
@@ -232,7 +232,7 @@ class StageState:
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         self.module.check_unchanged()
-        with _NOTHING if self.copied is None else self.copied.synchronized():
+        with _NOTHING if self.copied_attributes is None else self.copied_attributes.synchronized():
             if self.saved_tensor_hooks is None:
                 return self.module.forward(value, read.leaves, microbatch, first)
             layers = partial(self.module.forward, value, read.leaves, microbatch, first)
@@ -242,36 +242,36 @@ class StageState:
         """Takes a handle's gradient while the last backward before an update still runs."""
         assert self.optimizer.all_reduce is not None
         complete = self.gradients.complete(index, gradient)
-        self.check.gradient_ready(index, complete)
+        self.observer.gradient_ready(index, complete)
         self.optimizer.all_reduce.put(index, complete)
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
-        self.check.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
+        self.observer.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
         self.gradients.add(gradients, saved.loss_weight)
         if saved.weights is not None:
-            read = self.choice.backward_version(saved.weights)
+            read = self.weight_choice.backward_version(saved.weights)
             self.gradient_versions.append((saved.microbatch, saved.version, read))
-            self.choice.release(saved.weights)
+            self.weight_choice.release(saved.weights)
 
     def end_passes(self) -> None:
-        """Follows the last of a minibatch's forwards, or backwards."""
+        """Drops copied weights and moves gradients, after the last forward, or backward, of a minibatch."""
         self.versions.drop_copies()
         self.gradients.replace(*self.versions.copy_gradients_to_handles(self.gradients.accumulators))
 
-    def compare_first(self) -> None:
-        """Compares the first update's gradients, which are in the handles, with the model's."""
-        if self.check is not _UNOBSERVED:
-            self.versions.check_handles()  # a hook on a parameter, say, explains a difference
-        self.check.before_update(self.versions.handles)
+    def compare_first_update(self) -> None:
+        """Compares the gradients of the first update, which the handles have, with the model's."""
+        if self.observer is not _UNOBSERVED:
+            self.versions.check_handles()  # first: its error, such as for a hook, explains a difference
+        self.observer.before_update(self.versions.handles)
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a thread may make the coming update: nothing but the weights and the optimizer takes part in it."""
-        is_alone = self.replicas is None and self.predictions is None and self.check is _UNOBSERVED
+        """Whether a thread may make the next update: only the weights and the optimizer take part in it."""
+        is_alone = self.replicas is None and self.predictions is None and self.observer is _UNOBSERVED
         return is_alone and not self.optimizer.compensator.needs_read_weights
 
     def finish_update(self, recorder: Recorder, version: int | None = None) -> None:
-        """Waits for the update that a thread makes, by default whatever version it makes; raises its error."""
+        """Waits for a thread's update, or only if it makes `version` or an earlier one; raises its error."""
         if self.overlapped is None or (version is not None and version < self.overlapped.op.index):
             return
         update, start = self.overlapped, recorder.mark()
@@ -288,20 +288,20 @@ class StageState:
 
         Returns each gradient's (microbatch, forward version, backward version, version before the update).
         """
-        self.check = _UNOBSERVED
+        self.observer = _UNOBSERVED
         if self.replicas is not None:
             self.replicas.check_untrained()
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator
         newest = self.versions.newest
         first, step = self.next_forward, program.placement.replicas[stage]
         if compensator.needs_read_weights:
-            # The penalty of the next update needs the version that the update's first microbatch reads: keep it even
-            # on a replica that does not run that forward.
+            # The next update's penalty needs the version that its first microbatch reads: keep it even on a replica
+            # that does not run that forward.
             first, step = updates.members(stage, op.index + 1).start, 1
             read = program.weights.forward_version(stage, updates.members(stage, op.index).start)
             compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
-        coming = program.weights.readable(stage, first, newest, step=step, total=total)
-        self.versions.choose_storage(coming)
+        readable = program.weights.readable(stage, first, newest, step=step, total=total)
+        self.versions.choose_storage(readable)
         self.optimizer.step_schedule()
         versions = [(*row, newest) for row in self.gradient_versions]
         self.gradient_versions.clear()
@@ -340,7 +340,7 @@ class StageState:
 
         self.overlapped = thread.begin(op, number, make)
 
-    def average(self, recorder: Recorder, stage: int, index: int) -> Waiting[None]:
+    def average_replicas(self, recorder: Recorder, stage: int, index: int) -> Waiting[None]:
         """Averages the weights over the replicas if a period of updates has ended; yields where it would wait."""
         if self.optimizer.average is None:
             return
@@ -359,7 +359,7 @@ def finish_updates(stage_states: Mapping[int, StageState], recorder: Recorder, a
 
 
 def find_failed_update(stage_states: Mapping[int, StageState]) -> Op | None:
-    """Returns the update whose error a thread has left."""
+    """Returns the update that failed in a thread, or None."""
     updates = (stage_state.overlapped for stage_state in stage_states.values())
     return next((update.op for update in updates if update is not None and update.failed), None)
 
@@ -373,7 +373,7 @@ def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:
     ]
     if not weights:
         return {}
-    # Sums first, which take a twentieth of the time, and one wait for a GPU; a sum of finite numbers may overflow.
+    # First the sums: they take a twentieth of the time, and wait for a GPU once, but finite numbers may overflow.
     finite = torch.stack([weight.sum().isfinite() for _, _, weight in weights]).tolist()
     return {
         name: stage
@@ -385,15 +385,16 @@ def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:
 def check_finite(
     stage_states: Mapping[int, StageState], not_finite: Mapping[str, int], program: Program, last: int, process: int
 ) -> None:
-    """Raises the error of a weight that no loss has shown: no forward after minibatch `last` has read it.
+    """Raises a `WorkerError` for a weight that is not finite, which no loss has shown because no forward has read it.
 
     Args:
         not_finite: weights that were not finite before.
+        last: the last minibatch that was trained.
     """
-    newly = [(name, stage) for name, stage in find_not_finite(stage_states).items() if name not in not_finite]
-    if not newly:
+    new = [(name, stage) for name, stage in find_not_finite(stage_states).items() if name not in not_finite]
+    if not new:
         return
-    name, stage = newly[0]
+    name, stage = new[0]
     minibatches = f"minibatch {last}"
     if any(program.weights.mean_staleness(s) for s in range(program.placement.stages)):
         unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # the weights after so many, at most

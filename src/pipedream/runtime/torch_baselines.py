@@ -37,8 +37,8 @@ from pipedream.runtime.results.results import Score
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import restoring_modes
 
-_UPDATES = 16  # that are timed without and with messages
-_MOST_BYTES, _FILLED = 2e6, 0.4  # of a message: at most, and as a share of what the link carries during an update
+_TIMED_UPDATES = 16  # without messages, and with
+_MAX_MESSAGE_BYTES, _LINK_SHARE = 2e6, 0.4  # a message fills this share of what the link carries during an update
 
 Part = tuple[Any, Any, int]
 """Inputs, targets and number of samples of a microbatch."""
@@ -52,7 +52,7 @@ class Task:
         parts: microbatches that a minibatch is split into.
 
     Raises:
-        RecipeError: it is trained by pipelines only; equal on all ranks.
+        RecipeError: only pipelines can train it; raised on all ranks.
     """
 
     recipe: Any
@@ -63,8 +63,8 @@ class Task:
 
     def __post_init__(self) -> None:
         recipe = self.recipe
-        if wrong := [name for name in ("grad_scaler", "ema") if getattr(recipe, name) is not None]:
-            raise RecipeError(f"the recipe has {' and '.join(wrong)}, which this comparison runs in pipelines only")
+        if refused := [name for name in ("grad_scaler", "ema") if getattr(recipe, name) is not None]:
+            raise RecipeError(f"the recipe has {' and '.join(refused)}, which this comparison runs in pipelines only")
         self.loss = Loss(recipe.loss, recipe.weight)
         self.meter = MemoryMeter(self.device)
         self._adapter = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
@@ -116,14 +116,15 @@ class Baseline:
     """One way to train a recipe.
 
     Attributes:
-        module: what this worker trains, with the `named_parameters` that its optimizer gets.
-        backward: computes the gradients of an update from this worker's batch; returns its samples over all workers.
+        module: what this worker trains.
+        named_parameters: of its optimizer.
+        backward: computes the gradients of an update from this worker's batch; returns the samples of all workers.
         output: returns the model's output at an evaluation, on the ranks that score; None elsewhere.
         read_epoch: yields the batch that this worker reads for each update of an epoch.
-        minibatches: of an update, for each that a worker accumulates.
+        minibatches: of all workers together, for each one that a worker accumulates.
         accumulated: minibatches that a worker accumulates for an update; above 1 `read_epoch` yields lists of them.
-        period: updates from one average of the weights to the next, the first update ends with one.
-        buffer_bytes: that it keeps besides module and optimizer.
+        period: updates from one average of the weights to the next; the first update ends with one.
+        buffer_bytes: what it keeps besides module and optimizer.
         wrap_optimizer: returns what steps in place of the recipe's optimizer.
     """
 
@@ -150,7 +151,7 @@ class Baseline:
             self.optimizer = self.wrap_optimizer(self.optimizer)
 
     def train(self, epochs: int, minibatches: int | None) -> dict[str, Any]:
-        """Returns the figures of a run summary; the throughput is the median of the epochs' (`TrainingLoop`).
+        """Returns the figures of a run summary; the throughput is the median over epochs, as in `TrainingLoop`.
 
         An epoch's throughput leaves out its first update, if there are more, and covers whole periods. One that
         accumulates makes at least two updates, one that averages rarely at least a period after the first.
@@ -159,53 +160,53 @@ class Baseline:
         if minibatches is not None and max(self.accumulated, self.period) > 1:
             minibatches = max(minibatches, (1 + self.period) * self.minibatches * self.accumulated)
         recipe, order = self.task.recipe, DataOrder()
-        start, done, rates, whole_rates = time.perf_counter(), 0, [], []
+        start, done, rates, epoch_rates = time.perf_counter(), 0, [], []
         metrics: dict[str, float] = {}
         evaluations: list[dict[str, Any]] = []
-        to_target, most, updates = None, 0, 0
+        target_s, most_samples, updates = None, 0, 0
         for epoch in range(epochs):
-            averaged: list[tuple[float, int]] = []
-            samples, begun = 0, time.perf_counter()
+            period_ends: list[tuple[float, int]] = []
+            samples, epoch_start = 0, time.perf_counter()
             for batch in self.read_epoch(epoch, order):
                 size = self.step(batch)
                 if self._scheduler is not None:
                     self._scheduler.step()
-                samples, most = samples + size, max(most, size)
+                samples, most_samples = samples + size, max(most_samples, size)
                 done += self.minibatches * (len(batch) if self.accumulated > 1 else 1)
                 now = time.perf_counter()
                 if updates % self.period == 0:
-                    averaged[1:] = [(now, samples)]  # the first and the last
+                    period_ends[1:] = [(now, samples)]  # the first and the last
                 updates += 1
                 if minibatches is not None and done >= minibatches:
                     break
             if not samples:
                 raise RecipeError(f"an epoch has fewer minibatches than an update of {self.task.workers} workers takes")
-            whole_rates.append(samples / max(now - begun, 1e-9))
-            if len(averaged) > 1:
-                (begin_s, before), (end_s, after) = averaged[0], averaged[-1]
-                rates.append((after - before) / max(end_s - begin_s, 1e-9))
+            epoch_rates.append(samples / max(now - epoch_start, 1e-9))
+            if len(period_ends) > 1:
+                (begin_s, begin_samples), (end_s, end_samples) = period_ends
+                rates.append((end_samples - begin_samples) / max(end_s - begin_s, 1e-9))
             seconds = now - start
             if recipe.test is not None:
                 metrics = self._evaluate()
                 evaluations.append({"epoch": epoch, "minibatches": done, "seconds": seconds, **metrics})
-            if recipe.target is not None and to_target is None and recipe.target[0] in metrics:
+            if recipe.target is not None and target_s is None and recipe.target[0] in metrics:
                 name, value = recipe.target
                 reached = metrics[name] <= value if name == "loss" else metrics[name] >= value
-                to_target = seconds if reached else None
+                target_s = seconds if reached else None
             if minibatches is not None and done >= minibatches:
                 break
         return {
             "minibatches": done,
-            "samples_per_s": median(rates or whole_rates),
-            "samples_per_update": most,
+            "samples_per_s": median(rates or epoch_rates),
+            "samples_per_update": most_samples,
             "peak_bytes": self._measure_peak(),
-            "seconds_to_target": to_target,
+            "seconds_to_target": target_s,
             "metrics": metrics,
             "evaluations": evaluations,
         }
 
     def step(self, batch: Any) -> int:
-        """Trains on this worker's batch of an update, and returns `backward`'s samples; learning rates stay."""
+        """Makes an update from this worker's batch, without a step of the scheduler; returns `backward`'s samples."""
         self.module.train()
         self.optimizer.zero_grad()
         samples = self.backward(batch)
@@ -261,10 +262,10 @@ def plain_loop(task: Task) -> Baseline:
 
 
 def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Baseline:
-    """Returns torch's DDP with its own settings, or with its means to send less.
+    """Returns torch's DDP with its default settings, or with its own ways to send less.
 
-    With one part each worker takes minibatches of its own for an update, as with a DistributedSampler. Otherwise the
-    workers share the parts of one minibatch. Either way they sum the gradients once.
+    With one part per minibatch each worker takes its own minibatches for an update, as with a DistributedSampler.
+    Otherwise the workers share the parts of one minibatch. Either way they sum the gradients once.
 
     Args:
         accumulated: minibatches that each worker takes for an update; at the end of an epoch fewer.
@@ -283,7 +284,7 @@ def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Basel
         state = PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
         module.register_comm_hook(state, post_localSGD_hook)
 
-    def average_rarely(optimizer: Any) -> Any:
+    def wrap_averaging(optimizer: Any) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # which this import calls
             from torch.distributed.optim import PostLocalSGDOptimizer
@@ -304,14 +305,14 @@ def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Basel
         parts = task.split(batch)
         return sum_once(parts[rank::workers], sum(size for *_, size in parts))
 
-    def read_own(epoch: int, order: DataOrder) -> Iterator[Any]:
+    def read_minibatches_each(epoch: int, order: DataOrder) -> Iterator[Any]:
         batches = _read_every_nth(task, epoch, order)
         if accumulated == 1:
             yield from batches
-        while accumulated > 1 and (several := list(islice(batches, accumulated))):
-            yield several
+        while accumulated > 1 and (group := list(islice(batches, accumulated))):
+            yield group
 
-    turns = count()
+    evaluations = count()
     named = list(model.named_parameters())
     return Baseline(
         task,
@@ -319,19 +320,19 @@ def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Basel
         named,
         backward_of_shared_minibatch if task.parts > 1 else backward_of_minibatches_each,
         # The workers take turns in evaluating.
-        lambda inputs: task.forward(model, inputs) if next(turns) % workers == rank else None,
-        task.read_epoch if task.parts > 1 else read_own,
+        lambda inputs: task.forward(model, inputs) if next(evaluations) % workers == rank else None,
+        task.read_epoch if task.parts > 1 else read_minibatches_each,
         minibatches=1 if task.parts > 1 else workers,
         accumulated=accumulated,
         period=period or 1,
         # The buckets hold each gradient once more.
         buffer_bytes=sum(parameter.nbytes for _, parameter in named if parameter.requires_grad),
-        wrap_optimizer=average_rarely if period else None,
+        wrap_optimizer=wrap_averaging if period else None,
     )
 
 
 def collect_batches(recipe: Any, count: int) -> Any:
-    """Returns the recipe with `count` of its batches in one, at the end of an epoch fewer.
+    """Returns the recipe with `count` of its batches in one, fewer at the end of an epoch.
 
     Raises:
         RecipeError: its loader makes no batches.
@@ -360,22 +361,22 @@ def _check_all_used(task: Task, model: nn.Module) -> None:
         name for name, parameter in trial.named_parameters() if parameter.requires_grad and parameter.grad is None
     ]
     if unused:
-        some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
         raise RecipeError(
-            f"DDP needs a gradient for every parameter, but the loss does not depend on {some}; remove them, or "
+            f"DDP needs a gradient for every parameter, but the loss does not depend on {names}; remove them, or "
             "freeze them with requires_grad_(False)"
         )
 
 
 def _read_every_nth(task: Task, epoch: int, order: DataOrder) -> Iterator[Any]:
-    """Yields this worker's batches where each worker has its own; what does not suffice for all is left out."""
+    """Yields every nth batch, from this worker's number on; leaves out a last round that is not complete."""
     loader, workers = task.recipe.train, task.workers
     if can_be_sharded(loader):
         yield from islice(_read_batches(loader, order, epoch, task.rank, workers), len(loader) // workers)
         return
     batches = _read_batches(loader, order, epoch)
-    while len(several := list(islice(batches, workers))) == workers:
-        yield several[task.rank]
+    while len(round_batches := list(islice(batches, workers))) == workers:
+        yield round_batches[task.rank]
 
 
 def one_f_one_b(task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> Baseline:
@@ -394,8 +395,8 @@ def one_f_one_b(task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]]) -
         raise RecipeError(f"Schedule1F1B needs equal microbatches, but {samples} samples are split into {task.parts}")
     if not isinstance(inputs, torch.Tensor) or recipe.batch_dim != 0:
         raise RecipeError("this comparison runs Schedule1F1B on one input tensor with its samples in dimension 0")
-    arriving, leaving = _infer_messages(task, stages)
-    stage = PipelineStage(module, rank, task.workers, task.device, input_args=arriving, output_args=leaving)
+    stage_input, stage_output = _infer_messages(task, stages)
+    stage = PipelineStage(module, rank, task.workers, task.device, input_args=stage_input, output_args=stage_output)
     module.register_forward_hook(lambda *_: task.meter.sample(is_forward=False))
     part_targets: list[Any] = []
     schedule = Schedule1F1B(
@@ -425,48 +426,48 @@ def one_f_one_b(task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]]) -
 
     def read_epoch(epoch: int, order: DataOrder) -> Iterator[Any]:
         for batch in task.read_epoch(epoch, order):
-            if count_samples(task.read(batch)[0]) == samples:  # it takes tensors of one shape only
+            if count_samples(task.read(batch)[0]) == samples:  # Schedule1F1B takes tensors of one shape only
                 yield batch
 
-    named = [
+    named_parameters = [
         (f"{name}.{parameter_name}", parameter)
         for name, layer in stages[rank]
         for parameter_name, parameter in layer.named_parameters()
     ]
-    return Baseline(task, module, named, backward, output, read_epoch)
+    return Baseline(task, module, named_parameters, backward, output, read_epoch)
 
 
 def _infer_messages(task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> tuple[Any, Any]:
-    """Returns what a microbatch's input and output of this rank's stage look like.
+    """Returns a sample input and output of this rank's stage for one microbatch.
 
-    torch would find out by a forward of uninitialized memory, which spoils the running means of a BatchNorm.
+    torch would infer them by a forward of uninitialized memory, which spoils the running means of a BatchNorm.
     """
-    arriving = leaving = task.split(task.recipe.first_batch())[0][0]
+    stage_input = stage_output = task.split(task.recipe.first_batch())[0][0]
     with task.autocast():
         for number, layers in enumerate(stages[: task.rank + 1]):
             module = nn.Sequential(*[layer for _, layer in layers])
             with restoring_modes(module.modules()):
-                leaving = module.eval()(arriving)
-            if not isinstance(leaving, torch.Tensor):
+                stage_output = module.eval()(stage_input)
+            if not isinstance(stage_output, torch.Tensor):
                 raise RecipeError("this comparison runs Schedule1F1B on stages that return one tensor")
-            leaving = leaving.detach().requires_grad_(leaving.requires_grad)
-            arriving = leaving if number < task.rank else arriving
-    return arriving, leaving
+            stage_output = stage_output.detach().requires_grad_(stage_output.requires_grad)
+            stage_input = stage_output if number < task.rank else stage_input
+    return stage_input, stage_output
 
 
 def measure_message_s_per_byte(loop: Baseline, batch: Any, bytes_per_s: float) -> float:
-    """Returns what a byte of a message takes from compute, at each of its ends, on a link of this rate.
+    """Returns by how many seconds a byte on a link of this rate delays the computation of its sender or receiver.
 
     The cores that compute also serve gloo and the network. Each worker trains the whole model while a message goes to
-    the next one; what that adds to an update is a mean over the workers.
+    the next one; the delay of an update is a mean over the workers.
     """
     rank, workers = loop.task.rank, loop.task.workers
 
     def time_updates(*sizes: int) -> list[float]:
-        """Returns the seconds of an update beside messages of each size, in turn, as a machine's speed drifts."""
+        """Returns the seconds of an update with messages of each size; takes turns, as a machine's speed drifts."""
         messages = [[torch.zeros(size, dtype=torch.uint8) for _ in range(2)] for size in sizes]
         seconds: list[list[float]] = [[] for _ in sizes]
-        for _ in range(_UPDATES):
+        for _ in range(_TIMED_UPDATES):
             for (sent, received), durations_s in zip(messages, seconds, strict=True):
                 start = time.perf_counter()
                 works = [dist.irecv(received, (rank - 1) % workers), dist.isend(sent, (rank + 1) % workers)]
@@ -480,13 +481,13 @@ def measure_message_s_per_byte(loop: Baseline, batch: Any, bytes_per_s: float) -
         return (medians_s / workers).tolist()
 
     loop.step(batch)
-    message_bytes = max(1, int(min(_MOST_BYTES, _FILLED * bytes_per_s * time_updates(1)[0])))
+    message_bytes = max(1, int(min(_MAX_MESSAGE_BYTES, _LINK_SHARE * bytes_per_s * time_updates(1)[0])))
     alone_s, beside_s = time_updates(1, message_bytes)
     return max(0.0, beside_s - alone_s) / (2 * message_bytes)
 
 
 def _read_batches(loader: Any, order: DataOrder, epoch: int, replica: int = 0, replicas: int = 1) -> Iterator[Any]:
-    """Yields the batches of one epoch of a loader, or those of one of several replicas."""
+    """Yields the batches of one epoch of a loader, or one replica's share of them."""
     epochs = EpochRange(epoch, epoch + 1)
     sharded = ShardedLoader(loader, replica, replicas) if can_be_sharded(loader) else None
     reader: LoaderReader = (

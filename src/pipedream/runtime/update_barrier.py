@@ -31,42 +31,42 @@ class UpdateBarrier:
 
     Attributes:
         norm_square: of the newest finite global norm; 0 before the first.
-        thread: makes updates beside the passes.
+        thread: makes updates while passes run.
     """
 
     def __init__(
         self, policy: Policy, group: Group, stage_states: Mapping[int, StageState], tied: Sequence[TiedGradientSum] = ()
     ) -> None:
-        self._limit = policy.clip_grad_norm
+        self._max_norm = policy.clip_grad_norm
         self._skips = policy.skips
-        self._locally = policy.clip == "local"
+        self._clips_locally = policy.clip == "local"
         self._group = group
         self._stage_states = stage_states
-        self._tied = tuple(tied)
-        self._is_global = False
-        self._delay = 0
+        self._tied_sums = tuple(tied)
+        self._is_decided_globally = False
+        self._norm_delay = 0
         self._prepared: dict[int, tuple[float, bool]] = {}
-        self._norms: deque[Pending[torch.Tensor]] = deque()
+        self._pending_norms: deque[Pending[torch.Tensor]] = deque()
         self.norm_square = 0.0
         self.thread = UpdateThread()
 
     @property
     def needs_norms(self) -> bool:
         """Whether each update needs the norm of its gradients."""
-        return self._skips or self._limit is not None
+        return self._skips or self._max_norm is not None
 
     def switch_to(self, program: Program) -> None:
-        is_policy_global = self._skips or (self._limit is not None and not self._locally)
-        self._is_global = is_policy_global and program.couples_updates
-        self._delay = program.norm_delay
+        is_policy_global = self._skips or (self._max_norm is not None and not self._clips_locally)
+        self._is_decided_globally = is_policy_global and program.couples_updates
+        self._norm_delay = program.norm_delay
 
     @property
-    def joins_stages(self) -> bool:
+    def couples_stages(self) -> bool:
         """Whether an update needs the gradients of other stages."""
-        return self._is_global or bool(self._tied)
+        return self._is_decided_globally or bool(self._tied_sums)
 
     def overlap(self, op: Op, number: int, *, is_prepared: bool) -> None:
-        """Lets the thread make an update (`StageState.overlap_update`), after what is as in `prepare`."""
+        """Lets the thread make an update (`StageState.overlap_update`), and prepare it first unless `is_prepared`."""
         stage_state = self._stage_states[op.stage]
 
         def prepare(gradients: Gradients) -> None:
@@ -76,25 +76,25 @@ class UpdateBarrier:
         stage_state.overlap_update(self.thread, op, number, None if is_prepared else prepare)
 
     def prepare(self, stage: int, stop_request: float) -> Waiting[tuple[float, bool]]:
-        """As `Optimizer.prepare`, then decides about the update."""
-        if not self.joins_stages:
+        """Does what `Optimizer.prepare` does, then decides about the update."""
+        if not self.couples_stages:
             stage_state = self._stage_states[stage]
             prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, stop_request)
-            stage_state.compare_first()
+            stage_state.compare_first_update()
             self._decide_locally(stage_state)
             return prepared
         if not self._prepared:
             gathered = {}
             for number, stage_state in self._stage_states.items():
                 gathered[number] = yield from stage_state.optimizer.gather(stage_state.gradients, stop_request)
-            for gradient_sum in self._tied:
+            for gradient_sum in self._tied_sums:
                 yield from gradient_sum.all_reduce({number: gradients.sums for number, gradients in gathered.items()})
             self._prepared = {
                 n: stage_state.optimizer.normalise(gathered[n]) for n, stage_state in self._stage_states.items()
             }
             for stage_state in self._stage_states.values():
-                stage_state.compare_first()
-            if self._is_global:
+                stage_state.compare_first_update()
+            if self._is_decided_globally:
                 yield from self._decide_globally()
             else:
                 for stage_state in self._stage_states.values():
@@ -102,7 +102,7 @@ class UpdateBarrier:
         return self._prepared.pop(stage)
 
     def begin(self, placement: Placement) -> Waiting[None]:
-        """Begins a stream: lets other ranks read the weights of this rank's stages, if forwards there do."""
+        """Begins a stream: publishes the weights of this rank's stages to ranks with remote forwards."""
         for stage_state in self._stage_states.values():
             stage_state.versions.publish()
         if any(map(placement.is_remote, range(placement.stages))):
@@ -110,45 +110,45 @@ class UpdateBarrier:
 
     def finish(self) -> Waiting[None]:
         """Receives the norms still under way, at a drain."""
-        while self._norms:
+        while self._pending_norms:
             yield from self._receive_norm()
 
     def _decide_locally(self, stage_state: StageState) -> None:
         if not self.needs_norms:
             return
         square = stage_state.optimizer.norm_square
-        if self._limit is None or self._skips or square.device.type == "cpu":
-            norm_square = float(square)  # a GPU is waited for
+        if self._max_norm is None or self._skips or square.device.type == "cpu":
+            norm_square = float(square)  # waits for a GPU
             self._decide(stage_state, norm_square, norm_square)
-        else:  # the host has nothing to decide, and does not wait for the GPU
+        else:  # nothing to decide on the host, which need not wait for the GPU
             stage_state.optimizer.finite = True
-            stage_state.optimizer.clip(self._limit, square.sqrt())
+            stage_state.optimizer.clip(self._max_norm, square.sqrt())
 
     def _decide_globally(self) -> Waiting[None]:
         on_device = {stage: stage_state.optimizer.norm_square for stage, stage_state in self._stage_states.items()}
-        squares = {stage: float(square) for stage, square in on_device.items()}  # a GPU is waited for once
-        # Replicas, and the ranks of each, know the same square of the stage: each contributes its share.
-        mine = sum(squares[stage] / stage_state.optimizer.copies for stage, stage_state in self._stage_states.items())
-        self._norms.append(self._group.all_reduce(torch.tensor([mine], dtype=torch.float64)))
-        heard = 0.0
-        if len(self._norms) > self._delay:
-            heard = yield from self._receive_norm()
+        squares = {stage: float(square) for stage, square in on_device.items()}  # waits for a GPU once
+        # The replicas, and the ranks of each, have the same square of the stage: each contributes its share.
+        share = sum(squares[stage] / stage_state.optimizer.copies for stage, stage_state in self._stage_states.items())
+        self._pending_norms.append(self._group.all_reduce(torch.tensor([share], dtype=torch.float64)))
+        global_square = 0.0
+        if len(self._pending_norms) > self._norm_delay:
+            global_square = yield from self._receive_norm()
         for stage, stage_state in self._stage_states.items():
             square = squares[stage]
-            if not self._delay:
-                self._decide(stage_state, heard, square if self._locally else heard)
+            if not self._norm_delay:
+                self._decide(stage_state, global_square, square if self._clips_locally else global_square)
             else:
                 # This update's global norm is at least the stage's own.
                 self._decide(stage_state, square, max(square, self.norm_square))
 
     def _receive_norm(self) -> Waiting[float]:
-        square = float((yield from wait_for(self._norms.popleft())))
+        square = float((yield from wait_for(self._pending_norms.popleft())))
         if isfinite(square):
             self.norm_square = square
         return square
 
-    def _decide(self, stage_state: StageState, whole: float, bound: float) -> None:
-        """Skips or clips: `whole` is the squared norm of what is skipped together, `bound` the one that clips."""
-        stage_state.optimizer.finite = isfinite(whole) or not self._skips
-        if self._limit is not None and stage_state.optimizer.finite:
-            stage_state.optimizer.clip(self._limit, bound**0.5)
+    def _decide(self, stage_state: StageState, square: float, clip_square: float) -> None:
+        """Skips an update if `square` is not finite, else clips it; both arguments are squared norms."""
+        stage_state.optimizer.finite = isfinite(square) or not self._skips
+        if self._max_norm is not None and stage_state.optimizer.finite:
+            stage_state.optimizer.clip(self._max_norm, clip_square**0.5)

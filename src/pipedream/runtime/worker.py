@@ -1,8 +1,8 @@
 """The worker: the loop of one rank, which executes a program instruction by instruction.
 
 A worker is a generator: it yields a `Pending` where it would wait, and a `Done` for each minibatch whose gradients are
-in its weights. The worker decides nothing: order, messages and versions are in the
-verified program. Each instruction is resolved to a method and its numbers before the run (`_Step`).
+in its weights. It decides nothing: order, messages and versions are in the verified program. Each instruction is
+resolved to a method and its numbers before the run (`_Step`).
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ class _Step(NamedTuple):
     """An instruction of a program's text, resolved.
 
     Attributes:
-        run: called with `at` and the index; returns what it waits for, None if it is done.
-        at: stage or channel.
-        index: of the first period.
+        run: called with `stage_or_channel` and the index; returns what it waits for, None if it is done.
+        index: in the first period.
         advance: what each period adds to the index.
     """
 
     run: Callable[[int, int], Waiting[Any] | None]
-    at: int
+    stage_or_channel: int
     index: int  # type: ignore[assignment]  # a field, not the method of tuples
     advance: int
     instruction: Instruction
@@ -78,9 +77,9 @@ def _resolve_steps(program: Program, rank: int, actions: _Actions) -> tuple[list
 
 
 def _resolve_step(program: Program, instruction: Instruction, actions: _Actions) -> _Step:
-    by = count_indices(instruction, program.cycle, program.updates)
-    at = instruction.stage if isinstance(instruction, Op) else instruction.channel
-    return _Step(actions[instruction.kind], at, instruction.index, by, instruction)
+    advance = count_indices(instruction, program.cycle, program.updates)
+    stage_or_channel = instruction.stage if isinstance(instruction, Op) else instruction.channel
+    return _Step(actions[instruction.kind], stage_or_channel, instruction.index, advance, instruction)
 
 
 class Worker:
@@ -89,11 +88,11 @@ class Worker:
     Args:
         process: this rank among all ranks of the job, for errors.
         program: of the first phase, verified.
-        evaluation: forwards alone.
+        evaluation: a program without backwards.
         remote_forwards: stage -> forwards of a stage whose home is another rank.
 
     Attributes:
-        input_updates: updates of the input stage with this program.
+        input_updates: updates that the input stage has made with this program.
         trained: phase -> (begin, end) in minibatches.
     """
 
@@ -124,7 +123,7 @@ class Worker:
         self.results = results
         self._scorer = scorer
         self.update_barrier = update_barrier
-        self._last = program.placement.stages - 1
+        self._last_stage = program.placement.stages - 1
         self.recorder = Recorder(rank, device)
         for sharding in (stage_state.module.sharding for stage_state in stage_states.values()):
             if sharding is not None:
@@ -134,9 +133,9 @@ class Worker:
         self.stop_reason = StopReason.DATA
         self.done_minibatches = self.input_updates = 0
         self.trained: dict[int, tuple[int, int]] = {}
-        self._total: int | None = None
-        self._text: Program | None = None
-        self._turn = 0
+        self._microbatches: int | None = None
+        self._running: Program | None = None
+        self._period = 0
         results.where = lambda: self.where
         mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders)
         forwards = self._forwards = ForwardRunner(
@@ -154,18 +153,18 @@ class Worker:
             Kind.UPDATE: self._update,
             Move.RECEIVE: self._receive,
             Move.SEND: self._send,
-            Move.SYNC: _do_nothing,
+            Move.SYNC: _skip_sync,
         }
         self._steps = {False: _resolve_steps(evaluation, rank, self._actions)}
         self.switch_to(program, 0)
-        self._begin(DataStream(), None)
+        self._begin_stream(DataStream(), None)
 
     def switch_to(self, program: Program, phase: int) -> None:
         self.program = program
         self._steps[True] = _resolve_steps(program, self.rank, self._actions)
         self._backwards.switch_to(program)
         self._replicas = program.placement.replicas
-        self._waits_for_others = _find_waiting_stages(program)
+        self._waiting_stages = _find_waiting_stages(program)
         self.recorder.switch_to(phase, (max(program.plan.in_flight) + 2) * len(self.stage_states))
         self._scorer.switch_to(program)
         self.update_barrier.switch_to(program)
@@ -173,7 +172,7 @@ class Worker:
             stage_state.switch_to(program, stage, self.input_updates)
         self.input_updates = 0
 
-    # -- the three things a worker does -------------------------------------------------------------
+    # -- training, evaluation, prediction -----------------------------------------------------------
 
     def train(self, data: Source | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
         """Trains until the stream ends, and drains; sets `stop_reason`.
@@ -188,7 +187,7 @@ class Worker:
         """
         not_finite = find_not_finite(self.stage_states) if self.results.raises_on_nan else {}
         stream = DataStream(self.program.microbatches, self.done_minibatches * self.program.microbatches, trains=True)
-        self._begin(stream, data, self.program.round_minibatches, until)
+        self._begin_stream(stream, data, self.program.round_minibatches, until)
         self._mailbox.begin(trains=True)
         for stage_state in self.stage_states.values():
             stage_state.begin()
@@ -199,10 +198,10 @@ class Worker:
         for stage_state in self.stage_states.values():
             yield from stage_state.end()
         yield from self._collect(0)
-        self.input_updates += self.program.updates.updates(0, self._total or 0)
+        self.input_updates += self.program.updates.updates(0, self._microbatches or 0)
         begin, _ = self.trained.get(self.recorder.phase, (self.done_minibatches, 0))
-        self.done_minibatches += (self._total or 0) // self.program.microbatches
-        if self._total:
+        self.done_minibatches += (self._microbatches or 0) // self.program.microbatches
+        if self._microbatches:
             self.trained[self.recorder.phase] = begin, self.done_minibatches
         if self.results.raises_on_nan:
             last = self.done_minibatches - 1
@@ -211,29 +210,29 @@ class Worker:
 
     def evaluate(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
-        self._begin(DataStream(ema=ema), data)
+        self._begin_stream(DataStream(ema=ema), data)
         yield from self.update_barrier.begin(self.program.placement)
         yield from self._run(self._evaluation)
-        if self._last in self.stage_states:
+        if self._last_stage in self.stage_states:
             self.results.complete(0)
         yield (yield from self.results.collect(0, self.rate))
 
     def predict(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Yields the outputs in order, at rank 0 only; the stages are in evaluation mode."""
-        self._begin(DataStream(predicts=True, ema=ema), data)
+        self._begin_stream(DataStream(predicts=True, ema=ema), data)
         yield from self.update_barrier.begin(self.program.placement)
         yield from self._run(self._evaluation)
-        while self.rank == 0 and self._forwards.yielded < (self._total or 0):
+        while self.rank == 0 and self._forwards.received_outputs < (self._microbatches or 0):
             yield (yield from self._forwards.receive_output())
 
     @property
     def where(self) -> str:
-        if self._text is None:
+        if self._running is None:
             return "the start"
         if (failed := find_failed_update(self.stage_states)) is not None:
-            return self._text.describe(failed)
-        by = self._turn * self._text.cycle
-        return self._text.describe(advance_instruction(self._instruction, by, self._text.updates))
+            return self._running.describe(failed)
+        advance = self._period * self._running.cycle
+        return self._running.describe(advance_instruction(self._instruction, advance, self._running.updates))
 
     @property
     def rate(self) -> float:
@@ -243,31 +242,31 @@ class Worker:
     # -- the loop -----------------------------------------------------------------------------------
 
     def _run(self, program: Program) -> Generator[Any, None, None]:
-        """Yields what it would wait for, and each `Done`."""
-        steps, period = self._steps[self._stream.trains]
+        """Executes a program; yields each `Pending` and each `Done`."""
+        steps, period_steps = self._steps[self._stream.trains]
         executed = 0
-        self._text, self._turn = program, 0
+        self._running, self._period = program, 0
         try:
-            while steps or period:
-                turn = self._turn
-                for run, at, index, advance, self._instruction in steps:
+            while steps or period_steps:
+                period = self._period
+                for run, stage_or_channel, index, advance, self._instruction in steps:
                     executed += 1
-                    waiting = run(at, index + turn * advance)
+                    waiting = run(stage_or_channel, index + period * advance)
                     if waiting is not None:
                         yield from waiting
-                    if self._total is not None:
+                    if self._microbatches is not None:
                         break
-                if self._total is not None or not period:
+                if self._microbatches is not None or not period_steps:
                     break
-                self._turn = 0 if steps is not period else turn + 1
-                steps = period
-            if self._total is not None:
+                self._period = 0 if steps is not period_steps else period + 1
+                steps = period_steps
+            if self._microbatches is not None:
                 # Past the end of the data only some instructions exist.
-                self._turn = 0
-                for instruction in program.instructions(self.rank, self._total, executed):
+                self._period = 0
+                for instruction in program.instructions(self.rank, self._microbatches, executed):
                     self._instruction = instruction
                     step = _resolve_step(program, instruction, self._actions)
-                    yield from step.run(step.at, step.index) or ()
+                    yield from step.run(step.stage_or_channel, step.index) or ()
             finish_updates(self.stage_states, self.recorder, self._activity)
         except CaptureError as error:
             raise WorkerError(self._process, self.where, str(error)) from error
@@ -276,42 +275,42 @@ class Worker:
         except BaseException as error:
             advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), "")
             raise WorkerError(self._process, self.where, with_place(error), advice) from error
-        # The end arrives once on each channel that serves forwards; receive those still unread.
-        while unread := self._mailbox.unread(program.channels):
-            yield from self._receive(unread[0], self._total or 0) or ()
+        # The end arrives once on each channel that serves forwards; receive what is missing.
+        while unread := self._mailbox.list_unended(program.channels):
+            yield from self._receive(unread[0], self._microbatches or 0) or ()
 
     # -- data and update ----------------------------------------------------------------------------
 
     def _admit(self, index: int) -> Message | None:
         """Takes the next microbatch from the data; ends the stream after the last one."""
         if self._stream.trains and self._replicas[0] == 1 and self.stop_requested():
-            self._stop_feed(StopReason.INTERRUPT)
+            self._stop_data(StopReason.INTERRUPT)
         assert self._data is not None
         self._activity.begin("loading data")
         messages = self._data.take(index)
         self._activity.end()
         if isinstance(messages, StopReason):
-            self._end(self._data.ended_at * self._stream.split, messages)
+            self._end_stream(self._data.ended_at * self._stream.split, messages)
             return None
         inputs, targets = messages
-        self._mailbox.put(Carries.INPUT, self._last, targets)
+        self._mailbox.put(Carries.INPUT, self._last_stage, targets)
         return inputs
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
-        stage_state, before = self.stage_states[stage], self.recorder.mark()
+        stage_state, wait_start = self.stage_states[stage], self.recorder.mark()
         overlaps = self.program.overlaps_updates and stage_state.can_overlap
         prepared = None
-        if not overlaps or self.update_barrier.joins_stages:
+        if not overlaps or self.update_barrier.couples_stages:
             stop_request = self._replicas[stage] > 1 and self.stop_requested()
             prepared = yield from self.update_barrier.prepare(stage, float(stop_request))
-            if stage in self._waits_for_others:
-                self.recorder.note("wait", stage, index, before)
+            if stage in self._waiting_stages:
+                self.recorder.note("wait", stage, index, wait_start)
         start = self.recorder.mark()
         self._activity.begin("an update")
         op = Op(Kind.UPDATE, stage, index)
-        number = index + self._stream.first // self.program.updates.per_update[stage]
-        gradient_versions = stage_state.begin_update(self.program, op, self._total)
-        rate = self.rate  # a thread's step may change it for a while
+        number = index + self._stream.offset // self.program.updates.per_update[stage]
+        gradient_versions = stage_state.begin_update(self.program, op, self._microbatches)
+        rate = self.rate  # read now: a thread's step may change it for a while
         present_share, stop_requests = prepared or (1.0, False)
         if overlaps:
             self.update_barrier.overlap(op, number, is_prepared=prepared is not None)
@@ -319,21 +318,22 @@ class Worker:
             stage_state.make_update(present_share)
         self._activity.end()
         for microbatch, *versions in gradient_versions:
-            self.recorder.note_gradient_versions(stage, self._stream.first + microbatch, *versions)
+            self.recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *versions)
         self.recorder.note("U", stage, number, start)
-        yield from stage_state.average(self.recorder, stage, index)
+        yield from stage_state.average_replicas(self.recorder, stage, index)
         if stop_requests:
-            self._stop_feed(StopReason.INTERRUPT)
+            self._stop_data(StopReason.INTERRUPT)
         if stage == min(self.stage_states):
-            present = round(present_share * self._replicas[stage])
-            self._updated += ((n, rate) for n in _list_minibatches(self.program, op, self._total, present))
+            present_replicas = round(present_share * self._replicas[stage])
+            minibatches = _list_minibatches(self.program, op, self._microbatches, present_replicas)
+            self._uncollected += ((n, rate) for n in minibatches)
             yield from self._collect(self.results.delay)
 
     def _collect(self, delay: int) -> Generator[Any, None, None]:
-        """Yields the results of the minibatches that the weights contain, but for the last ones."""
-        while self._updated and self._updated[0][0] + delay <= self._updated[-1][0]:
-            minibatch, rate = self._updated.popleft()
-            yield (yield from self.results.collect(minibatch, rate, self._total))
+        """Yields the results of the minibatches that the weights contain, except the `delay` newest."""
+        while self._uncollected and self._uncollected[0][0] + delay <= self._uncollected[-1][0]:
+            minibatch, rate = self._uncollected.popleft()
+            yield (yield from self.results.collect(minibatch, rate, self._microbatches))
 
     # -- messages -----------------------------------------------------------------------------------
 
@@ -350,50 +350,50 @@ class Worker:
         self._note_arrival(pending.result(), number, index, start)
 
     def _note_arrival(self, message: Message, number: int, index: int, start: Moment) -> None:
-        ended = self._mailbox.arrived(number, index, message)
-        self.recorder.note("wait", self.program.channels[number].target, self._stream.first + index, start)
-        if ended is not None and self._total is None:
-            self._end(*ended)
+        ended = self._mailbox.accept(number, index, message)
+        self.recorder.note("wait", self.program.channels[number].target, self._stream.offset + index, start)
+        if ended is not None and self._microbatches is None:
+            self._end_stream(*ended)
 
     def _send(self, number: int, index: int) -> None:
         start = self.recorder.mark()
         self._mailbox.send(number, index)
-        self.recorder.note("send", self.program.channels[number].source, self._stream.first + index, start)
+        self.recorder.note("send", self.program.channels[number].source, self._stream.offset + index, start)
 
-    def _end(self, total: int, stop_reason: StopReason) -> None:
-        self._total = total
+    def _end_stream(self, total: int, stop_reason: StopReason) -> None:
+        self._microbatches = total
         self.stop_reason = stop_reason
         self._mailbox.end(total, stop_reason)
 
-    # -- small things -------------------------------------------------------------------------------
+    # -- streams ------------------------------------------------------------------------------------
 
-    def _begin(self, stream: DataStream, data: Source | None, cycle: int = 1, until: int | None = None) -> None:
+    def _begin_stream(self, stream: DataStream, data: Source | None, cycle: int = 1, until: int | None = None) -> None:
         self._data = data
         if data is not None:
             replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)
-            data.begin(stream.split, replica, stream.first // stream.split, cycle, until)
+            data.begin(stream.split, replica, stream.offset // stream.split, cycle, until)
         self._stream = stream
-        self._total = None
+        self._microbatches = None
         self._mailbox.begin()
         self._forwards.begin(self.program, stream)
         self._backwards.begin(stream)
         self.results.begin(stream.split if stream.trains else 0)
-        self._updated: deque[tuple[int, float]] = deque()
+        self._uncollected: deque[tuple[int, float]] = deque()
 
-    def _stop_feed(self, stop_reason: StopReason) -> None:
+    def _stop_data(self, stop_reason: StopReason) -> None:
         if self._data is not None:
             self._data.stop(stop_reason)
 
 
 def abandon(worker: Worker, *, wait: bool) -> None:
-    """Makes a worker forget messages that are under way, after a failure: each keeps its connection.
+    """Drops a worker's channels after a failure: messages under way would keep their connections open.
 
-    `wait`: for its last update, which writes weights.
+    `wait`: waits for the worker's last update, which writes weights.
     """
     worker._data = None
     worker.update_barrier.thread.close(wait=wait)
-    for ends in (worker.senders, worker.receivers, worker.results.senders, worker.results.receivers):
-        ends.clear()
+    for channels in (worker.senders, worker.receivers, worker.results.senders, worker.results.receivers):
+        channels.clear()
 
 
 def _list_minibatches(program: Program, update: Op, total: int | None, present: int) -> range:
@@ -416,7 +416,7 @@ def _find_waiting_stages(program: Program) -> set[int]:
     }
 
 
-def _do_nothing(stage: int, index: int) -> None:
+def _skip_sync(stage: int, index: int) -> None:
     """Runs the instruction `=`: the all-reduce that the proof places here was started inside the update's last backward
     (`BackwardRunner`), and the update waits for it (`UpdateBarrier.prepare`).
 

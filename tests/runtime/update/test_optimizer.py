@@ -89,7 +89,7 @@ def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     handles, optimizer = put_on_an_accelerator()
     gradients = Gradients([torch.float32] * len(handles))
     gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
-    stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients, compare_first=lambda: None)
+    stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients, compare_first_update=lambda: None)
     barrier = UpdateBarrier(Policy(0.5, "local", "error", "", None), LocalGroup(1).member(0), {0: stage_state})
     with pytest.raises(StopIteration):
         next(barrier.prepare(0, 0.0))

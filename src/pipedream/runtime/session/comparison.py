@@ -141,7 +141,7 @@ class Comparison:
             stage_state = local.lead.stage_states[stage]
             if not replica and not placement.is_remote(stage):
                 names = list(stage_state.versions.handles)
-                stage_state.check = LayersCheck(self._make_reference_run(), stage, stage_state.module, names)
+                stage_state.observer = LayersCheck(self._make_reference_run(), stage, stage_state.module, names)
 
     def _check_stage(self, run: ReferenceRun, stage: int, replica: int, stage_state: StageState) -> None:
         local, placement = self._local, self._local.program.placement
@@ -160,7 +160,7 @@ class Comparison:
             names = list(stage_state.versions.handles) if comparable else []
             if not comparable and local.rank == replica == 0:
                 _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, plan.sums)
-            stage_state.check = StageCheck(run, stage, buffers, names, alone=alone, sharding=sharding)
+            stage_state.observer = StageCheck(run, stage, buffers, names, alone=alone, sharding=sharding)
 
 
 def count_bytes(model: nn.Module) -> int:
@@ -257,7 +257,7 @@ class LayersCheck(StageCheck):
         if not index and self._is_ready:
             self._try(super().after_backward, index, gradients, 1.0)
 
-    def sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def before_send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._try(self._compare_sent_back, index, gradients)
 
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:

@@ -320,7 +320,7 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
             parameters.share_initial(
                 model, names.by_stage, placement, rank, connections.leaders, drawn | read, blueprint.weights_device
             )
-        broadcast_tied(model, blueprint.shared, connections.holders, placement, rank)
+        broadcast_tied(model, blueprint.tied, connections.holders, placement, rank)
 
 
 def _read_weights(local: LocalWorkers, weights: Weights) -> set[str]:

@@ -507,7 +507,7 @@ class RemoteForward:
         assert self._weights.version == version, f"version {self._weights.version} is there, not {version}"
         return self._weights, version
 
-    def read_again(self, saved: SavedForward) -> WeightSet:
+    def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
         """Raises an `AssertionError`: a forward is recomputed only on the stage's own rank."""
         raise AssertionError(f"the forward of microbatch {saved.microbatch} was to be recomputed on a remote rank")
 
