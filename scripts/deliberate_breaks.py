@@ -471,8 +471,8 @@ BREAKS = (
     Break(
         "update: holders of a tied weight keep their own gradients",
         "runtime/update/tied_weights.py",
-        "sums[stage][place] = total.clone() if count else None",
-        "sums[stage][place] = mine[0].clone() if count else None",
+        "sums[stage][index] = total.clone() if count else None",
+        "sums[stage][index] = local_sums[0].clone() if count else None",
         ("end_to_end/test_couplings.py",),
     ),
     Break(
@@ -485,8 +485,8 @@ BREAKS = (
     Break(
         "update: error feedback forgets the last update",
         "runtime/update/compensation.py",
-        "torch._foreach_add_(weights, lasts, alpha=self._strength)",
-        "torch._foreach_add_(weights, lasts, alpha=0.0)",
+        "torch._foreach_add_(weights, last_updates, alpha=self._strength)",
+        "torch._foreach_add_(weights, last_updates, alpha=0.0)",
         ("runtime/update/test_compensation.py",),
     ),
     Break(
@@ -499,7 +499,7 @@ BREAKS = (
     Break(
         "all-reduce: a gradient that nobody has becomes zeros",
         "runtime/update/all_reduce.py",
-        "piece.view_as(self._handles[i]) if there[i] else None",
+        "piece.view_as(self._handles[i]) if present[i] else None",
         "piece.view_as(self._handles[i])",
         ("runtime/update/test_all_reduce.py",),
     ),

@@ -135,7 +135,7 @@ class BackwardRunner:
         stage_state.add_gradients(saved, gradients)
         if is_last:
             # The sums over the replicas are under way; adds zeros for the gradients that this replica lacks.
-            stage_state.optimizer.close(stage_state.gradients, float(self._is_stop_requested()))
+            stage_state.optimizer.start_remaining_sums(stage_state.gradients, float(self._is_stop_requested()))
 
     def _end_backward(self, kind: str, stage: int, index: int, stage_state: StageState, start: Moment) -> None:
         self._recorder.note(kind, stage, self._stream.offset + index, start)

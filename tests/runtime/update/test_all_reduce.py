@@ -19,7 +19,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
 from pipedream.runtime.stage.emulated import make_emulated_model
-from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, buckets_of
+from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, fill_buckets
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 from pipedream.schedules import build
@@ -40,7 +40,7 @@ def test_emulated_weights_with_scaled_bytes_have_as_many_buckets(byte_scale: flo
     def layout(scale: float) -> list[list[int]]:
         size = round(23_000_000 * scale)
         stage = Stage(0, 1, 2, forward_s=0.0, backward_s=0.0, parameter_bytes=size, names=("layer",))
-        return buckets_of(list(make_emulated_model([stage], 1, byte_scale=scale).parameters()))
+        return fill_buckets(list(make_emulated_model([stage], 1, byte_scale=scale).parameters()))
 
     assert layout(byte_scale) == layout(1.0)
     assert len(layout(1.0)) == 6
@@ -63,7 +63,7 @@ def test_buckets_hold_each_handle_once_from_the_end_on(
     sizes: list[tuple[int, torch.dtype]], first_bytes: int, bucket_bytes: int
 ) -> None:
     handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
-    buckets = buckets_of(handles, first_bytes, bucket_bytes)
+    buckets = fill_buckets(handles, first_bytes, bucket_bytes)
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(handles)))
     for bucket in buckets:
         assert bucket == sorted(bucket, reverse=True)
@@ -75,7 +75,7 @@ def test_buckets_hold_each_handle_once_from_the_end_on(
 
 
 def test_the_first_bucket_is_smaller() -> None:
-    assert buckets_of([torch.zeros(1)] * 9, 8, 16) == [[8, 7], [6, 5, 4, 3], [2, 1, 0]]
+    assert fill_buckets([torch.zeros(1)] * 9, 8, 16) == [[8, 7], [6, 5, 4, 3], [2, 1, 0]]
 
 
 @given(st.data(), HANDLES, st.integers(2, 4), st.integers(1, 60))
@@ -97,7 +97,7 @@ def test_sums_are_those_of_the_members_in_their_order(
             for index in early:
                 reduction.put(index, mine[index])
             reduction.close(mine, member + 0.5, update + member, float(member == 1))
-            assert reduction.started == len(buckets_of(handles, bucket_bytes, bucket_bytes))
+            assert reduction.started == len(fill_buckets(handles, bucket_bytes, bucket_bytes))
         for reduction in reductions:
             sums, loss_weight, count, stop_request = result(reduction.take())
             assert (loss_weight, stop_request) == (sum(m + 0.5 for m in range(members)), 1.0)
@@ -145,7 +145,7 @@ def test_a_parameter_without_any_gradient_is_left_alone() -> None:
         optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, input_updates=0)
         gradients = Gradients([torch.float32] * 2)
         gradients.add([torch.ones(2) if replica else None, None], 1.0)
-        optimizer.close(gradients)
+        optimizer.start_remaining_sums(gradients)
         stage_states.append((handles, optimizer, gradients))
     for handles, optimizer, gradients in stage_states:
         optimizer.step(result(optimizer.prepare(gradients))[0])
@@ -223,5 +223,5 @@ def test_buckets_on_gpus_are_larger() -> None:
     sizes = {}
     for device in ("cpu", "meta"):
         handles = [torch.empty(1 << 20, dtype=torch.uint8, device=device)] * 60
-        sizes[device] = [len(bucket) for bucket in buckets_of(handles)]
+        sizes[device] = [len(bucket) for bucket in fill_buckets(handles)]
     assert sizes == {"cpu": [1, *[4] * 14, 3], "meta": [1, 25, 25, 9]}

@@ -148,7 +148,7 @@ class LocalWorkers:
     def step_schedules(self, value: float) -> None:
         """Steps schedules that follow evaluations; every rank calls it with the same value."""
         for _, stage_state in self.stage_states:
-            stage_state.optimizer.evaluated(value)
+            stage_state.optimizer.step_after_evaluation(value)
 
     def note_call(self, name: str, minibatches: int) -> None:
         """Notes a call that every rank must make, after its loop was given so many minibatches."""

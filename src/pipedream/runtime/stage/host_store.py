@@ -288,8 +288,8 @@ class HostStore:
         memory = self._memory[stage, replica] = self._make(stage, layout.stored_bytes)
         stored = StoredStage(layout, memory, False, self._copies)
         places, _ = layout.view_set(stored.sets[0])
-        take_back = partial(stored.copies.copy_to_store, places=layout.view_gradients(stored.gradients))
-        return HostedWeights(handles, places, take_back)
+        copy_gradients = partial(stored.copies.copy_to_store, places=layout.view_gradients(stored.gradients))
+        return HostedWeights(handles, places, copy_gradients)
 
     def open(self, stage: int, layout: StageLayout) -> StoredStage:
         """Opens a stage's part; makes it first if no process has."""

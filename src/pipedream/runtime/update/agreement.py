@@ -1,4 +1,4 @@
-"""By what the replicas of one stage agree: sums of gradients, or averages of weights."""
+"""How the replicas of one stage agree: by sums of gradients, or by averages of weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pipedream.runtime.update.low_rank import LowRankSum
 
 
 class Agreement(NamedTuple):
-    """An `all_reduce`, perhaps with `low_rank` for some gradients, or an `average`; nothing for a lone replica."""
+    """An `all_reduce`, with `low_rank` for some gradients or without, or an `average`; neither for a single replica."""
 
     all_reduce: GradientAllReduce | None = None
     low_rank: LowRankSum | None = None
     average: WeightAverage | None = None
 
     @classmethod
-    def by(
+    def make(
         cls,
         method: SumMethod,
         handles: Mapping[str, torch.nn.Parameter],
@@ -31,14 +31,14 @@ class Agreement(NamedTuple):
         replicas: int,
         tied: Collection[str] = (),
     ) -> Agreement:
-        """Returns that of a replica; `tied` weights are not compressed."""
+        """Returns the agreement of a replica; `tied` weights are not compressed."""
         if group is None:
             return cls()
         if method.averages_weights:
-            kind = OuterOptimizer if method.has_outer_steps else WeightAverage
-            return cls(average=kind(handles, ema, method, group, replicas))
+            average_class = OuterOptimizer if method.has_outer_steps else WeightAverage
+            return cls(average=average_class(handles, ema, method, group, replicas))
         low_rank = LowRankSum(handles, method, group, tied) if method.is_low_rank else None
-        apart = () if low_rank is None else low_rank.numbers
+        excluded = () if low_rank is None else low_rank.names_by_index
         sent_dtype = getattr(torch, method.sent_dtype) if method.sent_dtype else None
-        all_reduce = GradientAllReduce(list(handles.values()), group, sent_dtype=sent_dtype, apart=apart)
+        all_reduce = GradientAllReduce(list(handles.values()), group, sent_dtype=sent_dtype, excluded=excluded)
         return cls(all_reduce, low_rank)

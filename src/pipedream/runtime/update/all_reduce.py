@@ -22,13 +22,13 @@ from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKE
 from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
 
 
-def buckets_of(
+def fill_buckets(
     handles: Sequence[torch.Tensor], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int | None = None
 ) -> list[list[int]]:
     """Returns the indices of the handles in each bucket, in the order in which the backward completes the buckets.
 
     A bucket holds one dtype. The first one is full at `first_bytes`, any other at `bucket_bytes`, by default larger on
-    GPUs. Of emulated weights with scaled bytes, buckets are as many as without (`stage.emulated`).
+    GPUs. Emulated weights with scaled bytes fill as many buckets as unscaled ones (`stage.emulated`).
     """
     if bucket_bytes is None:
         bucket_bytes = GPU_BUCKET_BYTES if any(handle.device.type != "cpu" for handle in handles) else BUCKET_BYTES
@@ -47,7 +47,7 @@ def buckets_of(
 
 @dataclass
 class _Bucket:
-    """Gradients that are reduced together: handle -> gradient, or None; `flat` once started."""
+    """Gradients that are reduced together: handle -> gradient or None; `flat` once the sum has started."""
 
     members: list[int]
     parts: dict[int, torch.Tensor | None] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class GradientAllReduce:
     """The all-reduce of one stage's gradients over its replicas.
 
     Args:
-        sent_dtype: in which gradients of more bits are sent, and summed; by default their own.
-        apart: indices of handles whose gradients are not summed here.
+        sent_dtype: gradients of more bits are sent and summed in this dtype; by default in their own.
+        excluded: indices of handles whose gradients are not summed here.
     """
 
     def __init__(
@@ -68,45 +68,43 @@ class GradientAllReduce:
         group: Group,
         *,
         sent_dtype: torch.dtype | None = None,
-        apart: Collection[int] = (),
+        excluded: Collection[int] = (),
         first_bytes: int = FIRST_BUCKET_BYTES,
         bucket_bytes: int | None = None,
     ) -> None:
         self._handles = list(handles)
         self._group = group
         self._sent_dtype = sent_dtype
-        summed = [index for index in range(len(self._handles)) if index not in apart]
-        layout = buckets_of([self._handles[index] for index in summed], first_bytes, bucket_bytes)
-        self._layout = [[summed[place] for place in bucket] for bucket in layout]
-        self._apart = frozenset(apart)
-        self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
+        summed = [index for index in range(len(self._handles)) if index not in excluded]
+        layout = fill_buckets([self._handles[index] for index in summed], first_bytes, bucket_bytes)
+        self._members = [[summed[place] for place in bucket] for bucket in layout]
+        self._excluded = frozenset(excluded)
+        self._bucket_of = {index: number for number, bucket in enumerate(self._members) for index in bucket}
         self._begin()
 
     def _begin(self) -> None:
-        self._buckets = [_Bucket(members) for members in self._layout]
+        self._buckets = [_Bucket(members) for members in self._members]
         self._unsummed: dict[int, torch.Tensor | None] = {}
-        self._running: list[Pending[torch.Tensor]] = []
+        self._pending_sums: list[Pending[torch.Tensor]] = []
         self._amounts: Pending[torch.Tensor] | None = None
 
     @property
     def started(self) -> int:
-        return len(self._running)
+        return len(self._pending_sums)
 
     @property
     def closed(self) -> bool:
-        """This replica's part is complete."""
+        """Whether this replica's part is complete."""
         return self._amounts is not None
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Takes the complete sum of a handle, which it then owns (None: no gradient), and starts the buckets whose turn
-        it is.
-        """
+        """Takes the complete sum of a handle (None: no gradient), and starts the next buckets if they are full."""
         if gradient is not None and gradient.is_sparse:
             raise PlanError(
                 f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse, and its stage has replicas, "
                 "which exchange dense gradients; make it dense (sparse=False), or give the stage one worker"
             )
-        if index in self._apart:
+        if index in self._excluded:
             self._unsummed[index] = gradient
             return
         bucket = self._buckets[self._bucket_of[index]]
@@ -120,24 +118,24 @@ class GradientAllReduce:
         if len(bucket.parts) < len(bucket.members):
             return
         while self.started < len(self._buckets):
-            due = self._buckets[self.started]
-            if len(due.parts) < len(due.members):
+            first = self._buckets[self.started]
+            if len(first.parts) < len(first.members):
                 return
             parts = [
-                torch.zeros_like(self._handles[i]) if (part := due.parts[i]) is None else part for i in due.members
+                torch.zeros_like(self._handles[i]) if (part := first.parts[i]) is None else part for i in first.members
             ]
-            due.parts = {i: None if part is None else _REDUCED for i, part in due.parts.items()}
+            first.parts = {i: None if part is None else _REDUCED for i, part in first.parts.items()}
             flat = [part.detach().reshape(-1) for part in parts]
-            due.flat = self._encode(torch.cat(flat) if len(flat) > 1 else flat[0])
-            self._running.append(self._group.all_reduce(due.flat))
+            first.flat = self._encode(torch.cat(flat) if len(flat) > 1 else flat[0])
+            self._pending_sums.append(self._group.all_reduce(first.flat))
 
     def _encode(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns what is sent of gradients."""
+        """Returns gradients in the dtype in which they are sent."""
         low = self._sent_dtype
         return flat.to(low) if low is not None and flat.is_floating_point() and flat.itemsize > low.itemsize else flat
 
     def close(self, sums: Sequence[torch.Tensor | None], loss_weight: float, count: int, stop_request: float) -> None:
-        """Contributes what is left of this replica's part in the coming update.
+        """Contributes the rest of this replica's part in the next update.
 
         Args:
             sums: ignored for handles that were `put` before.
@@ -149,33 +147,33 @@ class GradientAllReduce:
             for index in bucket.members:
                 if index not in bucket.parts:
                     self.put(index, sums[index])
-        for index in self._apart - self._unsummed.keys():
+        for index in self._excluded - self._unsummed.keys():
             self.put(index, sums[index])
         parts = self._unsummed | {i: part for bucket in self._buckets for i, part in bucket.parts.items()}
-        there = [parts[i] is not None for i in range(len(self._handles))]
-        # Small numbers, after the buckets, on the CPU, so that reading them does not wait for a GPU; `there`: a handle
-        # without a gradient anywhere must keep none.
-        amounts = torch.tensor([loss_weight, count, stop_request, *there], dtype=torch.float64)
+        present = [parts[i] is not None for i in range(len(self._handles))]
+        # Small numbers, after the buckets, on the CPU, so that reading them does not wait for a GPU. `present`: a
+        # handle gets None if no replica has a gradient.
+        amounts = torch.tensor([loss_weight, count, stop_request, *present], dtype=torch.float64)
         self._amounts = self._group.all_reduce(amounts)
 
     def take(self) -> Waiting[tuple[list[torch.Tensor | None], float, int, float]]:
-        """Returns sums, loss weight, count and stop request over all replicas, and gets ready for the next update.
+        """Returns sums, loss weight, count and stop request over all replicas, and begins the next update.
 
-        A handle for which no replica has a gradient gets None, as in one process; one that is `apart` this replica's.
+        A handle for which no replica has a gradient gets None, as in one process; an excluded one, this replica's own.
         """
         assert self._amounts is not None
-        for pending in (*self._running, self._amounts):
+        for pending in (*self._pending_sums, self._amounts):
             amounts = yield from wait_for(pending)
-        loss_weight, count, stop_request, *there = amounts.tolist()
+        loss_weight, count, stop_request, *present = amounts.tolist()
         sums: list[torch.Tensor | None] = [None] * len(self._handles)
         for bucket in self._buckets:
             assert bucket.flat is not None
             flat = bucket.flat.to(self._handles[bucket.members[0]].dtype)
             pieces = torch.split(flat, [self._handles[i].numel() for i in bucket.members])
             for i, piece in zip(bucket.members, pieces, strict=True):
-                sums[i] = piece.view_as(self._handles[i]) if there[i] else None
+                sums[i] = piece.view_as(self._handles[i]) if present[i] else None
         for i, gradient in self._unsummed.items():
-            sums[i] = torch.zeros_like(self._handles[i]) if gradient is None and there[i] else gradient
+            sums[i] = torch.zeros_like(self._handles[i]) if gradient is None and present[i] else gradient
         self._begin()
         return sums, loss_weight, int(count), stop_request
 

@@ -1,9 +1,8 @@
 """Replicas that update by themselves and average their weights from time to time: local SGD and DiLoCo.
 
 `every:H` (Stich, ICLR 2019): after H updates each replica takes the mean of all replicas' weights. `diloco:H`
-(Douillard et al. 2023): that mean is where H updates have led from the outer weights; the outer optimizer, SGD with
-Nesterov's momentum, moves the outer weights that way, and each replica takes them. The replicas' own optimizers keep
-their state.
+(Douillard et al. 2023): the outer weights minus that mean are the gradient of the outer optimizer, SGD with Nesterov's
+momentum; each replica takes the outer weights that it makes. The replicas' own optimizers keep their state.
 
 Between two averages the replicas differ. What is evaluated and saved then is the mean of their weights, or the outer
 weights; training continues with each replica's own.
@@ -19,14 +18,14 @@ from pipedream.core.plan.sums import SumMethod
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
-Named = dict[str, torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 
 
 class WeightAverage:
     """One replica's part in the averages of its stage; all make the same calls.
 
-    Life: `end_update` after each update. At a drain `show_common` puts what all replicas have in common into the place
-    of this replica's own, and `show_local` puts that back.
+    Life: `end_update` after each update. At a drain `show_common` writes what all replicas have in common over this
+    replica's own weights, and `show_local` restores these.
 
     Args:
         handles: the weights, by name.
@@ -38,7 +37,7 @@ class WeightAverage:
     """
 
     def __init__(
-        self, handles: Mapping[str, torch.Tensor], ema: Named, method: SumMethod, group: Group, replicas: int
+        self, handles: Mapping[str, torch.Tensor], ema: NamedTensors, method: SumMethod, group: Group, replicas: int
     ) -> None:
         self.method = method
         self._handles = dict(handles)
@@ -46,15 +45,15 @@ class WeightAverage:
         self._group = group
         self._replicas = replicas
         self.updates = 0
-        self.local: Named = {}
+        self.local: NamedTensors = {}
 
     @property
-    def _weights(self) -> Named:
-        """The weights, which versions move to other memory."""
+    def _weights(self) -> NamedTensors:
+        """The weights, read each time because versions move them."""
         return {f"weights/{name}": handle.detach() for name, handle in self._handles.items()}
 
     @property
-    def shown(self) -> Named:
+    def shown(self) -> NamedTensors:
         """This replica's tensors, or the common ones in their place."""
         return self._weights | {f"ema/{name}": average for name, average in self._ema.items()}
 
@@ -78,8 +77,8 @@ class WeightAverage:
             return
         shown = self.shown
         self.local = {name: tensor.clone() for name, tensor in shown.items()}
-        different = shown if self.updates else {name: tensor for name, tensor in shown.items() if name[:4] == "ema/"}
-        _copy(shown, self._find_common((yield from self._average(different))))
+        differing = shown if self.updates else {name: tensor for name, tensor in shown.items() if name[:4] == "ema/"}
+        _copy(shown, self._find_common((yield from self._average(differing))))
 
     def show_local(self) -> None:
         _copy(self.shown, self.local)
@@ -89,7 +88,7 @@ class WeightAverage:
         """Continues with the weights that were loaded, which all replicas have."""
         self.local = {}
 
-    def load(self, updates: int, local: Named, velocity: Named) -> None:
+    def load(self, updates: int, local: NamedTensors, velocity: NamedTensors) -> None:
         """Loads this replica's part of a checkpoint, whose common weights are shown.
 
         Args:
@@ -101,15 +100,15 @@ class WeightAverage:
         self.updates = updates
         self.local = {name: local[name].clone() for name in self.shown if name in local}
 
-    def _average(self, tensors: Named) -> Waiting[Named]:
+    def _average(self, tensors: NamedTensors) -> Waiting[NamedTensors]:
         sums = yield from all_reduce_many(self._group, list(tensors.values()))
         return {name: total / self._replicas for name, total in zip(tensors, sums, strict=True)}
 
-    def _step(self, means: Named) -> Named:
+    def _step(self, means: NamedTensors) -> NamedTensors:
         """Returns the weights with which all replicas continue."""
         return means
 
-    def _find_common(self, means: Named) -> Named:
+    def _find_common(self, means: NamedTensors) -> NamedTensors:
         """Returns what the replicas have in common before their next average."""
         return means
 
@@ -122,7 +121,7 @@ class OuterOptimizer(WeightAverage):
     """
 
     def __init__(
-        self, handles: Mapping[str, torch.Tensor], ema: Named, method: SumMethod, group: Group, replicas: int
+        self, handles: Mapping[str, torch.Tensor], ema: NamedTensors, method: SumMethod, group: Group, replicas: int
     ) -> None:
         super().__init__(handles, ema, method, group, replicas)
         self.outer = {name: handle.detach().clone() for name, handle in handles.items()}
@@ -133,22 +132,22 @@ class OuterOptimizer(WeightAverage):
         for name, handle in self._handles.items():
             self.outer[name].copy_(handle.detach())
 
-    def load(self, updates: int, local: Named, velocity: Named) -> None:
+    def load(self, updates: int, local: NamedTensors, velocity: NamedTensors) -> None:
         super().load(updates, local, velocity)
         for name, tensor in self.velocity.items():
             tensor.copy_(velocity[name]) if name in velocity else tensor.zero_()
 
-    def _step(self, means: Named) -> Named:
+    def _step(self, means: NamedTensors) -> NamedTensors:
         for name, outer in self.outer.items():
             change = outer - means[f"weights/{name}"]
             velocity = self.velocity[name].mul_(self.method.momentum).add_(change)
             outer.sub_(change.add_(velocity, alpha=self.method.momentum), alpha=self.method.rate)
         return self._find_common({})
 
-    def _find_common(self, means: Named) -> Named:
+    def _find_common(self, means: NamedTensors) -> NamedTensors:
         return means | {f"weights/{name}": outer for name, outer in self.outer.items()}
 
 
-def _copy(targets: Named, sources: Named) -> None:
+def _copy(targets: NamedTensors, sources: NamedTensors) -> None:
     for name, source in sources.items():
         targets[name].copy_(source)

@@ -20,7 +20,7 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import BasisRotation, Compensation, ErrorFeedback, GapAware, OfVelocity
 from pipedream.runtime.update.hosted import HostedWeights
-from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, turn_back
+from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, undo_rotation
 from pipedream.sharding.stage import StageSharding
 from pipedream.sharding.whole_weights import whole_weights
 
@@ -42,10 +42,10 @@ class Compensator:
     """Compensates for the late gradients of one stage.
 
     Args:
-        chosen: checked (`core.schedule.compensation.check_compensations`).
+        compensations: checked by `core.schedule.compensation.check_compensations`.
         staleness: D.
         handles: what the optimizer steps.
-        hosted: has these, as copies of the weights.
+        hosted: has these handles, if they are copies of the weights.
 
     Raises:
         ScheduleError: one is not defined for this optimizer.
@@ -53,7 +53,7 @@ class Compensator:
 
     def __init__(
         self,
-        chosen: Sequence[Compensation],
+        compensations: Sequence[Compensation],
         staleness: int,
         optimizer: torch.optim.Optimizer,
         handles: Mapping[str, torch.nn.Parameter],
@@ -66,16 +66,14 @@ class Compensator:
         self._optimizer = optimizer
         self._handles = dict(handles)
         self._names = {id(handle): name for name, handle in handles.items()}
-        self._velocity = next((compensation for compensation in chosen if isinstance(compensation, OfVelocity)), None)
-        self._gap = next((compensation for compensation in chosen if isinstance(compensation, GapAware)), None)
-        feedback = next((compensation for compensation in chosen if isinstance(compensation, ErrorFeedback)), None)
+        self._velocity = next((c for c in compensations if isinstance(c, OfVelocity)), None)
+        self._gap = next((c for c in compensations if isinstance(c, GapAware)), None)
+        feedback = next((c for c in compensations if isinstance(c, ErrorFeedback)), None)
         self._strength = feedback.strength_at(staleness) if feedback is not None else 0.0
-        check_optimizer(chosen, optimizer)
+        check_optimizer(compensations, optimizer)
         self._state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
         self._sides: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
-        self._rotation = next(
-            (compensation for compensation in chosen if isinstance(compensation, BasisRotation)), None
-        )
+        self._rotation = next((c for c in compensations if isinstance(c, BasisRotation)), None)
         self._rotated_step: RotatedStep | None = None
         if self._rotation is not None:
             adds_decay = partial(_adds_decay_to_gradient, optimizer)
@@ -90,12 +88,12 @@ class Compensator:
 
     @property
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What checkpoints keep: parameter's name -> tensors."""
+        """What checkpoints save: name of a parameter -> tensors."""
         return {name: kept | self._sides[name] for name, kept in self._state.items()}
 
     @property
     def needs_read_weights(self) -> bool:
-        """`penalise` needs the weights at which the gradients were computed."""
+        """Whether `penalise` needs the weights at which the gradients were computed."""
         return self._gap is not None
 
     def penalise(self, newest: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
@@ -109,7 +107,7 @@ class Compensator:
             return
         for group in self._optimizer.param_groups:
             decay = float(group.get("weight_decay", 0.0)) if _adds_decay_to_gradient(self._optimizer, group) else 0.0
-            decay = -decay if group.get("maximize", False) else decay  # added to the gradient's negative
+            decay = -decay if group.get("maximize", False) else decay  # then it is added to the negated gradient
             for handle in group["params"]:
                 name = self._names.get(id(handle))
                 steps = 0 if name is None else int(self._state[name]["steps"])
@@ -117,12 +115,12 @@ class Compensator:
                 if handle.grad is None or name is None or not steps:
                     continue
                 state = self._state[name]
-                usual = (state["mean_square"] / (1.0 - self._gap.decay**steps)).sqrt_().add_(self._gap.eps)
-                usual.mul_(float(state["greatest_rate"]))
-                gap = (newest[name].detach() - read[name].detach()).abs_().to(usual.dtype)
-                penalty = gap.div_(usual).add_(1.0)
+                usual_step = (state["mean_square"] / (1.0 - self._gap.decay**steps)).sqrt_().add_(self._gap.eps)
+                usual_step.mul_(float(state["greatest_rate"]))
+                gap = (newest[name].detach() - read[name].detach()).abs_().to(usual_step.dtype)
+                penalty = gap.div_(usual_step).add_(1.0)
                 if decay:
-                    # The optimizer adds decay * w; the whole of it is divided.
+                    # The optimizer will add decay * w: divide the sum of both.
                     handle.grad.add_(handle.detach(), alpha=decay).div_(penalty).sub_(handle.detach(), alpha=decay)
                 else:
                     handle.grad.div_(penalty)
@@ -153,15 +151,15 @@ class Compensator:
                 weights[name] = weights[name] + self._strength * state["last_update"]
         if self._velocity is not None:
             for group in self._optimizer.param_groups:
-                ahead = factor * float(group["lr"]) * self._velocity.horizon_at(group["momentum"], self._staleness)
+                distance = factor * float(group["lr"]) * self._velocity.horizon_at(group["momentum"], self._staleness)
                 for handle in group["params"]:
                     velocity = self._optimizer.state.get(handle, {}).get("momentum_buffer")
                     if velocity is not None and id(handle) in self._names:
-                        weights[self._names[id(handle)]] = handle.detach() + ahead * velocity
+                        weights[self._names[id(handle)]] = handle.detach() + distance * velocity
         return weights
 
     def load(self, name: str, saved: Mapping[str, torch.Tensor]) -> None:
-        """Loads a parameter's state from a checkpoint or another method; missing entries begin anew."""
+        """Loads a parameter's state from a checkpoint or another method; missing entries keep their initial values."""
         for key, tensor in self._state[name].items():
             if key in saved:
                 tensor.copy_(saved[key])
@@ -172,8 +170,8 @@ class Compensator:
             self._sides[name] |= sides
         elif sides:
             moments = {n: t for n, t in self._optimizer.state.get(handle, {}).items() if torch.is_tensor(t) and t.dim()}
-            for key, turned in turn_back(self._gather(name, moments), sides).items():
-                moments[key].copy_(turned if self._sharding is None else self._sharding.take_part([name], turned))
+            for key, moment in undo_rotation(self._gather(name, moments), sides).items():
+                moments[key].copy_(moment if self._sharding is None else self._sharding.take_part([name], moment))
 
     def _gather(self, name: str, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return parts if self._sharding is None else {n: self._sharding.gather([name], t) for n, t in parts.items()}
@@ -227,23 +225,23 @@ class Compensator:
         torch._foreach_sub_(updates, weights)
         if self._strength:
             states = [self._state[name] for name in self._handles]
-            lasts = [state["last_update"] for state in states]
+            last_updates = [state["last_update"] for state in states]
             torch._foreach_add_(weights, updates, alpha=-self._strength)
-            torch._foreach_add_(weights, lasts, alpha=self._strength)
+            torch._foreach_add_(weights, last_updates, alpha=self._strength)
             for state, update in zip(states, updates, strict=True):
                 state["last_update"] = update
         if self._gap is not None:
-            of = {id(handle): update for handle, update in zip(handles, updates, strict=True)}
+            update_by_id = {id(handle): update for handle, update in zip(handles, updates, strict=True)}
             for group in self._optimizer.param_groups:
                 rate = float(group["lr"])
-                moved = [handle for handle in group["params"] if id(handle) in of]
+                moved = [handle for handle in group["params"] if id(handle) in update_by_id]
                 if rate:
-                    self._track_usual_step(moved, [of[id(handle)] / rate for handle in moved], rate)
+                    self._track_usual_step(moved, [update_by_id[id(handle)] / rate for handle in moved], rate)
 
     def _track_usual_step(
         self, handles: Sequence[torch.nn.Parameter], steps: Sequence[torch.Tensor], rate: float
     ) -> None:
-        """Adds steps, which are for a learning rate of 1."""
+        """Adds steps, which are divided by the learning rate, to the running mean square."""
         if self._gap is None or not rate:
             return
         for handle, step in zip(handles, steps, strict=True):
@@ -253,9 +251,9 @@ class Compensator:
             state["greatest_rate"].clamp_(min=rate)
 
 
-def check_optimizer(chosen: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(compensations: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:
     """Raises a `ScheduleError` if a compensation is not defined for an optimizer."""
-    for compensation in chosen:
+    for compensation in compensations:
         if isinstance(compensation, OfVelocity):
             _check_velocity(compensation, optimizer)
         if isinstance(compensation, BasisRotation):

@@ -1,7 +1,7 @@
 """An optimizer in the memory of the machine, for weights that are on a device.
 
-Life of an update: the gradients go to the machine's memory, the optimizer steps there on copies of the weights, and
-these come back. The weights and their versions stay on the device.
+Life of an update: the gradients are copied to the machine's memory, the optimizer steps copies of the weights there,
+and these are copied back. The weights and their versions stay on the device.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 
-TakeBack = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
+CopyTensors = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
 
 
 class HostedWeights:
     """Copies of a stage's trained weights, which an optimizer steps.
 
     Args:
-        places: for the copies, by name.
-        take_back: copies gradients; returns them, and what to wait for before they are read.
+        places: memory of the copies, by name.
+        copy_gradients: returns copies of gradients, and the event to wait for before they are read.
 
     Attributes:
         copies: by name, with the attributes of the handles.
     """
 
     def __init__(
-        self, handles: Mapping[str, torch.nn.Parameter], places: Mapping[str, torch.Tensor], take_back: TakeBack
+        self, handles: Mapping[str, torch.nn.Parameter], places: Mapping[str, torch.Tensor], copy_gradients: CopyTensors
     ) -> None:
         self._handles = dict(handles)
-        self._take_back = take_back
+        self._copy_gradients = copy_gradients
         self.copies = {name: _make_like(handle, places[name]) for name, handle in handles.items()}
         self.read()
 
     def read(self) -> None:
-        """Takes what was written into the handles."""
+        """Copies the weights from the handles."""
         for name, copy in self.copies.items():
             copy.data.copy_(self._handles[name].data)
 
     def take_gradients(self) -> None:
-        """Gives the copies the handles' gradients."""
-        gradients, ready = self._take_back([handle.grad for handle in self._handles.values()])
+        """Copies the gradients from the handles."""
+        gradients, ready = self._copy_gradients([handle.grad for handle in self._handles.values()])
         if ready is not None:
             ready.synchronize()
         for copy, gradient in zip(self.copies.values(), gradients, strict=True):
             copy.grad = gradient
 
     def write(self) -> None:
-        """Copies the weights into the handles; a GPU is not waited for."""
+        """Copies the weights into the handles, without waiting for a GPU."""
         for name, copy in self.copies.items():
             copy.grad = None
             self._handles[name].data.copy_(copy.data, non_blocking=True)

@@ -17,7 +17,7 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 
-_SKIPPED_IN_A_ROW = 8
+_WARN_AFTER_SKIPPED = 8
 """Consecutive skipped updates after which a constant scale causes a warning."""
 
 
@@ -28,7 +28,7 @@ class LossScaleOptions:
     Attributes:
         growth, backoff: factors; 1 for a constant scale.
         interval: good updates in a row until the scale grows.
-        good: initial count of these.
+        good: how many of them there were already.
     """
 
     scale: float
@@ -43,9 +43,7 @@ class LossScaleOptions:
 
     @classmethod
     def of(cls, scaler: Any) -> LossScaleOptions | None:
-        """Returns the options for a number (a constant scale), a torch.amp.GradScaler or None; else raises a
-        `ScheduleError`.
-        """
+        """Takes a number (a constant scale), a torch.amp.GradScaler or None; else raises a `ScheduleError`."""
         if scaler is None or (isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()):
             return None
         if isinstance(scaler, torch.amp.GradScaler):
@@ -62,14 +60,14 @@ class LossScaleOptions:
 class LossScale:
     """The loss scale of one stage.
 
-    Warns if many updates in a row were skipped at a constant scale: nothing will make their gradients finite.
+    Warns if many updates in a row were skipped at a constant scale: their gradients will not become finite.
     """
 
     def __init__(self, scaling: LossScaleOptions) -> None:
         self._scaling = scaling
         self.value = scaling.scale
         self.good = scaling.good
-        self._bad = 0
+        self._skipped = 0
 
     @property
     def changes(self) -> bool:
@@ -77,10 +75,10 @@ class LossScale:
 
     def update(self, finite: bool) -> None:
         self.good = self.good + 1 if finite else 0
-        self._bad = 0 if finite else self._bad + 1
-        if self._bad == _SKIPPED_IN_A_ROW and not self.changes:
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped == _WARN_AFTER_SKIPPED and not self.changes:
             warnings.warn(
-                f"{self._bad} updates in a row were skipped because their gradients are not finite at the constant "
+                f"{self._skipped} updates in a row were skipped because their gradients are not finite at the constant "
                 f"loss scale {self.value:g}; use a smaller one (grad_scaler=...), a torch.amp.GradScaler with a method "
                 "that flushes (1f1b, gpipe), or a lower learning rate if the scale is not the cause",
                 stacklevel=2,

@@ -1,12 +1,12 @@
 """PowerSGD: the sum of a matrix's gradients by two thin factors (Vogels, Karimireddy and Jaggi, NeurIPS 2019).
 
-Replica w has S_w, its gradient summed over its microbatches, and an error e_w. All know D, by which this update divides
-the sum: the summed loss weight, or the minibatches of a round, times the loss scale. Q is the last update's factor.
+Replica w has S_w, its gradient summed over its microbatches, and an error e_w. All have D, the divisor of this update's
+sum: the summed loss weight, or the minibatches of a round, times the loss scale. Q is the last update's factor.
 
     M_w = S_w + D e_w
     P = orthonormal columns of sum_w M_w orth(Q)      the first message
     Q = sum_w M_w^T P                                  the second
-    the sum becomes P Q^T, and e_w = (M_w - P P^T M_w) / D, what this replica's share of it lacks
+    the sum becomes P Q^T, and e_w = (M_w - P P^T M_w) / D, what it lacks of this replica's share
 
 So an error has the unit of the update's mean gradient: it does not depend on the number of microbatches, on loss
 weights that differ between replicas or updates, or on the loss scale. Since P and Q are linear in M_w, the update
@@ -14,7 +14,7 @@ depends on the sums of S_w and of e_w only, not on who has what. An update that 
 they were.
 
 Where Q does not have full rank (no gradient so far, or one of lower rank), QR completes it with other directions, so no
-direction is lost for ever. What is not finite makes the whole matrix so.
+direction is lost for ever. One number that is not finite makes the whole matrix so.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ class _Round(NamedTuple):
 
 
 class LowRankSum:
-    """The compressed sums of one stage, of which one replica is here.
+    """One replica's part in the compressed sums of its stage.
 
     Args:
         handles: of the stage.
-        whole: names of matrices that are not compressed.
+        uncompressed: names of matrices that are not compressed.
 
     Attributes:
-        numbers: index of each compressed handle -> its name.
+        names_by_index: index of each compressed handle -> its name.
         errors, factors: e_w and Q, by name; in float32 or more.
     """
 
     def __init__(
-        self, handles: Mapping[str, torch.Tensor], method: SumMethod, group: Group, whole: Collection[str] = ()
+        self, handles: Mapping[str, torch.Tensor], method: SumMethod, group: Group, uncompressed: Collection[str] = ()
     ) -> None:
         self._group = group
-        self.numbers = {
+        self.names_by_index = {
             number: name
             for number, (name, handle) in enumerate(handles.items())
-            if name not in whole and handle.is_floating_point() and method.compresses(handle.shape)
+            if name not in uncompressed and handle.is_floating_point() and method.compresses(handle.shape)
         }
         self.errors: dict[str, torch.Tensor] = {}
         self.factors: dict[str, torch.Tensor] = {}
         self._rank = method.rank
-        for name in self.numbers.values():
+        for name in self.names_by_index.values():
             matrix = handles[name].detach().flatten(1)
             dtype = torch.promote_types(matrix.dtype, torch.float32)
             self.errors[name] = torch.zeros_like(matrix, dtype=dtype, memory_format=torch.contiguous_format)
@@ -87,7 +87,7 @@ class LowRankSum:
             divisor: D.
         """
         self._divisor = divisor or 1.0
-        present = [(number, name) for number, name in self.numbers.items() if sums[number] is not None]
+        present = [(number, name) for number, name in self.names_by_index.items() if sums[number] is not None]
         matrices = {name: self._add_error(name, sums[number]) for number, name in present}
         lefts = [matrix @ _orthonormalise(self.factors[name]) for name, matrix in matrices.items()]
         lefts = [_orthonormalise(left) for left in (yield from all_reduce_many(self._group, lefts))]
@@ -105,7 +105,7 @@ class LowRankSum:
         return torch.add(gradient.detach().reshape(error.shape).to(error.dtype), error, alpha=self._divisor)
 
     def load(self, errors: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]) -> None:
-        """Loads errors and factors; those that are missing, or of another rank, begin anew."""
+        """Loads errors and factors; resets those that are missing or of another rank."""
         for name, error in self.errors.items():
             error.copy_(errors[name]) if name in errors else error.zero_()
             factor, saved = self.factors[name], factors.get(name)
@@ -115,9 +115,9 @@ class LowRankSum:
 
     def finish(self, *, is_made: bool) -> None:
         """Keeps the new errors and factors, if the update is made."""
-        for name, now in self._rounds.items() if is_made else ():
-            torch.addmm(now.matrix, now.left, now.right.T, alpha=-1.0, out=self.errors[name]).div_(self._divisor)
-            self.factors[name] = now.factor
+        for name, new in self._rounds.items() if is_made else ():
+            torch.addmm(new.matrix, new.left, new.right.T, alpha=-1.0, out=self.errors[name]).div_(self._divisor)
+            self.factors[name] = new.factor
         self._rounds = {}
 
 

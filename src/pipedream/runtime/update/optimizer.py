@@ -27,10 +27,10 @@ from pipedream.sharding.stage import StageSharding
 
 
 class Gradients:
-    """The gradients of the coming update, in the order of the handles.
+    """The gradients of the next update, in the order of the handles.
 
-    Autograd itself adds to the sums (`accumulators`), tensor by tensor while they are in the cache: adding them up
-    afterwards took 2 to 4 ms of a 35 ms backward.
+    Autograd itself adds to the sums (`accumulators`), tensor by tensor while they are in the cache: adding afterwards
+    took 2 to 4 ms of a 35 ms backward.
     """
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
@@ -64,14 +64,14 @@ class Gradients:
 
     def _cast_to_full(self, gradients: list[Any]) -> list[torch.Tensor | None]:
         """Casts low-precision gradients, on a GPU by one kernel for all."""
-        kinds = zip(gradients, self._dtypes, strict=False)  # an empty microbatch has no gradients
-        low = [i for i, (gradient, dtype) in enumerate(kinds) if gradient is not None and gradient.dtype != dtype]
-        if not low:
+        pairs = zip(gradients, self._dtypes, strict=False)  # an empty microbatch has no gradients
+        to_cast = [i for i, (gradient, dtype) in enumerate(pairs) if gradient is not None and gradient.dtype != dtype]
+        if not to_cast:
             return gradients
         full = list(gradients)
-        for i in low:
+        for i in to_cast:
             full[i] = torch.empty_like(gradients[i], dtype=self._dtypes[i])
-        torch._foreach_copy_([full[i] for i in low], [gradients[i] for i in low])
+        torch._foreach_copy_([full[i] for i in to_cast], [gradients[i] for i in to_cast])
         return full
 
     def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Gradients:
         return total.add_(gradient)
 
     def replace(self, sums: list[torch.Tensor | None], ready: torch.cuda.Event | None) -> None:
-        """Replaces the sums by copies elsewhere, which may be read after `ready`."""
+        """Replaces the sums by copies, which may be read after the event `ready`."""
         self._sums, self._ready = sums, ready
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
@@ -104,7 +104,7 @@ class ReducedGradients(NamedTuple):
     """An update's gradients summed over all replicas, in the order of the handles, not yet divided.
 
     `stop_request` is not 0 if a replica was asked to stop. Where replicas average weights instead, sums, weight and
-    microbatches are this replica's own; `present` are the microbatches of all.
+    microbatches are this replica's own, and `present` counts the microbatches of all.
     """
 
     sums: list[torch.Tensor | None]
@@ -114,7 +114,7 @@ class ReducedGradients(NamedTuple):
     present: int | None = None
 
     def divisor(self, mean_of_rounds: bool) -> float:
-        """Returns what an update divides by, but for a loss scale."""
+        """Returns the divisor of the sums, without the loss scale."""
         return float(self.microbatches) if mean_of_rounds else self.loss_weight
 
 
@@ -134,13 +134,13 @@ class Optimizer:
         sum_method: how the replicas agree.
         ema: decay of the average of the weights; None keeps none.
         counted_elsewhere: indices of handles that another stage counts in the norm.
-        tied: names of weights that other stages hold, too, and whose gradients are summed over all holders.
+        tied: names of weights that other stages hold too; their gradients are summed over all holders.
         loss_scale: None if the loss is not scaled.
         sharding: None on a single rank.
-        hosted: copies of the handles, which the optimizer steps (`stepped`); None: it steps the handles.
+        hosted: copies of the handles, which the optimizer steps (`stepped`); None if it steps the handles.
 
     Attributes:
-        finite: False skips the coming update.
+        finite: False skips the next update.
         updates: made or skipped since `switch_to`.
         scheduled: scheduler steps since `switch_to`.
         rounds_before: rounds of the input stage before `switch_to`.
@@ -169,7 +169,7 @@ class Optimizer:
         self.stepped = self.named if hosted is None else hosted.copies
         self._handles = list(handles.values())
         self._names = list(handles)
-        # A stage may have no weights; it still has the common clock and rate.
+        # A stage without weights still has the common clock and learning rate.
         named = list(self.stepped.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         try:
             self.optimizer = optimizer(named)
@@ -199,7 +199,7 @@ class Optimizer:
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
-        agreement = Agreement.by(sum_method, handles, self.ema, replica_group, replicas, tied)
+        agreement = Agreement.make(sum_method, handles, self.ema, replica_group, replicas, tied)
         self.all_reduce, self.low_rank, self.average = agreement
         self.scheduled = self.updates = self.rounds_before = 0
 
@@ -212,14 +212,14 @@ class Optimizer:
         *,
         mean_staleness: float | None = None,
     ) -> None:
-        """Switches to another method's updates at a drain, and counts them anew from the common clock.
+        """Switches to another method's updates at a drain, and counts updates from 0 again.
 
         The state of a compensation continues if the previous method kept it too.
 
         Args:
-            staleness: the gradients' greatest.
+            staleness: the greatest of the gradients.
             input_updates: the input stage's updates with the previous method.
-            mean_staleness: None if all gradients are equally late.
+            mean_staleness: None if all gradients are equally stale.
 
         Raises:
             ScheduleError: a compensation is not defined for the optimizer.
@@ -230,10 +230,10 @@ class Optimizer:
         self._clock_rate = updates.per_update[stage], updates.per_update[0]
         self._mean_of_rounds = updates.mean_of_rounds
         self._rate_factor = partial(updates.rate_factor, stage, staleness if mean_staleness is None else mean_staleness)
-        before = self.compensator.state
+        old_state = self.compensator.state
         self.compensator = self._make_compensator(updates.compensation, staleness)
-        for name, kept in before.items():
-            self.compensator.load(name, kept)
+        for name, tensors in old_state.items():
+            self.compensator.load(name, tensors)
 
     def switch_mode(self, mode: Literal["train", "eval"]) -> bool:
         """Calls the optimizer's own ``train()`` or ``eval()``, which may move weights. Returns whether it has them."""
@@ -253,35 +253,33 @@ class Optimizer:
 
     @property
     def rate_factor(self) -> float:
-        """At the coming update: the stage's factor times T1's."""
+        """Factor of the next update's learning rate: the stage's times T1's."""
         return self._rate_factor(self.rounds)
 
     @property
     def copies(self) -> int:
-        """Ranks that know the same `norm_square`: those of all replicas."""
+        """How many ranks have the same `norm_square`: those of all replicas."""
         return self.replicas * (1 if self._sharding is None else self._sharding.mesh.size)
 
-    def close(self, gradients: Gradients, stop_request: float = 0.0) -> None:
-        """Starts the remaining sums over the replicas, if any; empties `gradients`."""
+    def start_remaining_sums(self, gradients: Gradients, stop_request: float = 0.0) -> None:
+        """Starts the remaining sums over the replicas, if any, and empties `gradients`."""
         if self.all_reduce is not None and not self.all_reduce.closed:
             self.all_reduce.close(*gradients.take(), stop_request)
 
     def prepare(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[tuple[float, bool]]:
-        """Puts the update's gradients into the handles' ``.grad``: `gather`, `normalise`."""
+        """Sums and divides the update's gradients (`gather`, `normalise`), and sets the handles' ``.grad``."""
         gathered = yield from self.gather(gradients, stop_request)
         return self.normalise(gathered)
 
     def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
-        """The gradients summed over the replicas, unless these average weights, and the ranks of each; yields where it
-        would wait.
-        """
+        """Returns the gradients summed over each replica's ranks and, unless they average weights, over replicas."""
         if self.all_reduce is None:
             reduced = ReducedGradients(*gradients.take(), stop_request)
             if self.average is not None:
                 present, stop_request = yield from self.average.exchange_counts(reduced.microbatches, stop_request)
                 reduced = reduced._replace(stop_request=stop_request, present=present)
         else:
-            self.close(gradients, stop_request)
+            self.start_remaining_sums(gradients, stop_request)
             reduced = ReducedGradients(*(yield from self.all_reduce.take()))
             if self.low_rank is not None:
                 yield from self.low_rank.sum_up(reduced.sums, reduced.divisor(self._mean_of_rounds) * self.scale)
@@ -291,17 +289,17 @@ class Optimizer:
         return reduced
 
     def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
-        """Divides the summed gradients, and puts them into the handles' ``.grad``.
+        """Divides the summed gradients, and sets the handles' ``.grad``.
 
-        Returns the present share of the round's replicas, which scales the learning rate, and whether to stop.
+        Returns the share of the round's replicas that took part, which scales the learning rate, and whether to stop.
         """
         divisor = gathered.divisor(self._mean_of_rounds) * self.scale
-        present = [total for total in gathered.sums if total is not None]
-        if present and divisor != 1.0 and divisor > 0.0:
-            torch._foreach_div_(present, divisor)
-        ready = iter(present)
+        sums = [total for total in gathered.sums if total is not None]
+        if sums and divisor != 1.0 and divisor > 0.0:
+            torch._foreach_div_(sums, divisor)
+        summed = iter(sums)
         for handle, total in zip(self._handles, gathered.sums, strict=True):
-            handle.grad = None if total is None else next(ready)
+            handle.grad = None if total is None else next(summed)
         count = gathered.microbatches if gathered.present is None else gathered.present
         return (count / self.replicas if self._mean_of_rounds else 1.0), gathered.stop_request > 0
 
@@ -312,7 +310,7 @@ class Optimizer:
         On a mesh all ranks of the worker call it.
         """
         counted = [
-            _view_numbers(handle.grad)
+            _view_as_dense(handle.grad)
             for i, (name, handle) in enumerate(self.named.items())
             if handle.grad is not None
             and i not in self.counted_elsewhere
@@ -321,14 +319,14 @@ class Optimizer:
         # In double precision the squares of all finite float32 are finite.
         norms = torch._foreach_norm(counted, 2, torch.float64) if counted else ()
         square = torch.stack(list(norms)).square().sum() if counted else None
-        if square is None:  # the ranks of a mesh sum on one device
+        if square is None:  # a mesh sums on the device of its handles
             device = next((handle.device for handle in self._handles if self._sharding is not None), None)
             square = torch.zeros((), dtype=torch.float64, device=device)
         return square if self._sharding is None else self._sharding.sum(square)
 
-    def clip(self, limit: float, norm: float | torch.Tensor) -> None:
-        """Clips the gradients to a norm; a norm on their device is not waited for."""
-        scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+    def clip(self, max_norm: float, norm: float | torch.Tensor) -> None:
+        """Clips the gradients of a given norm, without waiting for the norm if it is on their device."""
+        scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         gradients = [handle.grad for handle in self._handles if handle.grad is not None]
         if isinstance(scale, torch.Tensor):
             scale = torch.where(scale < 1.0, scale, 1.0)  # 1 for a nan, too
@@ -355,7 +353,7 @@ class Optimizer:
             self.loss_scale.update(self.finite)
 
     def _step(self, present_share: float) -> None:
-        # A replica that averages weights has divided by its own share, and makes no step where it is absent.
+        # A replica that averages weights has divided by its own share, and makes no step if it is absent.
         factor = self.rate_factor * (present_share if self.average is None else 1.0)
         if factor == 1.0:
             self.compensator.step()
@@ -374,7 +372,7 @@ class Optimizer:
 
     @property
     def rounds(self) -> int:
-        """Rounds of the input stage before the coming update."""
+        """Rounds of the input stage before the next update."""
         return self.rounds_before + self._finished_rounds
 
     @property
@@ -395,7 +393,7 @@ class Optimizer:
         """Whether the scheduler steps at evaluations instead of updates."""
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
-    def evaluated(self, value: float) -> None:
+    def step_after_evaluation(self, value: float) -> None:
         """Steps a scheduler that follows evaluations; the value is the same at all stages."""
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(value)
@@ -405,7 +403,7 @@ class Optimizer:
         return {name: weight.to(self.named[name].device) for name, weight in weights.items()}
 
     def step_schedule(self) -> None:
-        """Sets the learning rate of the coming update, if that is not done yet."""
+        """Sets the learning rate of the next update, unless that is done."""
         self.step_scheduler(self.scheduler_steps_due)
 
     def step_scheduler(self, steps: int) -> None:
@@ -430,8 +428,8 @@ def _check_steps_by_gradients(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _view_numbers(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a dense, real tensor with the norm of a gradient."""
+def _view_as_dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a dense, real tensor that has the norm of a gradient."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

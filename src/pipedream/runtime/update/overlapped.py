@@ -1,4 +1,4 @@
-"""Updates that a thread makes, while passes that read older weights go on."""
+"""Updates that a thread makes while passes with older weights run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OverlappedUpdate:
     """An update under way.
 
     Attributes:
-        number: of the update, since the start of training.
+        number: counts updates since the start of training.
         failed: `finish` has raised its error.
     """
 

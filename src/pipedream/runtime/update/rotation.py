@@ -1,8 +1,8 @@
 """Basis rotation: an optimizer of the Adam family steps matrices in a rotated basis (`BasisRotation`).
 
-Around the optimizer's own step each matrix is replaced by zeros with the rotated gradient; the step that they make is
-rotated back and added to the weight. First moments are kept in the rotated basis, and follow it when it changes; second
-moments stay, as published. Weight decay is applied to the weight itself.
+During the optimizer's own step zeros with the rotated gradient replace each matrix; their step is then rotated back and
+added to the weight. First moments are kept in the rotated basis, and rotated when it changes; second moments stay, as
+published. Weight decay is applied to the weight itself.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pipedream.core.schedule.compensation import BasisRotation
 _FAMILY = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
 _FIRST = "exp_avg"
 _NOISE = 1e-6
-"""Eigenvalues below this share of their mean are rounding: their columns keep order and direction, so that no number
-depends on the rounding of a gradient that has fewer directions than its matrix."""
+"""Eigenvalues below this share of their mean are rounding errors: their columns keep order and direction, so that
+nothing depends on the rounding of a gradient of less than full rank."""
 Sides = dict[str, torch.Tensor]
 """'left' or 'right' -> the basis and, for the estimate by second moments, the covariance of gradients: (1 or 2, n, n)
 for n rows or columns."""
 
 
-class _Turned(NamedTuple):
-    """A matrix during the optimizer's step; `weight` are its own numbers."""
+class _RotatedMatrix(NamedTuple):
+    """A matrix during the optimizer's step; `weight` has its own values."""
 
     handle: torch.nn.Parameter
     weight: torch.Tensor
@@ -59,17 +59,17 @@ class RotatedStep:
         self._adds_decay = adds_decay
 
     def step(self) -> None:
-        """On a mesh the optimizer has whole weights meanwhile, in the order of its own."""
-        turned = [
-            self._turn(handle, group, self._state[name])
+        """Steps. On a mesh the optimizer has whole weights meanwhile, in the order of its own."""
+        rotated = [
+            self._rotate_gradient(handle, group, self._state[name])
             for group, names in zip(self._optimizer.param_groups, self._names, strict=True)
             for handle, name in zip(group["params"], names, strict=True)
             if name is not None and handle.grad is not None and self._rotates(handle)
         ]
-        for handle, weight, _ in turned:
+        for handle, weight, _ in rotated:
             handle.data = torch.zeros_like(weight)
         self._optimizer.step()
-        for handle, weight, sides in turned:
+        for handle, weight, sides in rotated:
             step = _rotate(_to_matrix(handle.data), sides, back=True)
             handle.data = weight
             weight.add_(step.reshape(weight.shape))
@@ -78,7 +78,7 @@ class RotatedStep:
         is_dense = not handle.is_complex() and handle.grad is not None and not handle.grad.is_sparse
         return is_dense and bool(self._kind.kept_shapes(handle.shape))
 
-    def _turn(self, handle: torch.nn.Parameter, group: Mapping[str, Any], sides: Sides) -> _Turned:
+    def _rotate_gradient(self, handle: torch.nn.Parameter, group: Mapping[str, Any], sides: Sides) -> _RotatedMatrix:
         """Puts the rotated gradient into a handle."""
         assert handle.grad is not None
         weight, sign = handle.data, -1 if group.get("maximize", False) else 1
@@ -88,14 +88,14 @@ class RotatedStep:
                 gradient = gradient + decay * _to_matrix(weight)
             else:
                 weight.mul_(1 - group["lr"] * decay)
-        self._follow(handle, group["betas"], gradient, sides)
+        self._update_basis(handle, group["betas"], gradient, sides)
         handle.grad = (sign * _rotate(gradient, sides)).reshape(weight.shape).to(handle.grad.dtype)
-        return _Turned(handle, weight, sides)
+        return _RotatedMatrix(handle, weight, sides)
 
-    def _follow(
+    def _update_basis(
         self, handle: torch.nn.Parameter, betas: tuple[float, float], gradient: torch.Tensor, sides: Sides
     ) -> None:
-        """Takes a gradient into the estimate, and renews the basis if that is due."""
+        """Adds a gradient to the estimate, and renews the basis if that is due."""
         moments, is_new = self._optimizer.state.get(handle, {}), not sides
         if is_new:
             sides |= {side: gradient.new_zeros(size) for side, size in self._kind.kept_shapes(handle.shape).items()}
@@ -109,29 +109,29 @@ class RotatedStep:
             average = _to_matrix(moments[_FIRST])
             average = average if is_new else _rotate(average, sides, back=True)
         mean = (1 - betas[0]) * gradient + (0 if average is None else betas[0] * average)
-        seconds = [key for key, tensor in moments.items() if key != _FIRST and tensor.shape == handle.shape]
+        second_moments = [key for key, tensor in moments.items() if key != _FIRST and tensor.shape == handle.shape]
         for side, kept in sides.items():
-            order = self._renew(kept, mean if side == "left" else mean.T, is_new)
-            for key in seconds:
-                at = _to_matrix(moments[key]).index_select(0 if side == "left" else 1, order)
-                moments[key].copy_(at.reshape(handle.shape))
+            order = self._renew_side(kept, mean if side == "left" else mean.T, is_new)
+            for key in second_moments:
+                reordered = _to_matrix(moments[key]).index_select(0 if side == "left" else 1, order)
+                moments[key].copy_(reordered.reshape(handle.shape))
         if average is not None:
             moments[_FIRST].copy_(_rotate(average, sides).reshape(handle.shape))
-        for key in seconds if is_new else ():
+        for key in second_moments if is_new else ():
             moments[key].copy_(_rotate(_to_matrix(moments[key]), _square(sides)).reshape(handle.shape))
 
-    def _renew(self, kept: torch.Tensor, mean: torch.Tensor, is_new: bool) -> torch.Tensor:
-        """Renews the basis of one side: the first is exact, then each takes a step of a power iteration.
+    def _renew_side(self, kept: torch.Tensor, mean: torch.Tensor, is_new: bool) -> torch.Tensor:
+        """Renews the basis of one side: the first exactly, later ones by a step of power iteration.
 
-        Returns the order of the columns before that step.
+        Returns the order in which the step takes the old columns.
         """
-        size = kept[1].trace() if self._kind.keeps_covariance else mean.square().sum()
-        noise = _NOISE * size / len(mean)
+        total = kept[1].trace() if self._kind.keeps_covariance else mean.square().sum()
+        noise = _NOISE * total / len(mean)
         if is_new:
             kept[0] = kept[1] if self._kind.keeps_covariance else mean @ mean.T
             kept[0].diagonal().add_(torch.arange(len(mean), 0, -1, device=mean.device) * noise / len(mean))
-            # Numbers that are not finite have spoilt the weights already; they raise no error here. Of the negative the
-            # greatest come first.
+            # Numbers that are not finite have spoilt the weights already, and raise no error here. The matrix is
+            # negated because eigh returns the least eigenvalues first.
             kept[0] = torch.linalg.eigh(kept[0].nan_to_num_(0.0, 0.0, 0.0).neg_()).eigenvectors
             return torch.arange(len(mean), device=mean.device)
         image = kept[1] @ kept[0] if self._kind.keeps_covariance else mean @ (mean.T @ kept[0])
@@ -141,7 +141,7 @@ class RotatedStep:
         return order
 
 
-def turn_back(moments: Mapping[str, torch.Tensor], sides: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def undo_rotation(moments: Mapping[str, torch.Tensor], sides: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns an optimizer's moments of a matrix without the rotation.
 
     Second moments are turned as if the elements of a gradient were uncorrelated.

@@ -1,6 +1,6 @@
 """Sums over the holders of tied weights (`core.plan.stage`).
 
-At an update they sum their gradients, so that the copies stay equal to the bit. This needs stages that all make the
+At an update the holders sum their gradients, so that the copies stay equal to the bit. All these stages must make the
 same updates (`core.schedule.coupling`).
 """
 
@@ -61,11 +61,9 @@ def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stag
     )
 
 
-def copy_tied(
-    handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[TiedWeights]
-) -> dict[str, nn.Parameter]:
-    """Returns a stage's handles, with copies of weights that an earlier stage of this process holds."""
-    foreign = {name for weights in shared if stage in weights.stages[1:] for name in weights.names}
+def copy_tied(handles: Mapping[str, nn.Parameter], stage: int, tied: Sequence[TiedWeights]) -> dict[str, nn.Parameter]:
+    """Returns a stage's handles, with copies in place of weights that an earlier stage of this process holds."""
+    foreign = {name for weights in tied if stage in weights.stages[1:] for name in weights.names}
     return {
         name: nn.Parameter(handle.detach().clone()) if name in foreign else handle for name, handle in handles.items()
     }
@@ -73,14 +71,14 @@ def copy_tied(
 
 def broadcast_tied(
     model: nn.Module,
-    shared: Sequence[TiedWeights],
+    tied: Sequence[TiedWeights],
     groups: Sequence[dist.ProcessGroup | None],
     placement: Placement,
     rank: int,
 ) -> None:
     """Broadcasts the first holder's values; every holder calls it, with the group of holders of each of the weights."""
     named = dict(model.named_parameters())
-    for weights, group in zip(shared, groups, strict=True):
+    for weights, group in zip(tied, groups, strict=True):
         if any(rank in placement.ranks[stage] for stage in weights.stages):
             for name in weights.names:
                 first = weights.ranks(placement).index(placement.ranks[weights.stages[0]][0])
@@ -91,20 +89,20 @@ class TiedGradientSum:
     """One rank's part in the gradient sums over all holders of the same weights.
 
     Args:
-        handles: holder on this rank -> its weights by name.
-        replicas: of each stage; each contributes its share of their common sum.
+        handles: stage of this rank that holds the weights -> its handles by name.
+        replicas: of each stage; each replica contributes its share of the stage's sum.
     """
 
     def __init__(
         self,
-        shared: TiedWeights,
+        tied: TiedWeights,
         handles: Mapping[int, Mapping[str, torch.Tensor]],
         replicas: Sequence[int],
         group: Group,
     ) -> None:
-        self._places = {stage: [list(named).index(name) for name in shared.names] for stage, named in handles.items()}
-        some = next(iter(handles.values()))
-        self._like = [some[name] for name in shared.names]
+        self._indices = {stage: [list(named).index(name) for name in tied.names] for stage, named in handles.items()}
+        handles_of_one = next(iter(handles.values()))
+        self._like = [handles_of_one[name] for name in tied.names]
         self._replicas = replicas
         self._group = group
 
@@ -113,15 +111,15 @@ class TiedGradientSum:
 
         A weight for which no holder has a gradient gets None, as in one process.
         """
-        mine = [torch.zeros_like(handle) for handle in self._like]
-        there = torch.zeros(len(mine), dtype=torch.float64)
-        for stage, places in self._places.items():
+        local_sums = [torch.zeros_like(handle) for handle in self._like]
+        holder_counts = torch.zeros(len(local_sums), dtype=torch.float64)
+        for stage, indices in self._indices.items():
             share = self._replicas[stage]
-            for n, place in enumerate(places):
-                if (gradient := sums[stage][place]) is not None:
-                    mine[n] += gradient / share if share > 1 else gradient
-                    there[n] += 1
-        *whole, counts = yield from all_reduce_many(self._group, [*mine, there])
-        for stage, places in self._places.items():
-            for place, total, count in zip(places, whole, counts.tolist(), strict=True):
-                sums[stage][place] = total.clone() if count else None  # each is divided and clipped in place
+            for n, index in enumerate(indices):
+                if (gradient := sums[stage][index]) is not None:
+                    local_sums[n] += gradient / share if share > 1 else gradient
+                    holder_counts[n] += 1
+        *totals, counts = yield from all_reduce_many(self._group, [*local_sums, holder_counts])
+        for stage, indices in self._indices.items():
+            for index, total, count in zip(indices, totals, counts.tolist(), strict=True):
+                sums[stage][index] = total.clone() if count else None  # each is divided and clipped in place
