@@ -571,8 +571,8 @@ BREAKS = (
     Break(
         "checkpoint: the oldest is taken for the newest",
         "runtime/checkpoint/folders.py",
-        "return next(reversed(complete_checkpoints(path)), None)",
-        "return next(iter(complete_checkpoints(path)), None)",
+        "return next(reversed(list_checkpoints(path)), None)",
+        "return next(iter(list_checkpoints(path)), None)",
         ("runtime/checkpoint/test_checkpoints.py",),
     ),
     Break(

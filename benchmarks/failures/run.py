@@ -26,7 +26,7 @@ from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import manual_plan
-from pipedream.runtime.checkpoint.folders import complete_checkpoints
+from pipedream.runtime.checkpoint.folders import list_checkpoints
 from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.workflows.plan import plan
 
@@ -231,7 +231,7 @@ def attempt(trial: Trial, folder: Path, plan: Path, expected: dict[str, torch.Te
     trial.ended_s = ended - float(fired_at.read_text())
     fired_at.unlink()
     run = folder / "run"
-    saved = complete_checkpoints(run / CHECKPOINTS)
+    saved = list_checkpoints(run / CHECKPOINTS)
     trial.checkpoint = saved[-1].name if saved else "none"
     again = ("--resume", str(run)) if saved else ("--out", str(folder / "again"))
     (folder / "trial.json").unlink(missing_ok=True)  # of a moment that did not come

@@ -84,7 +84,7 @@ def _check(actual: Outcome, expected: Outcome) -> None:
 
 def _count_written(folder: str) -> Mapping[str, int]:
     """Returns the bytes of values in each file; each value must be in one."""
-    path = folders.newest_checkpoint(folder)
+    path = folders.find_newest_checkpoint(folder)
     assert path is not None
     manifest = pieces.verify_checkpoint(path)
     sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}

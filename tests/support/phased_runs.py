@@ -153,7 +153,7 @@ SAVE_AT = (4, 12, 20, 27)
 def check_resumed(run: Run, folder: Path, train: Callable[..., Outcome], save_at: tuple[int, ...] = SAVE_AT) -> None:
     """Trains without a stop, and again from each of its checkpoints; all save at the same minibatches."""
     whole = train(run, folder / "a", None, save_at)
-    saved = folders.complete_checkpoints(folder / "a")
+    saved = folders.list_checkpoints(folder / "a")
     assert len(saved) >= len(save_at)
     for path in saved[:-1]:
         manifest = folders.read_manifest(path)

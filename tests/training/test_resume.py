@@ -180,7 +180,7 @@ def leg_workers(leg: Leg) -> int:
 def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
     """Trains without a stop, and again from a checkpoint in the middle; both save at the same minibatches."""
     whole = run(folder / "a", None)
-    saved = folders.complete_checkpoints(folder / "a")
+    saved = folders.list_checkpoints(folder / "a")
     assert len(saved) == 3
     assert [int(path.name.split("-")[1]) for path in saved] == whole.drains
     for path in saved[:2]:
@@ -192,7 +192,7 @@ def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
         assert rest.drains == whole.drains
         for there, here in ((rest.state, whole.state), (rest.ema, whole.ema)):
             assert all(torch.equal(there[name], here[name]) for name in here)
-        manifest, other = (folders.read_manifest(folders.complete_checkpoints(folder / f)[-1]) for f in "ab")
+        manifest, other = (folders.read_manifest(folders.list_checkpoints(folder / f)[-1]) for f in "ab")
         assert manifest.stages == other.stages
         assert manifest.random == other.random
         shutil.rmtree(folder / "b")
@@ -251,7 +251,7 @@ def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:
     saved = []
     for i, counts in enumerate([(1,), (2, 1), (1, 1, 1)]):
         go(Leg(counts, 10, schedule="1f1b", microbatches=4), tmp_path / str(i), None)
-        path = folders.complete_checkpoints(tmp_path / str(i))[0]
+        path = folders.list_checkpoints(tmp_path / str(i))[0]
         manifest = folders.read_manifest(path)
         saved.append((manifest, pieces.read_tensors(path, manifest, manifest.tensors)))
     (manifest, alone), *others = saved
@@ -301,7 +301,7 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     compensations = ("error_feedback:1", "gap_aware", "t1:40", "basis_rotation:2:one_sided")
     first = Leg((2, 1), 10, compensation=compensations, scheduler="none")
     go(first, tmp_path / "1", None)
-    path = folders.complete_checkpoints(tmp_path / "1")[0]
+    path = folders.list_checkpoints(tmp_path / "1")[0]
     manifest = folders.read_manifest(path)
     assert [str(rule) for rule in manifest.compensation] == [
         "error_feedback:1.0", "gap_aware", "t1:40", "basis_rotation:2:one_sided",
@@ -329,7 +329,7 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
         again = list(pipeline.train(Fresh(animal.batches), epochs=1))
         assert again
         pipeline.save(tmp_path / "2")
-    manifest = folders.read_manifest(folders.complete_checkpoints(tmp_path / "2")[0])
+    manifest = folders.read_manifest(folders.list_checkpoints(tmp_path / "2")[0])
     assert [state.rounds_before for state in manifest.stages] == [rounds] * 3
     # And one that knows of no compensation goes on from it.
     with pd.Pipeline(zoo.make("mlp").model, plan, schedule="pipedream", **settings) as pipeline:
@@ -359,7 +359,7 @@ OPTIONS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "workers": 2, 
 def test_a_resumed_run_reports_all_of_it(tmp_path: Path) -> None:
     """Seconds, evaluations, target and losses are carried through the checkpoint."""
     first = train_recipe(regression, epochs=2, out=tmp_path / "a", **OPTIONS)
-    saved = folders.read_manifest(folders.complete_checkpoints(tmp_path / "a" / CHECKPOINTS)[-1])
+    saved = folders.read_manifest(folders.list_checkpoints(tmp_path / "a" / CHECKPOINTS)[-1])
     assert [row["minibatches"] for row in first["evaluations"]] == [5, 10]
     assert saved.extra["evaluations"] == first["evaluations"]
     rest = train_recipe(regression, resume=tmp_path / "a", out=tmp_path / "b", **OPTIONS)
@@ -415,7 +415,7 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(path.name for path in store.glob("*")) == sorted([*files, CHECKPOINTS])
     with (store / "weights.pt").open("rb") as file:
         assert file.read() == (here / "weights.pt").read_bytes()
-    assert [folders.parse_minibatches(p.name) for p in folders.complete_checkpoints(store / CHECKPOINTS)] == [10, 15]
+    assert [folders.parse_minibatches(p.name) for p in folders.list_checkpoints(store / CHECKPOINTS)] == [10, 15]
     store.remove_folder()
 
 
@@ -445,11 +445,11 @@ def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: py
     run = tmp_path / "run"
 
     def full(path: Path, text: str) -> None:
-        if folders.complete_checkpoints(run / CHECKPOINTS):
+        if folders.list_checkpoints(run / CHECKPOINTS):
             raise ArtifactError(f"cannot write {path}: No space left on device; free space")
 
     monkeypatch.setattr(loop, "write_text_at", full)
     with pytest.raises(WorkerError, match=r"saving the losses so far: .*No space left") as caught:
         train_recipe(regression, out=run, **OPTIONS)
     assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
-    assert pieces.verify_checkpoint(folders.complete_checkpoints(run / CHECKPOINTS)[0]).minibatches == 5
+    assert pieces.verify_checkpoint(folders.list_checkpoints(run / CHECKPOINTS)[0]).minibatches == 5

@@ -31,7 +31,7 @@ from pipedream.options import TrainingOptions, plain
 from pipedream.plan_request import PlanRequest
 from pipedream.recipe import Recipe, blaming, load_recipe
 from pipedream.report.delay import delay_page
-from pipedream.runtime.checkpoint.folders import complete_checkpoints
+from pipedream.runtime.checkpoint.folders import list_checkpoints
 from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.schedules import properties_of
 from pipedream.training.compare_runs import make_folder_name
@@ -239,7 +239,7 @@ class _Turns:
             KeyboardInterrupt: Ctrl-C; the run will continue from where it was last drained anyway.
         """
         options, place, begin = self.options, self.folder / make_folder_name(run.method), len(run.losses)
-        before, has_test = complete_checkpoints(place / CHECKPOINTS), self.loaded.test is not None
+        before, has_test = list_checkpoints(place / CHECKPOINTS), self.loaded.test is not None
         every = options.checkpoint_every
         if every is None and not has_test:
             every = count_left(self.loaded.train, (0, 0), 1, None) or _EVERY
@@ -270,7 +270,7 @@ class _Turns:
                 return replace(run, is_finished=True, why=str(error))
             except KeyboardInterrupt:
                 # It was saved where the whole run is not drained.
-                for checkpoint in complete_checkpoints(place / CHECKPOINTS)[-1:]:
+                for checkpoint in list_checkpoints(place / CHECKPOINTS)[-1:]:
                     if checkpoint not in before:
                         shutil.rmtree(str(checkpoint))
                 raise

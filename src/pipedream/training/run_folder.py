@@ -36,9 +36,9 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.checkpoint.files import save_weights
 from pipedream.runtime.checkpoint.folders import (
-    complete_checkpoints,
+    find_newest_checkpoint,
     find_newest_of_all,
-    newest_checkpoint,
+    list_checkpoints,
     parse_minibatches,
     read_shared_manifest,
     warn_of_unfinished,
@@ -266,7 +266,7 @@ def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> No
         write_report(folder)
         copy_run(folder, place)
     except (ArtifactError, OSError) as error:
-        saved = newest_checkpoint(place / CHECKPOINTS)
+        saved = find_newest_checkpoint(place / CHECKPOINTS)
         advice = "" if saved is None else f"{saved} is complete: with --resume {place} only what is missing is done"
         if place != folder:
             advice = f"the files are in {folder}; {advice}"
@@ -363,9 +363,9 @@ def checkpoints_of(folder: AnyPath) -> list[AnyPath]:
         ArtifactError: there are none.
     """
     for inside in (folder / CHECKPOINTS, folder):
-        if newest_checkpoint(inside) == inside:
+        if find_newest_checkpoint(inside) == inside:
             return [inside]
-        if checkpoints := complete_checkpoints(inside):
+        if checkpoints := list_checkpoints(inside):
             return checkpoints
     raise ArtifactError(f"there is no complete checkpoint in {folder}; give the run folder of a run that has saved one")
 
@@ -389,9 +389,9 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     restarted = any(map(int, counts))
     run = out if restarted and out is not None else resume
     if resume is not None:
-        checkpoint = newest_checkpoint(any_path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
+        checkpoint = find_newest_checkpoint(any_path(resume) / CHECKPOINTS) or find_newest_checkpoint(resume)
     else:
-        checkpoint = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
+        checkpoint = find_newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
     path = find_newest_of_all(checkpoint, group)
     folder = None if run is None else find_snapshots(any_path(run))
     saved = -1 if path is None else parse_minibatches(path.name) or 0
@@ -437,7 +437,7 @@ def locked(folder: Path, rank: int) -> Iterator[None]:
 
 def check_unused(folder: AnyPath) -> None:
     """Raises an `ArtifactError` if a new run would overwrite the folder's checkpoints."""
-    if complete_checkpoints(folder / CHECKPOINTS):
+    if list_checkpoints(folder / CHECKPOINTS):
         raise ArtifactError(
             f"the run folder {folder} holds checkpoints of an earlier run; continue it (--resume {folder}), or "
             "give another folder (--out)"

@@ -23,10 +23,10 @@ from pipedream.core.units import format_bytes
 from pipedream.probe import available_bytes
 from pipedream.runtime.checkpoint.folders import (
     MANIFEST,
-    complete_checkpoints,
     find_file_problems,
-    folder_name,
+    list_checkpoints,
     list_machines,
+    name_folder,
     parse_minibatches,
     read_manifest,
     read_shared_manifest,
@@ -150,14 +150,14 @@ def find_newest_snapshot(folder: Path, saved: int) -> tuple[Path, list[int]] | N
         saved: minibatches of the newest checkpoint on disk, or -1.
     """
     group, rank = world_group(), int(os.environ.get("RANK", "0"))
-    local = " ".join(str(parse_minibatches(path.name) or 0) for path in complete_checkpoints(folder))
+    local = " ".join(str(parse_minibatches(path.name) or 0) for path in list_checkpoints(folder))
     numbers = {int(number) for text in gather_texts(local, group) for number in text.split()}
     newer = sorted((number for number in numbers if number > saved), reverse=True)
     if not newer:
         return None
     folder.mkdir(mode=0o700, exist_ok=True)
     ranks = next(ranks for ranks in list_machines(folder, rank, group) if rank in ranks)
-    for path in (folder / folder_name(number) for number in newer):
+    for path in (folder / name_folder(number) for number in newer):
         _remove_damaged(path, ranks.index(rank), len(ranks))
         try:
             manifest, _ = read_shared_manifest(path, group)
@@ -177,7 +177,7 @@ def _remove_damaged(path: Path, index: int, count: int) -> None:
         index, count: this rank's, of those that share the folder and the work.
     """
     try:
-        manifest = read_manifest(path, whole=False)
+        manifest = read_manifest(path, check_files=False)
     except ArtifactError as error:
         if (path / MANIFEST).exists():
             _report(f"a part of the snapshot in memory is not used: {error}")

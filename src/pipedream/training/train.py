@@ -24,7 +24,7 @@ from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.recipe import Recipe, blaming, make_recipe
-from pipedream.runtime.checkpoint.folders import ranks_that_see
+from pipedream.runtime.checkpoint.folders import find_ranks_that_see
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
 from pipedream.runtime.failure.guard import guard_job
@@ -230,7 +230,7 @@ def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOpti
 def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
     """Looks first who sees the run folder, while little was done."""
     every, folder = job.options.checkpoint_every, job.place
-    if every != 0 and not all(ranks_that_see(folder, process.rank, process_group.world_group())):
+    if every != 0 and not all(find_ranks_that_see(folder, process.rank, process_group.world_group())):
         process.console.print(
             f"not all machines see the folder {folder}: each keeps its own part of a checkpoint; resume on the same "
             "machines, or put the parts together by 'pipedream checkpoint gather'\n"

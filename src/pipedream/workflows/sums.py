@@ -12,7 +12,7 @@ from pipedream.core.plan.sums import greatest_rank
 from pipedream.core.schedule.compensation import ErrorFeedback, OfVelocity
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.checkpoint.parameters import select_trained, stage_names
+from pipedream.runtime.checkpoint.parameters import list_stage_names, select_trained
 
 
 def check_sums(plan: Plan, model: Any, graph: LayerGraph, programs: Sequence[Program], policy: Policy) -> None:
@@ -32,7 +32,7 @@ def _check_matrices(plan: Plan, model: Any, graph: LayerGraph) -> None:
             f"sums={plan.sums!r} was asked for, but ranks of a mesh have parts of a matrix, whose factors are others "
             "than those of the whole; use sums='bfloat16', or replicas without a mesh"
         )
-    names = [name for stage in stages for name in stage_names(graph, stage.first, stage.last)]
+    names = [name for stage in stages for name in list_stage_names(graph, stage.first, stage.last)]
     shapes = [tuple(parameter.shape) for parameter in select_trained(model, names).values()]
     if not any(map(plan.sum_method.compresses, shapes)):
         largest = max(shapes, key=greatest_rank, default=())

@@ -31,7 +31,7 @@ def save(
 ) -> list[AnyPath]:
     """Trains and saves after each epoch, every other time in the background; returns what there is then."""
     run(folder, counts, epochs, keep)
-    return folders.complete_checkpoints(any_path(folder))
+    return folders.list_checkpoints(any_path(folder))
 
 
 def run(

@@ -117,7 +117,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
-    assert folders.folder_name(91) == "minibatch-00000091", "earlier versions have written this name"
+    assert folders.name_folder(91) == "minibatch-00000091", "earlier versions have written this name"
     assert [folders.parse_minibatches(name) for name in ("minibatch-00000091", "minibatch-123456789")] == [
         91,
         123456789,
@@ -125,7 +125,7 @@ def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
     for name in (".minibatch-00000091", "minibatch-of-mine", "minibatch-", "minibatch-00000091-old", "91"):
         assert folders.parse_minibatches(name) is None
     saved = save(tmp_path, epochs=2)
-    assert names(saved) == [folders.folder_name(folders.read_manifest(path).minibatches) for path in saved]
+    assert names(saved) == [folders.name_folder(folders.read_manifest(path).minibatches) for path in saved]
 
 
 def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> None:
@@ -139,17 +139,17 @@ def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> Non
 
 
 def test_what_is_not_complete_is_not_taken(tmp_path: Path) -> None:
-    assert folders.newest_checkpoint(tmp_path) is None
-    assert folders.newest_checkpoint(tmp_path / "nowhere") is None
+    assert folders.find_newest_checkpoint(tmp_path) is None
+    assert folders.find_newest_checkpoint(tmp_path / "nowhere") is None
     saved = save(tmp_path, epochs=2)
-    (tmp_path / folders.folder_name(99)).mkdir()
-    (tmp_path / f".{folders.folder_name(98)}").mkdir()
-    (tmp_path / f".{folders.folder_name(98)}" / folders.MANIFEST).write_text("{}")
+    (tmp_path / folders.name_folder(99)).mkdir()
+    (tmp_path / f".{folders.name_folder(98)}").mkdir()
+    (tmp_path / f".{folders.name_folder(98)}" / folders.MANIFEST).write_text("{}")
     (tmp_path / "minibatch-of-mine").mkdir()
     (tmp_path / "minibatch-of-mine" / folders.MANIFEST).write_text("{}")
-    assert folders.complete_checkpoints(tmp_path) == saved
-    assert folders.newest_checkpoint(tmp_path) == saved[-1]
-    assert folders.newest_checkpoint(saved[0]) == saved[0]
+    assert folders.list_checkpoints(tmp_path) == saved
+    assert folders.find_newest_checkpoint(tmp_path) == saved[-1]
+    assert folders.find_newest_checkpoint(saved[0]) == saved[0]
 
 
 def test_what_is_trained_after_a_load_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +180,7 @@ def test_a_newer_one_without_a_manifest_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / f".{folders.folder_name(1)}"
+    left = tmp_path / f".{folders.name_folder(1)}"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
     saved = save(tmp_path, epochs=1)
@@ -304,12 +304,12 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_damage_is_told(two_saved: Path, tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
     shutil.copytree(two_saved, tmp_path, dirs_exist_ok=True)
-    change(folders.complete_checkpoints(tmp_path)[-1])
+    change(folders.list_checkpoints(tmp_path)[-1])
     with pytest.raises(ArtifactError, match=words) as caught:
         load(tmp_path)
-    before = folders.complete_checkpoints(tmp_path)[0]
+    before = folders.list_checkpoints(tmp_path)[0]
     assert f"resume from {before} (--resume {before})" in str(caught.value), "it names the one before"
-    assert load(folders.complete_checkpoints(tmp_path)[0]) == (1, 0), "which is whole"
+    assert load(folders.list_checkpoints(tmp_path)[0]) == (1, 0), "which is whole"
 
 
 def test_no_damage_is_read_as_other_weights(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
         assert "saving the checkpoint of minibatch 10" in told[0]
         assert f"cannot write {tmp_path / 'minibatch-00000010'}: File too large" in told[0]
         assert "earlier checkpoints are intact" in told[0]
-    assert names(folders.complete_checkpoints(tmp_path)) == ["minibatch-00000005"]
+    assert names(folders.list_checkpoints(tmp_path)) == ["minibatch-00000005"]
     assert not list(tmp_path.glob(".minibatch*")), "what was written takes no more space"
     assert load(tmp_path) == (1, 0)
 
@@ -424,7 +424,7 @@ def test_a_run_that_resumes_from_an_older_one_replaces_the_newer(tmp_path: Path)
     animal = zoo.make("mlp")
     with pipeline(animal) as trained:
         trained.load(old)
-        assert folders.complete_checkpoints(tmp_path) == [old, new], "loading changes nothing"
+        assert folders.list_checkpoints(tmp_path) == [old, new], "loading changes nothing"
         for done in trained.train(animal.batches):
             if done.ends_epoch:
                 trained.save(tmp_path)

@@ -230,7 +230,7 @@ def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None
     on_cpu = hugging_face(name)
     drawn_model = drawn(lambda: hugging_face(name))
     check_equal(named_state(drawn(lambda: hugging_face(name), 3)), named_state(drawn_model))
-    assert parameters.shared_names(drawn_model) == parameters.shared_names(on_cpu)
+    assert parameters.find_shared_names(drawn_model) == parameters.find_shared_names(on_cpu)
     for name, buffer in on_cpu.named_buffers():
         assert torch.equal(drawn_model.get_buffer(name), buffer), name
     for name, parameter in on_cpu.named_parameters():
@@ -361,7 +361,7 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
     saved = hugging_face(name)
     saved.save_pretrained(tmp_path)  # type: ignore[operator]
     model = on_meta(lambda: hugging_face(name))
-    shared, names = parameters.shared_names(model), list(named_state(model))
+    shared, names = parameters.find_shared_names(model), list(named_state(model))
     state = files.fit_names(model, files.open_weights(tmp_path), names, shared, tmp_path)
     for part in (names[1::2], names[::2]):
         parameters.load(model, state, part, shared, CPU)

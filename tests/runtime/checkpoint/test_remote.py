@@ -52,7 +52,7 @@ def test_a_run_continues_exactly(tmp_path: Path) -> None:
     saving.run(URL, epochs=2)
     losses = saving.run(URL, epochs=4, resume=URL)
     assert all(torch.equal(losses[name], whole[name]) for name in whole)
-    assert names() == [folders.folder_name(5 * epochs) for epochs in (1, 2, 3, 4)], "and nothing else is left"
+    assert names() == [folders.name_folder(5 * epochs) for epochs in (1, 2, 3, 4)], "and nothing else is left"
 
 
 def test_the_newest_are_kept() -> None:
@@ -74,12 +74,12 @@ def test_torchs_reader_reads_it() -> None:
 def test_a_checkpoint_without_its_manifest_does_not_exist(memory: Any) -> None:
     old, new = saving.save(URL, epochs=2)
     (new / folders.MANIFEST).unlink()
-    assert folders.complete_checkpoints(any_path(URL)) == [old]
+    assert folders.list_checkpoints(any_path(URL)) == [old]
     with pytest.warns(UserWarning, match=f"{new.name} is newer than .*{old.name}, but has no checkpoint.json"):
         assert saving.load(URL) == (1, 0)
     with pytest.warns(UserWarning, match="but has no checkpoint.json"):
         saving.run(URL, epochs=3, resume=URL)
-    assert names() == [folders.folder_name(5 * epochs) for epochs in (1, 2, 3)]
+    assert names() == [folders.name_folder(5 * epochs) for epochs in (1, 2, 3)]
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_killed_save_leaves_the_checkpoint_before(monkeypatch: pytest.MonkeyPa
         before, allowed_then = allowed, allowed
         done, allowed = -(10**9), allowed_then
         assert saving.load(URL)[0] in (1, 2), before
-        for path in folders.complete_checkpoints(any_path(URL)):
+        for path in folders.list_checkpoints(any_path(URL)):
             pieces.verify_checkpoint(path)
         allowed += 1
         if saving.load(URL)[0] == 2:
@@ -257,7 +257,7 @@ def test_several_processes(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     whole = processes.results(train, 2, str(tmp_path / "local"), 4, False)[0]
     processes.results(train, 2, url, 3, False)
-    newest = tmp_path / "run" / folders.folder_name(15)
+    newest = tmp_path / "run" / folders.name_folder(15)
     assert sorted(path.name for path in newest.iterdir()) == [
         ".metadata",
         "__0_0.distcp",
@@ -266,7 +266,7 @@ def test_several_processes(tmp_path: Path) -> None:
     ]
     losses = processes.results(train, 2, url, 4, True)[0]
     assert all(torch.equal(losses[name], whole[name]) for name in whole)
-    assert names(url) == [folders.folder_name(15), folders.folder_name(20)]
+    assert names(url) == [folders.name_folder(15), folders.name_folder(20)]
     for failed in processes.launch(train, 2, "memory://of/one/process", 1, False):
         assert "rank 1 does not see what rank 0 has written" in str(failed.error)
 

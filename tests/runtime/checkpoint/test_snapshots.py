@@ -37,7 +37,7 @@ def test_one_lost_machine_loses_nothing(machine_of: list[int]) -> None:
 
 
 MACHINES = {0: "one", 1: "two", 2: "two", 3: "three"}
-NAME = folders.folder_name(15)
+NAME = folders.name_folder(15)
 
 
 def train(epochs: int, checkpoint: Path | None = None) -> dict[str, torch.Tensor]:
@@ -77,7 +77,7 @@ def take_from(base: Path, case: str) -> tuple[Path, list[int]] | None:
 
 def damage(file: Path) -> None:
     """Changes a bit of a tensor's values."""
-    manifest = folders.read_manifest(file.parent, whole=False)
+    manifest = folders.read_manifest(file.parent, check_files=False)
     name = next(n for n, stored in manifest.tensors.items() if all(p.file == file.name for p in stored.pieces))
     content = bytearray(file.read_bytes())
     content[content.index(pieces.read_tensors(file.parent, manifest, [name])[name].numpy().tobytes())] ^= 1
@@ -92,7 +92,7 @@ CASES = {
     "two and three are lost": None,
     "all are damaged": None,
     "as new on disk": None,
-    "only one has renamed": (folders.folder_name(10), []),
+    "only one has renamed": (folders.name_folder(10), []),
 }
 
 
@@ -111,7 +111,7 @@ def save_twice(place: Any, name: str) -> tuple[str, list[str]]:
             patch.setattr(place, name, fail, raising=False)
         with pytest.raises(WorkerError) as caught:
             pipeline.save(MEMORY, keep=1, snapshot=True)
-    return str(caught.value), [path.name for path in folders.complete_checkpoints(MEMORY)]
+    return str(caught.value), [path.name for path in folders.list_checkpoints(MEMORY)]
 
 
 def try_cases(base: Path) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ def try_cases(base: Path) -> tuple[Any, ...]:
     os.environ["RANK"] = str(dist.get_rank())
     os.chdir(home)
     MEMORY.mkdir(exist_ok=True)
-    copies._SENT_BYTES = 1000  # so that files are sent in several parts
+    copies._CHUNK_BYTES = 1000  # so that files are sent in several parts
     for epochs, folder in ((2, base / "saved" / "before"), (3, base / "saved")):
         train(epochs, None if epochs == 2 else MEMORY)
         dist.barrier()
@@ -154,14 +154,14 @@ def test_what_is_lost_or_damaged_is_read_from_the_next_machine(tmp_path: Path) -
     assert (saved["one"] / "__0_0.distcp").read_bytes() == (saved["two"] / "__0_0.distcp").read_bytes()
     assert chosen == {case: result and (MEMORY / result[0], result[1]) for case, result in CASES.items()}
     for machine in saved:
-        (newest,) = folders.complete_checkpoints(tmp_path / "left" / machine, parts=True)
-        assert newest.name == folders.folder_name(20), "the one before is removed"
+        (newest,) = folders.list_checkpoints(tmp_path / "left" / machine, parts=True)
+        assert newest.name == folders.name_folder(20), "the one before is removed"
         assert not list((tmp_path / "left" / machine).glob(".minibatch*"))
     for rank, (*_, failed) in enumerate(results):
         for (error, names), number in zip(failed, (2, 1), strict=True):
             assert "rank 3, saving the checkpoint of minibatch 10" in error
             assert "No space left on device" in error
-            assert folders.folder_name(5) in names, "the one before is there until all machines have the next"
+            assert folders.name_folder(5) in names, "the one before is there until all machines have the next"
             assert len(names) == (1 if MACHINES[rank] == "three" else number)
     os.chdir(tmp_path)
     with saving.pipeline(saving.zoo.make("mlp"), (2, 2)) as whole:

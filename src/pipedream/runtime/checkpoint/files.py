@@ -1,8 +1,8 @@
 """Weights in files, read without running code: plain state dicts, and the safetensors of Hugging Face.
 
-While a model of Hugging Face is loaded, tensors of its files are renamed, split or joined: the experts of Mixtral are
-one tensor each in a file, and one for all in the model. Which conversions a model needs only transformers knows (its
-modules `conversion_mapping` and `core_model_loading`, version 5).
+Loading a model of Hugging Face renames, splits or joins tensors of its files: each expert of Mixtral has a tensor in
+the file, and all share one in the model. Only transformers knows which conversions a model needs (its modules
+`conversion_mapping` and `core_model_loading`, version 5).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pipedream.core.errors import ArtifactError, CaptureError
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read when it is asked for; `_places` has the names. Looking for a name reads nothing."""
+    """Tensors by name, each read by `__getitem__` only; the keys of `_entries` are the names."""
 
-    _places: Mapping[str, Any]
+    _entries: Mapping[str, Any]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
 
 def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> None:
@@ -50,8 +50,8 @@ def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]
 def open_weights(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
     """Opens a file of ``torch.save`` or safetensors, or a folder with the latter.
 
-    Of safetensors only the tensors that are asked for are read; the folder has ``model.safetensors``, or several files
-    and ``model.safetensors.index.json``.
+    A safetensors file is read tensor by tensor, on access. A folder has ``model.safetensors``, or several files and
+    ``model.safetensors.index.json``.
 
     Raises:
         ArtifactError: it cannot be read as one of these.
@@ -63,8 +63,8 @@ def open_weights(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
             try:
                 places = json.loads(read_text(index))["weight_map"]
                 # An index from elsewhere must not lead out of its folder.
-                if strange := [file for file in places.values() if file in ("", "..") or Path(file).name != file]:
-                    raise ValueError(f"{strange[0]!r} is no file in this folder")
+                if outside := [file for file in places.values() if file in ("", "..") or Path(file).name != file]:
+                    raise ValueError(f"{outside[0]!r} is no file in this folder")
                 return _SafeTensors({name: path / file for name, file in places.items()})
             except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise ArtifactError(f"cannot read {index}: {error!r}; give an index of safetensors files") from None
@@ -108,14 +108,14 @@ def _open_safetensors(path: Path) -> Any:
 
 
 class _SafeTensors(LazyTensors):
-    """Tensors by name, each read when it is asked for."""
+    """Tensors of safetensors files; name -> file."""
 
     def __init__(self, places: Mapping[str, Path]) -> None:
-        self._places = places
+        self._entries = places
         self._files: dict[Path, Any] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        path = self._places[name]
+        path = self._entries[name]
         if path not in self._files:
             self._files[path] = _open_safetensors(path)
         try:
@@ -130,10 +130,10 @@ class _Renamed(LazyTensors):
 
     def __init__(self, weights: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
         self._weights = weights
-        self._places = names
+        self._entries = names
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._weights[self._places[name]]
+        return self._weights[self._entries[name]]
 
 
 def fit_names(
@@ -149,7 +149,7 @@ def fit_names(
     shared parameters once.
 
     Args:
-        names: parameters and buffers of all stages, so that every rank finds the same fault.
+        names: parameters and buffers of all stages, so that every rank raises the same error.
         shared: name -> all names of the same parameter.
 
     Raises:
@@ -172,19 +172,16 @@ def fit_names(
             missing.append(name)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        some = ", ".join(map(repr, sorted(weights)[:3]))
+        examples = ", ".join(map(repr, sorted(weights)[:3]))
         raise CaptureError(
             f"the weights in {os.fspath(where)} lack {', '.join(map(repr, missing[:5]))}{more}, and have names such as "
-            f"{some}; give weights of this {type(model).__name__}"
+            f"{examples}; give weights of this {type(model).__name__}"
         )
     return _Renamed(weights, sources)
 
 
 def _use_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Returns a file's tensors as a model of transformers has them; for other models as they are.
-
-    A tensor is read and converted when it is asked for.
-    """
+    """Returns a file's tensors as a model of transformers has them, converted on access; other models' as they are."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return weights
@@ -195,14 +192,14 @@ def _use_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> M
         return weights
     renamings = [conversion for conversion in conversions if isinstance(conversion, loading.WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, loading.WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter_by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict(keep_vars=True)
     groups: dict[str, _Group] = {}
     for name in sorted(weights, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
-        converter = None if pattern is None else of_pattern[pattern]
+        converter = None if pattern is None else converter_by_pattern[pattern]
         groups.setdefault(target, _Group(target, converter, [])).sources.append((pattern or "", name))
     return _Converted(model, weights, list(groups.values()))
 
@@ -225,17 +222,17 @@ class _Converted(LazyTensors):
     def __init__(self, model: Any, weights: Mapping[str, torch.Tensor], groups: list[_Group]) -> None:
         self._model = model
         self._weights = weights
-        self._places = {target: group for group in groups for target in group.targets()}
-        self._newest: tuple[str, dict[str, Any]] = ("", {})  # the parts of one tensor are read one after the other
+        self._entries = {target: group for group in groups for target in group.targets()}
+        self._cached: tuple[str, dict[str, Any]] = ("", {})  # the last group: its tensors are read in a row
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        group = self._places[name]
+        group = self._entries[name]
         if group.converter is None:
             return self._weights[group.sources[0][1]]
-        if self._newest[0] != group.target:
+        if self._cached[0] != group.target:
             converter = copy.deepcopy(group.converter)
             for pattern, source in group.sources:
                 converter.add_tensor(group.target, source, pattern, self._weights[source])
-            self._newest = group.target, converter.convert(group.target, model=self._model, config=self._model.config)
-        tensor: Any = self._newest[1][name]
+            self._cached = group.target, converter.convert(group.target, model=self._model, config=self._model.config)
+        tensor: Any = self._cached[1][name]
         return tensor[0] if isinstance(tensor, list) else tensor  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""The folders of checkpoints: their names and manifests, and how they appear and disappear at once.
+"""The folders of checkpoints: their names, their manifests, and how they are created and removed atomically.
 
 A rank that does not see rank 0's folder has one of the same name on its own machine, without a manifest, which it
-renames before rank 0 does. A rank that resumes gets what its machine lacks from a rank that has it.
+renames before rank 0 renames its own. A rank that resumes gets what its machine lacks from a rank that has it.
 
-An object store (`remote`) has no rename: its files are written where they stay, the manifest last, and removed after
-it. A folder without a manifest is what a killed save has left, and the next save removes it.
+An object store (`remote`) has no rename: files are written in their final place and the manifest last; it is removed
+first. A folder without a manifest is left from a killed save, and the next save removes it.
 
 The manifest is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
 ``.metadata``, for torch's own tools, is a pickle and is never read here.
@@ -35,10 +35,10 @@ MANIFEST = "checkpoint.json"
 """Name of the file that describes a checkpoint; a folder without it is not a checkpoint."""
 
 _PREFIX = "minibatch-"
-_COPIED_BYTES = 16 << 20  # at once
+_CHUNK_BYTES = 16 << 20  # at once
 
 
-def folder_name(minibatches: int) -> str:
+def name_folder(minibatches: int) -> str:
     """Returns the name of a checkpoint's folder, e.g. 'minibatch-00000091' after 91 minibatches."""
     return f"{_PREFIX}{minibatches:08d}"
 
@@ -49,7 +49,7 @@ def parse_minibatches(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def complete_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
+def list_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
     """Returns a folder's complete checkpoints, the oldest first; with `parts` also those without a manifest."""
     minibatches = {
         path: number
@@ -59,18 +59,18 @@ def complete_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPat
     return sorted(minibatches, key=minibatches.__getitem__)
 
 
-def newest_checkpoint(folder: str | os.PathLike[str] | RemotePath) -> AnyPath | None:
+def find_newest_checkpoint(folder: str | os.PathLike[str] | RemotePath) -> AnyPath | None:
     """Returns a folder's newest complete checkpoint, or the folder if it is one itself, or None."""
     path = any_path(folder)
     if (path / MANIFEST).is_file():
         return path
-    return next(reversed(complete_checkpoints(path)), None)
+    return next(reversed(list_checkpoints(path)), None)
 
 
 def find_newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | None) -> AnyPath | None:
-    """Returns the newest of what the ranks have found; every rank calls it.
+    """Returns the newest of the checkpoints that the ranks have found; every rank calls it.
 
-    Without a shared folder one machine has the manifest: that of rank 0 when it was saved.
+    Without a shared folder only the machine where rank 0 ran during the save has the manifest.
     """
     number = -1 if newest_here is None else (parse_minibatches(newest_here.resolve().name) or 0)
     newest, path = max(gather_json([number, str(newest_here)], group), key=lambda row: int(row[0]))
@@ -82,7 +82,7 @@ def warn_of_unfinished(path: AnyPath, requested: AnyPath, rank: int) -> None:
     if rank or path.resolve() == requested.resolve():
         return
     number = parse_minibatches(path.name) or 0
-    for other in complete_checkpoints(path.parent, parts=True):
+    for other in list_checkpoints(path.parent, parts=True):
         if (parse_minibatches(other.name) or 0) > number:
             warnings.warn(
                 f"{other.name} is newer than {path}, but has no {MANIFEST} (a save that was not finished, or the file "
@@ -91,30 +91,30 @@ def warn_of_unfinished(path: AnyPath, requested: AnyPath, rank: int) -> None:
             )
 
 
-def read_manifest(path: AnyPath, *, whole: bool = True) -> Checkpoint:
-    """Reads a manifest; raises an `ArtifactError` if it is damaged or, with `whole`, a file is missing or truncated."""
+def read_manifest(path: AnyPath, *, check_files: bool = True) -> Checkpoint:
+    """Reads a manifest; raises an `ArtifactError` if it or, with `check_files`, a file is missing or damaged."""
     try:
-        return _read_manifest(path) if whole else _load_manifest(path)
+        return _read_manifest(path) if check_files else _load_manifest(path)
     except ArtifactError as error:
         raise ArtifactError(f"{error}; {advise_other(path)}") from None
 
 
 def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
-    """Reads a manifest that some ranks see, and files of which each rank sees some; every rank calls it.
+    """Reads a manifest that some ranks see, whose files may be on different machines; every rank calls it.
 
     Returns the manifest, and for each file the first rank that has it whole.
 
     Raises:
         ArtifactError: the same on every rank: see `read_manifest`.
     """
-    page = path / MANIFEST
+    manifest_file = path / MANIFEST
     try:
-        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+        text = manifest_file.read_text(encoding="utf-8") if manifest_file.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
-        text = str(error)  # is refused as no JSON
+        text = str(error)  # not JSON, so it is refused below
     text = next(filter(None, gather_texts(text, group)), "")
     try:
-        manifest = Checkpoint.from_json(text, str(page))
+        manifest = Checkpoint.from_json(text, str(manifest_file))
     except ArtifactError as error:
         raise ArtifactError(f"{error}; {advise_other(path)}") from None
     rows = gather_json(find_file_problems(path, manifest), group)
@@ -126,36 +126,36 @@ def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tupl
     return manifest, {name: ranks[0] for name, ranks in ranks_by_file.items()}
 
 
-def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None, owner: int = 0) -> list[bool]:
-    """Returns for each rank whether it sees the folder of one of them, which exists; every rank calls it.
+def find_ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None, owner: int = 0) -> list[bool]:
+    """Returns for each rank whether it sees the existing folder of rank `owner`; every rank calls it.
 
     Raises:
         ArtifactError: the same on every rank: the owner cannot write into it, or it is a URL that a rank does not see.
     """
-    mark, token, failure = folder / ".shared", uuid4().hex, ""
+    marker, token, failure = folder / ".shared", uuid4().hex, ""
     if rank == owner:
         try:
-            mark.write_text(token, encoding="utf-8")
+            marker.write_text(token, encoding="utf-8")
         except OSError as error:
             failure = f"cannot write into the folder {folder}: {error}; choose another one"
     token, failure = gather_json([token, failure], group)[owner]
     if failure:
         raise ArtifactError(failure)
-    seen, why = False, "another file is there"
+    is_seen, error_text = False, "another file is there"
     try:
-        seen = mark.read_text(encoding="utf-8") == token
+        is_seen = marker.read_text(encoding="utf-8") == token
     except OSError as error:
-        why = str(error)
-    rows = gather_texts("" if seen else why, group)
+        error_text = str(error)
+    problems = gather_texts("" if is_seen else error_text, group)
     if rank == owner:
-        mark.unlink(missing_ok=True)
-    for other, problem in enumerate(rows):
+        marker.unlink(missing_ok=True)
+    for other, problem in enumerate(problems):
         if problem and isinstance(folder, RemotePath):
             raise ArtifactError(
                 f"rank {other} does not see what rank 0 has written into {folder} ({problem}); give a store that all "
                 "machines reach, with the same credentials"
             )
-    return [not problem for problem in rows]
+    return [not problem for problem in problems]
 
 
 def list_machines(folder: Path, rank: int, group: dist.ProcessGroup | None) -> list[list[int]]:
@@ -163,7 +163,7 @@ def list_machines(folder: Path, rank: int, group: dist.ProcessGroup | None) -> l
     machines: list[list[int]] = []
     remaining = list(range(1 if group is None else dist.get_world_size(group)))
     while remaining:
-        sees = ranks_that_see(folder, rank, group, remaining[0])
+        sees = find_ranks_that_see(folder, rank, group, remaining[0])
         machines.append([other for other in remaining if sees[other]])
         remaining = [other for other in remaining if not sees[other]]
     return machines
@@ -177,16 +177,16 @@ def _read_manifest(path: AnyPath) -> Checkpoint:
 
 
 def _load_manifest(path: AnyPath) -> Checkpoint:
-    page = path / MANIFEST
+    manifest_file = path / MANIFEST
     try:
-        text = page.read_text(encoding="utf-8")
+        text = manifest_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"cannot read the Checkpoint in {page}: {error}") from None
-    return Checkpoint.from_json(text, str(page))
+        raise ArtifactError(f"cannot read the Checkpoint in {manifest_file}: {error}") from None
+    return Checkpoint.from_json(text, str(manifest_file))
 
 
 def find_file_problems(path: AnyPath, manifest: Checkpoint) -> dict[str, str]:
-    """Returns what is wrong with files that this machine has not, or not whole, by their names."""
+    """Returns name -> what is wrong, for files that are missing or incomplete on this machine."""
     problems = {}
     for name, size in manifest.files.items():
         if (path / name).is_symlink():
@@ -215,17 +215,18 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     """Makes one checkpoint in the folder `out` from the parts that machines without a shared folder have kept.
 
     Args:
-        folders: have checkpoints; the newest manifest in them counts.
+        folders: folders with checkpoints; the newest manifest in them counts.
 
     Raises:
         ArtifactError: no folder has a manifest, a file is missing or damaged, or `out` has this checkpoint.
     """
-    places = list(folders)
-    checkpoints = [path for path in map(newest_checkpoint, places) if path is not None]
+    part_folders = list(folders)
+    checkpoints = [path for path in map(find_newest_checkpoint, part_folders) if path is not None]
     source = max(checkpoints, key=lambda path: path.name, default=None)
     if source is None:
         raise ArtifactError(
-            f"none of {', '.join(map(str, places))} has a manifest ({MANIFEST}); add the folder of rank 0's machine"
+            f"none of {', '.join(map(str, part_folders))} has a manifest ({MANIFEST}); add the folder of rank 0's "
+            "machine"
         )
     manifest = _load_manifest(source)
     path = out / source.name
@@ -234,16 +235,16 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     scratch = name_scratch(path)
     remove_tree(scratch)
     scratch.mkdir(parents=True)
-    parts = [folder if folder.name == source.name else folder / source.name for folder in places]
-    whole = {
+    parts = [folder if folder.name == source.name else folder / source.name for folder in part_folders]
+    complete_files = {
         name: part / name
         for part in parts
         for name in manifest.files.keys() - find_file_problems(part, manifest).keys()
     }
     for name in manifest.files:
-        if name not in whole:
+        if name not in complete_files:
             raise ArtifactError(f"none of {', '.join(map(str, parts))} has a whole {name}; give the folder that does")
-        _copy_file(whole[name], scratch / name)
+        _copy_file(complete_files[name], scratch / name)
     commit(scratch, path, manifest)
     return path
 
@@ -256,17 +257,17 @@ def commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
 
 def publish(scratch: AnyPath, path: AnyPath, manifest: str) -> None:
     """Adds the manifest to a written folder, and gives it its name."""
-    page = scratch / MANIFEST
-    with page.open("wb") as file:
+    manifest_file = scratch / MANIFEST
+    with manifest_file.open("wb") as file:
         file.write(manifest.encode() + b"\n")
-        flush(page, file)
+        flush(manifest_file, file)
     move(scratch, path)
     if isinstance(path, Path):
         _flush_folder(path.parent)
 
 
 def flush(path: AnyPath, file: Any) -> None:
-    """Waits until a written file is on disk; of an object store, it is when it is closed."""
+    """Waits until a written file is on disk; in an object store it is safe once closed."""
     if isinstance(path, Path):
         file.flush()
         os.fsync(file.fileno())
@@ -282,23 +283,23 @@ def _flush_folder(folder: Path) -> None:
 
 
 def name_scratch(path: AnyPath) -> AnyPath:
-    """Returns the folder in which a checkpoint is written, and from which it is removed."""
+    """Returns the folder in which a checkpoint is written, and which it is renamed to before it is removed."""
     return path.with_name(f".{path.name}") if isinstance(path, Path) else path
 
 
-def remove_leftovers(folder: AnyPath, but: AnyPath | None = None) -> None:
+def remove_leftovers(folder: AnyPath, except_for: AnyPath | None = None) -> None:
     """Removes what killed saves have left."""
     if isinstance(folder, Path):
-        left: Iterable[AnyPath] = folder.glob(f".{_PREFIX}*")
+        leftovers: Iterable[AnyPath] = folder.glob(f".{_PREFIX}*")
     else:
-        left = set(complete_checkpoints(folder, parts=True)) - set(complete_checkpoints(folder))
-    for leftover in left:
-        if leftover != but:
+        leftovers = set(list_checkpoints(folder, parts=True)) - set(list_checkpoints(folder))
+    for leftover in leftovers:
+        if leftover != except_for:
             remove_tree(leftover)
 
 
 def remove_tree(path: AnyPath) -> None:
-    """Removes a folder, of a checkpoint in an object store its manifest first."""
+    """Removes a folder; in an object store, its manifest first."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -307,7 +308,7 @@ def remove_tree(path: AnyPath) -> None:
 
 
 def move(source: AnyPath, target: AnyPath) -> None:
-    """Gives a folder another name, at once on disk."""
+    """Renames a folder; on disk this is atomic."""
     if source == target:
         return
     if isinstance(source, Path):
@@ -319,8 +320,8 @@ def move(source: AnyPath, target: AnyPath) -> None:
 
 
 def _copy_file(source: AnyPath, target: AnyPath) -> None:
-    with source.open("rb") as reader, target.open("wb") as taken:
-        shutil.copyfileobj(reader, taken, _COPIED_BYTES)
+    with source.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, _CHUNK_BYTES)
 
 
 def set_aside(path: AnyPath) -> None:
@@ -332,15 +333,15 @@ def set_aside(path: AnyPath) -> None:
 
 def prune(folder: AnyPath, keep: int | None, *, parts: bool = False) -> None:
     """Removes the oldest; with `parts` also folders without a manifest."""
-    for old in complete_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
-        doomed = name_scratch(old)
-        move(old, doomed)
-        remove_tree(doomed)
+    for old in list_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
+        scratch = name_scratch(old)
+        move(old, scratch)
+        remove_tree(scratch)
 
 
 def _make_metadata(manifest: Checkpoint) -> object:
-    """Returns what torch's distributed checkpoint keeps about the same tensors."""
-    # A tenth of a second, which only rank 0 takes, and which imports the elastic agent.
+    """Returns the metadata of torch's distributed checkpoint for the same tensors."""
+    # Imported here: it takes a tenth of a second, which only rank 0 spends, and imports the elastic agent.
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -375,8 +376,8 @@ def summarise_error(error: BaseException) -> str:
 
 
 def advise_other(path: AnyPath) -> str:
-    """Names the newest other checkpoint whose manifest is intact; one before this, if there is one."""
-    others = [other for other in complete_checkpoints(path.parent) if other.name != path.name]
+    """Returns advice that names the newest other checkpoint with an intact manifest, preferably one before `path`."""
+    others = [other for other in list_checkpoints(path.parent) if other.name != path.name]
     for other in sorted(others, key=lambda other: (other.name < path.name, other.name), reverse=True):
         try:
             _read_manifest(other)

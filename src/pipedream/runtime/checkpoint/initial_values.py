@@ -35,19 +35,19 @@ class Slots:
     """Where a model keeps each of its parameters and buffers, to replace them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        self._alive: list[torch.Tensor] = []  # their ids stay theirs
+        self._holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        self._tensors: list[torch.Tensor] = []  # keeps their ids from being used again
         for module in model.modules():
             for slots in _list_slots(module):
                 for slot, tensor in slots.items():
                     if tensor is not None:
-                        self._places.setdefault(id(tensor), []).append((slots, slot))
-                        self._alive.append(tensor)
+                        self._holders.setdefault(id(tensor), []).append((slots, slot))
+                        self._tensors.append(tensor)
 
     def replace(self, old: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts values where `old` is, as a parameter if that is one."""
+        """Puts values in all slots of `old`, as a parameter if `old` is one."""
         new = _make_like(old, values.to(old.dtype))
-        for slots, slot in self._places[id(old)]:
+        for slots, slot in self._holders[id(old)]:
             slots[slot] = new
 
 
@@ -68,24 +68,24 @@ def materialise(model: nn.Module, names: Iterable[str], device: torch.device, se
             )
         names_by_id[id(state[name])] = name
     slots = Slots(model)
-    empty: dict[int, str] = {}
+    names_to_fill: dict[int, str] = {}
     for number, name in names_by_id.items():
         tensor = state[name]
         if tensor.is_meta:
-            empty[number] = name
+            names_to_fill[number] = name
         elif isinstance(tensor, nn.Parameter):
             tensor.data = tensor.data.to(device)
         elif tensor.device != device:
             slots.replace(tensor, tensor.to(device))
-    if not empty:
+    if not names_to_fill:
         return
     _check_attributes(model)
     holders: dict[str, list[tuple[str, int]]] = {}
     for path, module in model.named_modules():
         for module_slots in _list_slots(module):
             for slot, tensor in module_slots.items():
-                if tensor is not None and id(tensor) in empty:
-                    del empty[id(tensor)]
+                if tensor is not None and id(tensor) in names_to_fill:
+                    del names_to_fill[id(tensor)]
                     holders.setdefault(path, []).append((slot, id(tensor)))
     values_by_id: dict[int, torch.Tensor] = {}
     state_before = torch.default_generator.get_state()
@@ -96,8 +96,8 @@ def materialise(model: nn.Module, names: Iterable[str], device: torch.device, se
                 values_by_id |= {number: values[slot].detach().to(device) for slot, number in module_tensors}
     finally:
         torch.default_generator.set_state(state_before)
-    for number, values_of in values_by_id.items():
-        slots.replace(state[names_by_id[number]], values_of)
+    for number, initial_values in values_by_id.items():
+        slots.replace(state[names_by_id[number]], initial_values)
 
 
 def _list_slots(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -133,12 +133,12 @@ def _keep_all_on_meta(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _restore_slots(modules: Iterable[nn.Module]) -> Iterator[list[tuple[dict[str, Any], str, torch.Tensor]]]:
-    """Puts the modules' own parameters and buffers back at the end; yields them with their places."""
-    before = [(slots, dict(slots)) for module in modules for slots in _list_slots(module)]
+    """Yields the modules' own parameters and buffers with their slots, and puts them back at the end."""
+    originals = [(slots, dict(slots)) for module in modules for slots in _list_slots(module)]
     try:
-        yield [(slots, name, tensor) for slots, row in before for name, tensor in row.items() if tensor is not None]
+        yield [(slots, name, tensor) for slots, row in originals for name, tensor in row.items() if tensor is not None]
     finally:
-        for slots, row in before:
+        for slots, row in originals:
             slots.clear()
             slots.update(row)
 
@@ -148,19 +148,19 @@ def _initialise_module(
 ) -> dict[str, torch.Tensor]:
     """Returns initial values of a module's own parameters and buffers, by slot."""
     parts = path.split(".") if path else []
-    around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
-    module = around[0]
+    chain = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
+    module = chain[0]
     name = path or type(module).__name__
-    has_model_rule = _find_rule(around) is not None
-    left: list[str] = []
+    has_model_rule = _find_rule(chain) is not None
+    unfilled: list[str] = []
     values: dict[str, torch.Tensor] = {}
-    # What the model's rule does not know keeps the values of the module's own rule, as in its constructor.
+    # If the model's rule alone leaves something unfilled, the module's own rule runs before it, as in its constructor.
     for own_rule in [False, True] if has_model_rule else [True]:
         with _give_storage(module) as versions:
             torch.default_generator.manual_seed(layer_seed(seed, 0, name))
-            for i, outer in enumerate(around):
+            for i, outer in enumerate(chain):
                 reset = _find_method(outer, "reset_parameters") or _find_method(outer, "_reset_parameters")
-                rule = _find_rule(around[i:])
+                rule = _find_rule(chain[i:])
                 try:
                     if reset is not None and (i > 0 or own_rule):
                         reset()
@@ -171,14 +171,14 @@ def _initialise_module(
                     where += f" by {type(outer).__name__}" if i else ""
                     raise CaptureError(f"{where} raised {type(error).__name__}: {error}; {_REMEDY}") from error
             values = {slot: t for slots in _list_slots(module) for slot, t in slots.items() if t is not None}
-        left = [slot for slot in slots_to_fill if not _is_filled(values[slot], versions.get(id(values[slot])))]
-        if not left:
+        unfilled = [slot for slot in slots_to_fill if not _is_filled(values[slot], versions.get(id(values[slot])))]
+        if not unfilled:
             return values
-    kind = "parameter" if left[0] in module._parameters else "buffer"
+    kind = "parameter" if unfilled[0] in module._parameters else "buffer"
     also = " nor by the model's _init_weights()" if has_model_rule else ""
     raise CaptureError(
-        f"the {kind} {_join_name(path, left[0])!r} is on the meta device and is not filled by reset_parameters() of "
-        f"{type(module).__name__}{also}; fill it there, or {_REMEDY}"
+        f"the {kind} {_join_name(path, unfilled[0])!r} is on the meta device and is not filled by reset_parameters() "
+        f"of {type(module).__name__}{also}; fill it there, or {_REMEDY}"
     )
 
 
@@ -215,10 +215,10 @@ def _is_filled(tensor: torch.Tensor, version: int | None) -> bool:
     return not bool((tensor == _choose_unfilled(tensor.dtype)).any())
 
 
-def _find_rule(around: Sequence[nn.Module]) -> Callable[[nn.Module], object] | None:
-    """Returns ``_init_weights`` of the innermost module that has one for any module."""
+def _find_rule(chain: Sequence[nn.Module]) -> Callable[[nn.Module], object] | None:
+    """Returns the first ``_init_weights`` that takes a module, from the innermost module outward."""
     return next(
-        (rule for module in around if (rule := _find_method(module, "_init_weights", around[0])) is not None), None
+        (rule for module in chain if (rule := _find_method(module, "_init_weights", chain[0])) is not None), None
     )
 
 

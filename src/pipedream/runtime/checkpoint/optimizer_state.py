@@ -1,8 +1,8 @@
 """A stage's optimizer in a checkpoint, by parameter names: saved under one plan, restored under any other.
 
-What is saved is the state dict of the user's optimizer, whatever form it has. Its *blocks* have the form of
-torch.optim, ``{"state": ..., "param_groups": ...}``: the whole or, in an optimizer that wraps others, parts of it.
-Their indices become parameter names. Another partition has other parameter groups: a new group gets the options, and a
+The state dict of the user's optimizer is saved whatever its form. Its *blocks* have the form of torch.optim,
+``{"state": ..., "param_groups": ...}``: the whole dict or, in an optimizer that wraps others, parts of it. Their
+indices become parameter names. Another partition has other parameter groups: a new group gets the options, and a
 scheduler's numbers, of the saved groups that its parameters were in.
 """
 
@@ -22,11 +22,11 @@ from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.runtime.data.rng import from_json, to_json
 from pipedream.runtime.update.optimizer import Optimizer
 
-_OF_GROUPS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")
+_PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")
 """Attributes of torch's schedulers with one value for each parameter group."""
 
-_MAX_DUE = 100_000
-"""Scheduler steps that a stage may have to catch up with; in an intact checkpoint at most the ratio of two replica
+_MAX_STEPS_DUE = 100_000
+"""The most scheduler steps that a stage makes up for; an intact checkpoint has at most the ratio of two replica
 counts."""
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -70,19 +70,19 @@ class _Block(NamedTuple):
 
 
 def collect_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Returns ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME``, without tied weights of others.
+    """Returns ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME``, without weights counted elsewhere.
 
     Raises:
         PipelineError: the optimizer's state dict cannot be kept in a checkpoint.
     """
-    mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
-    tensors = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
+    counted_here = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
+    tensors = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in counted_here}
     for name, memory in optimizer.compensator.state.items():
-        if name in mine:
+        if name in counted_here:
             tensors |= {f"compensation/{name}/{key}": tensor for key, tensor in memory.items()}
-    of_parameters, _ = _split_states(optimizer, _find_blocks(optimizer.optimizer.state_dict(), optimizer))
-    for name, state in of_parameters.items():
-        if name in mine:
+    tensors_by_name, _ = _split_states(optimizer, _find_blocks(optimizer.optimizer.state_dict(), optimizer))
+    for name, state in tensors_by_name.items():
+        if name in counted_here:
             tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.items()}
     return tensors
 
@@ -90,8 +90,8 @@ def collect_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     """Returns the state other than tensors. Raises a `PipelineError` if JSON cannot hold it."""
     kind = type(optimizer.optimizer).__name__
-    whole = optimizer.optimizer.state_dict()
-    blocks = _find_blocks(whole, optimizer)
+    state_dict = optimizer.optimizer.state_dict()
+    blocks = _find_blocks(state_dict, optimizer)
     _, numbers = _split_states(optimizer, blocks)
     groups = {block.path: block.saved_groups(kind) for block in blocks}
     common = {
@@ -104,7 +104,7 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     if optimizer.scheduler is not None:
         state = optimizer.scheduler.state_dict()
         scheduler = _check_json(_to_plain(state), f"state of {type(optimizer.scheduler).__name__}")
-    rest = _drop_blocks(whole)
+    rest = _drop_blocks(state_dict)
     return SavedStage(
         groups[()] if () in groups else _describe_groups(optimizer).saved_groups(kind),
         {name: state for name, state in numbers.items() if state},
@@ -123,12 +123,12 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
 
 
 def check_after_step(optimizer: Optimizer, make: Callable[[dict[str, Parameter]], Optimizer]) -> None:
-    """Raises a `PipelineError` if what the optimizer will hold after a step cannot be saved, or not loaded again.
+    """Raises a `PipelineError` if the optimizer's state after a step cannot be saved, or cannot be loaded again.
 
-    Tries it on optimizers of small parameters. One that does not step by itself, or not with these, is not judged.
+    Tries it with optimizers of small parameters; does not judge an optimizer that cannot step with these.
 
     Args:
-        make: from parameters to another such optimizer with its scheduler.
+        make: returns a new optimizer of the same kind for given parameters, with its scheduler.
     """
     trials = []
     with fork_rng(devices=[]):
@@ -175,53 +175,54 @@ def restore(
         stage: None if plan or method has changed.
 
     Raises:
-        ArtifactError: the checkpoint is one of another optimizer or scheduler; parameters of one group were saved with
+        ArtifactError: the checkpoint has another optimizer or scheduler; parameters of one group were saved with
             different options; or the state dict holds tensors in a form that another plan cannot divide.
     """
     inner = optimizer.optimizer
     _check_class("optimizer", stages[0].optimizer_class, inner)
     _check_class("scheduler", stages[0].scheduler_class, optimizer.scheduler)
-    then = stages[0 if stage is None else stage]  # what belongs to a stage: from the same stage, else from the first
-    whole = inner.state_dict()
-    blocks = _find_blocks(whole, optimizer)
+    saved_stage = stages[0 if stage is None else stage]
+    state_dict = inner.state_dict()
+    blocks = _find_blocks(state_dict, optimizer)
     if stage is None:
-        _fill_in_common_rest(whole, stages, type(inner).__name__)
-    elif then.rest is not None:
-        whole = from_json(then.rest)
-    described = _describe_groups(optimizer)
-    _check_groups(optimizer, described, stages)
-    outer, sources = _restore_groups(described, [saved.groups for saved in stages])
+        _fill_in_common_rest(state_dict, stages, type(inner).__name__)
+    elif saved_stage.rest is not None:
+        state_dict = from_json(saved_stage.rest)
+    own_groups = _describe_groups(optimizer)
+    _check_groups(optimizer, own_groups, stages)
+    group_options, sources = _restore_groups(own_groups, [saved.groups for saved in stages])
     states = {name: _join_state(name, stages, tensors) for name in optimizer.named}
-    common = dict(then.common)
-    for block in sorted(blocks, key=lambda block: -len(block.path)):  # what is left belongs to the enclosing block
-        target = _look_up(whole, block.path)
+    common = dict(saved_stage.common)
+    for block in sorted(blocks, key=lambda block: -len(block.path)):  # the enclosing block takes what is left
+        target = _look_up(state_dict, block.path)
         saved_groups = [saved.nested.get(block.prefix, ()) if block.path else saved.groups for saved in stages]
         target["param_groups"] = _restore_groups(block, saved_groups)[0] if any(saved_groups) else list(block.groups)
-        of_block = {index: _pop_beneath(block.prefix, states[name]) for index, name in block.names.items()}
-        target["state"] = {index: state for index, state in of_block.items() if state}
-        target["state"] |= {key: from_json(value) for key, value in _pop_beneath(block.prefix, common).items()}
-    if left := [name for name, state in states.items() if state]:
+        block_states = {index: _pop_prefixed(block.prefix, states[name]) for index, name in block.names.items()}
+        target["state"] = {index: state for index, state in block_states.items() if state}
+        target["state"] |= {key: from_json(value) for key, value in _pop_prefixed(block.prefix, common).items()}
+    if unused := [name for name, state in states.items() if state]:
         raise ArtifactError(
-            f"the checkpoint has state of the parameter {left[0]!r} under {min(states[left[0]])!r}, which the state "
-            f"dict of {type(inner).__name__} does not have; resume with the same optimizer, and the checkpoint's plan"
+            f"the checkpoint has state of the parameter {unused[0]!r} under {min(states[unused[0]])!r}, which the "
+            f"state dict of {type(inner).__name__} does not have; resume with the same optimizer, and the checkpoint's "
+            "plan"
         )
-    inner.load_state_dict(whole)
-    if not any(block.path == () for block in blocks):  # its own groups are in none of its state dict's blocks
-        for group, options in zip(inner.param_groups, outer, strict=True):
+    inner.load_state_dict(state_dict)
+    if not any(block.path == () for block in blocks):  # the state dict does not have the optimizer's own groups
+        for group, options in zip(inner.param_groups, group_options, strict=True):
             group.update({key: value for key, value in options.items() if key not in _NOT_OPTIONS})
-    optimizer.skipped = then.skipped
-    if optimizer.loss_scale is not None and optimizer.loss_scale.changes and then.loss_scale is not None:
-        optimizer.loss_scale.value, optimizer.loss_scale.good = then.loss_scale
+    optimizer.skipped = saved_stage.skipped
+    if optimizer.loss_scale is not None and optimizer.loss_scale.changes and saved_stage.loss_scale is not None:
+        optimizer.loss_scale.value, optimizer.loss_scale.good = saved_stage.loss_scale
     for name, average in optimizer.ema.items():
         average.copy_(tensors[f"ema/{name}" if f"ema/{name}" in tensors else f"model/{name}"])
     for name in optimizer.compensator.state:
-        optimizer.compensator.load(name, _select_beneath(f"compensation/{name}/", tensors))
+        optimizer.compensator.load(name, _select_prefixed(f"compensation/{name}/", tensors))
     _restore_scheduler(optimizer, stages, sources, stage)
 
 
-def _check_class(role: str, saved: str, present: object | None) -> None:
-    kind = type(present).__name__
-    if saved and present is not None and saved != kind:
+def _check_class(role: str, saved: str, current: object | None) -> None:
+    kind = type(current).__name__
+    if saved and current is not None and saved != kind:
         raise ArtifactError(
             f"the checkpoint was saved with the {role} {saved}, this run has {kind}; resume with {saved}, whose "
             "options and state are in the checkpoint, or start a new run from the checkpoint's weights (weights=)"
@@ -240,37 +241,37 @@ def _describe_groups(optimizer: Optimizer) -> _Block:
     return _Block((), {}, groups, order)
 
 
-def _find_blocks(whole: Any, optimizer: Optimizer) -> list[_Block]:
+def _find_blocks(state_dict: Any, optimizer: Optimizer) -> list[_Block]:
     """Returns the blocks of a state dict.
 
-    A block with as many parameters as the optimizer has all of them, in their order; else it has those that follow on
-    the block before.
+    A block with as many parameters as the optimizer has all of its parameters, in order; any other block has those that
+    follow the previous block's.
 
     Raises:
         PipelineError: a block has other parameters, or state of what is no parameter.
     """
-    described = _describe_groups(optimizer)
-    count = sum(len(group["params"]) for group in described.groups)
+    own_groups = _describe_groups(optimizer)
+    count = sum(len(group["params"]) for group in own_groups.groups)
     blocks: list[_Block] = []
-    taken = 0
-    for path, value in _walk(whole):
+    assigned = 0
+    for path, value in _walk(state_dict):
         if not _is_block(value):
             continue
         indices = [index for group in value["param_groups"] for index in group["params"]]
-        first = 0 if len(indices) == count else taken
-        taken = first + len(indices)
-        if taken > count:
+        first = 0 if len(indices) == count else assigned
+        assigned = first + len(indices)
+        if assigned > count:
             raise PipelineError(
-                f"the state dict of {type(optimizer.optimizer).__name__} has groups of {taken} parameters, its "
+                f"the state dict of {type(optimizer.optimizer).__name__} has groups of {assigned} parameters, its "
                 f"parameter groups have {count}, so they cannot be named in a checkpoint; let the wrapped optimizers "
                 "have the same parameters, in the same order"
             )
-        names = {index: described.names[first + i] for i, index in enumerate(indices) if first + i in described.names}
-        strange = [key for key in value["state"] if key not in indices and not isinstance(key, str)]
-        if strange:
+        names = {index: own_groups.names[first + i] for i, index in enumerate(indices) if first + i in own_groups.names}
+        unknown_keys = [key for key in value["state"] if key not in indices and not isinstance(key, str)]
+        if unknown_keys:
             raise PipelineError(
-                f"the state dict of {type(optimizer.optimizer).__name__} has state under {strange[0]!r}, which is no "
-                "index of a parameter, so it cannot be kept in a checkpoint; use indices or texts"
+                f"the state dict of {type(optimizer.optimizer).__name__} has state under {unknown_keys[0]!r}, which is "
+                "no index of a parameter, so it cannot be kept in a checkpoint; use indices or texts"
             )
         blocks.append(_Block(path, value["state"], value["param_groups"], names))
     return blocks
@@ -286,7 +287,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yields a state dict and what it holds, but not what is inside a block's state and groups."""
+    """Yields each value in a state dict with its path, and does not enter a block's state and groups."""
     yield path, value
     for key, item in _list_items(value):
         yield from _walk(item, (*path, key))
@@ -310,17 +311,17 @@ def _collect_leaves(value: Any) -> dict[tuple[str | int, ...], Any]:
     return {path: leaf for path, leaf in _walk(value) if not isinstance(leaf, dict | list)}
 
 
-def _fill_in_common_rest(whole: Any, stages: Sequence[SavedStage], what: str) -> None:
+def _fill_in_common_rest(state_dict: Any, stages: Sequence[SavedStage], what: str) -> None:
     """Copies into a new stage's state dict what is the same in all saved stages."""
     rests = [_collect_leaves({} if saved.rest is None else from_json(saved.rest)) for saved in stages]
-    large = any(isinstance(value, torch.Tensor) and value.numel() > 1 for rest in rests for value in rest.values())
-    if large or any(rest != rests[0] for rest in rests):
+    is_large = any(isinstance(value, torch.Tensor) and value.numel() > 1 for rest in rests for value in rest.values())
+    if is_large or any(rest != rests[0] for rest in rests):
         raise ArtifactError(
             f"the state dict of {what} holds state of its stage that belongs to no parameter, so it cannot be divided "
             "among other stages; resume with the plan and the method of the checkpoint"
         )
     for path, value in rests[0].items():
-        _look_up(whole, path[:-1])[path[-1]] = value
+        _look_up(state_dict, path[:-1])[path[-1]] = value
 
 
 def _split_states(
@@ -332,30 +333,30 @@ def _split_states(
     numbers: dict[str, dict[str, Any]] = {}
     for block in blocks:
         for name, state in block.states():
-            of_name, rest = tensors.setdefault(name, {}), numbers.setdefault(name, {})
+            name_tensors, rest = tensors.setdefault(name, {}), numbers.setdefault(name, {})
             for key, value in state.items():
-                place = f"{block.prefix}{key}"
+                key_path = f"{block.prefix}{key}"
                 if isinstance(value, torch.Tensor):
-                    of_name[place] = value
+                    name_tensors[key_path] = value
                 else:
-                    rest[place] = to_json(_take_tensors(value, place, of_name), f"{what}, {key!r},")
+                    rest[key_path] = to_json(_take_tensors(value, key_path, name_tensors), f"{what}, {key!r},")
     return tensors, numbers
 
 
-def _take_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Moves the tensors within a value to `tensors`, and leaves their places."""
+def _take_tensors(value: Any, key_path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Moves the tensors within a value to `tensors`; returns the value with their keys in their place."""
     if isinstance(value, torch.Tensor):
-        tensors[place] = value
-        return {_TENSOR_AT: place}
+        tensors[key_path] = value
+        return {_TENSOR_AT: key_path}
     if isinstance(value, Mapping):
-        return {key: _take_tensors(item, f"{place}.{key}", tensors) for key, item in value.items()}
+        return {key: _take_tensors(item, f"{key_path}.{key}", tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_take_tensors(item, f"{place}.{i}", tensors) for i, item in enumerate(value))
+        return type(value)(_take_tensors(item, f"{key_path}.{i}", tensors) for i, item in enumerate(value))
     return value
 
 
 def _put_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Inverse of `_take_tensors`; removes from `tensors` what it puts."""
+    """Puts the tensors that `_take_tensors` moved back into a value; removes them from `tensors`."""
     if isinstance(value, Mapping):
         if set(value) == {_TENSOR_AT}:
             return tensors.pop(value[_TENSOR_AT])
@@ -365,35 +366,36 @@ def _put_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return value
 
 
-def _check_groups(optimizer: Optimizer, described: _Block, stages: Sequence[SavedStage]) -> None:
-    """Raises an `ArtifactError` if a parameter was trained, and the new optimizer has it in no group yet."""
+def _check_groups(optimizer: Optimizer, own_groups: _Block, stages: Sequence[SavedStage]) -> None:
+    """Raises an `ArtifactError` if a parameter that was saved in a group is in none of the new optimizer's."""
     saved = {name for stage in stages for group in stage.groups for name in group.names}
-    lost = [name for name in optimizer.named if name in saved and name not in described.names.values()]
-    if lost and described.names:
+    ungrouped = [name for name in optimizer.named if name in saved and name not in own_groups.names.values()]
+    if ungrouped and own_groups.names:
         raise ArtifactError(
-            f"the checkpoint's {type(optimizer.optimizer).__name__} has the parameter {lost[0]!r} in a group, this "
-            "run's has it in none, perhaps because it adds the group later; make all groups when the optimizer is made"
+            f"the checkpoint's {type(optimizer.optimizer).__name__} has the parameter {ungrouped[0]!r} in a group, "
+            "this run's has it in none, perhaps because it adds the group later; make all groups when the optimizer is "
+            "made"
         )
 
 
 def _restore_groups(
     block: _Block, saved: Sequence[Sequence[ParameterGroup]]
 ) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
-    """Returns the block's groups with saved options, and the (stage, group) that each has them from."""
+    """Returns the block's groups with saved options, and the (stage, group) from which each has them."""
     places = {name: (s, g) for s, groups in enumerate(saved) for g, group in enumerate(groups) for name in group.names}
     restored, sources = [], []
     for number, group in enumerate(block.groups):
         names = [block.names[index] for index in group["params"] if index in block.names]
-        same = list(dict.fromkeys(places[name] for name in names if name in places))
-        if any(saved[s][g].options != saved[same[0][0]][same[0][1]].options for s, g in same):
+        origins = list(dict.fromkeys(places[name] for name in names if name in places))
+        if any(saved[s][g].options != saved[origins[0][0]][origins[0][1]].options for s, g in origins):
             raise ArtifactError(
                 f"parameters {', '.join(names[:3])} ... are in one group of the optimizer now, and were in groups with "
                 "different options when the checkpoint was saved; make the same groups"
             )
-        if not same:
+        if not origins:
             stage = next(s for s, groups in enumerate(saved) if groups)
-            same = [(stage, min(number, len(saved[stage]) - 1))]
-        s, g = same[0]
+            origins = [(stage, min(number, len(saved[stage]) - 1))]
+        s, g = origins[0]
         options = {key: _cast_like(group.get(key), from_json(value)) for key, value in saved[s][g].options.items()}
         restored.append({**group, **options})
         sources.append((s, g))
@@ -413,12 +415,12 @@ def _restore_scheduler(
     if optimizer.scheduler is not None:
         rates = [group["lr"] for group in optimizer.optimizer.param_groups]
         kind = type(optimizer.scheduler).__name__
-        present = optimizer.scheduler.state_dict()
+        current = optimizer.scheduler.state_dict()
         try:
             state = source.scheduler
             if stage is None or len(source.groups) != len(sources):
-                state = _RemappedGroups(stages, sources, kind).remap(present, state)
-            optimizer.scheduler.load_state_dict(_restore_types(present, state))
+                state = _RemappedGroups(stages, sources, kind).remap(current, state)
+            optimizer.scheduler.load_state_dict(_restore_types(current, state))
         except (KeyError, AttributeError, TypeError, IndexError) as error:
             raise ArtifactError(
                 f"the checkpoint's scheduler state does not fit {kind}: {error}; resume with the same scheduler"
@@ -429,18 +431,18 @@ def _restore_scheduler(
         optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
         optimizer.rounds_before = source.rounds_before
     due = optimizer.scheduler_steps_due if stage is not None else stages[0].updates - source.scheduled
-    if due > _MAX_DUE:
+    if due > _MAX_STEPS_DUE:
         raise ArtifactError(f"the checkpoint's counts of updates and schedule are {due} apart; it is damaged")
     optimizer.step_scheduler(due)
     if stage is None:
-        # Another plan counts its rounds anew. Stage 0 makes one scheduler step per update; the others follow before
-        # their next update.
+        # Another plan counts its rounds from 0. Stage 0 makes one scheduler step per update; the other stages catch up
+        # before their next update.
         optimizer.updates = optimizer.scheduled = 0
         optimizer.rounds_before = stages[0].rounds_before + stages[0].updates
 
 
 class _RemappedGroups(NamedTuple):
-    """Gives the lists of a scheduler that have a value for each parameter group the values of the groups' sources.
+    """Remaps those lists of a scheduler that have one value for each parameter group to the groups of a new plan.
 
     Such a list has as many entries as its stage has groups, in each saved stage and in the new one. Another list, such
     as milestones, must be equal in all stages.
@@ -450,38 +452,38 @@ class _RemappedGroups(NamedTuple):
     sources: Sequence[tuple[int, int]]
     kind: str
 
-    def remap(self, present: Any, state: Any, path: tuple[Any, ...] = ()) -> Any:
+    def remap(self, current: Any, state: Any, path: tuple[Any, ...] = ()) -> Any:
         """Raises ArtifactError for lists that differ between stages and cannot be divided."""
         if isinstance(state, dict):
-            items = present if isinstance(present, dict) else {}
+            items = current if isinstance(current, dict) else {}
             return {key: self.remap(items.get(key), value, (*path, key)) for key, value in state.items()}
         if not isinstance(state, list):
             return state
         lists = [_look_up(saved.scheduler, path) for saved in self.stages]
         counts = [len(saved.groups) for saved in self.stages]
-        size = len(present) if isinstance(present, list | tuple) else -1
-        is_alike, has_dicts = all(values == lists[0] for values in lists), any(isinstance(v, dict) for v in state)
+        size = len(current) if isinstance(current, list | tuple) else -1
+        are_equal, has_dicts = all(values == lists[0] for values in lists), any(isinstance(v, dict) for v in state)
         fits = not has_dicts and size == len(self.sources) and list(map(len, lists)) == counts
-        if path[-1] in _OF_GROUPS or (fits and not (is_alike and size == len(state))):
+        if path[-1] in _PER_GROUP or (fits and not (are_equal and size == len(state))):
             return [lists[s][g] for s, g in self.sources]
-        if not is_alike and not has_dicts:
+        if not are_equal and not has_dicts:
             raise ArtifactError(
                 f"the checkpoint's {self.kind} has a different list {path[-1]!r} in each stage, and its entries are "
                 "not those of parameter groups, so other stages cannot use it; resume with the checkpoint's plan"
             )
-        inner = present if size == len(state) else [None] * len(state)
+        inner = current if size == len(state) else [None] * len(state)
         return [self.remap(old, item, (*path, i)) for i, (old, item) in enumerate(zip(inner, state, strict=True))]
 
 
-def _restore_types(present: Any, value: Any) -> Any:
+def _restore_types(current: Any, value: Any) -> Any:
     """Restores types that JSON lacks: tuples and integer keys."""
-    if isinstance(present, dict) and isinstance(value, dict):
-        if any(isinstance(key, int) for key in present):
+    if isinstance(current, dict) and isinstance(value, dict):
+        if any(isinstance(key, int) for key in current):
             value = {int(key): item for key, item in value.items()}
-        return type(present)({key: _restore_types(present.get(key), item) for key, item in value.items()})
-    if isinstance(present, list) and isinstance(value, list) and len(present) == len(value):
-        return [_restore_types(a, b) for a, b in zip(present, value, strict=True)]
-    return _cast_like(present, value)
+        return type(current)({key: _restore_types(current.get(key), item) for key, item in value.items()})
+    if isinstance(current, list) and isinstance(value, list) and len(current) == len(value):
+        return [_restore_types(a, b) for a, b in zip(current, value, strict=True)]
+    return _cast_like(current, value)
 
 
 def _look_up(state: Any, path: tuple[Any, ...]) -> Any:
@@ -492,16 +494,16 @@ def _look_up(state: Any, path: tuple[Any, ...]) -> Any:
 
 def _join_state(name: str, stages: Sequence[SavedStage], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns a parameter's state in all blocks."""
-    of_name = _select_beneath(f"optimizer/{name}/", tensors)
+    name_tensors = _select_prefixed(f"optimizer/{name}/", tensors)
     numbers = next((saved.numbers[name] for saved in stages if name in saved.numbers), {})
-    return {key: _put_tensors(from_json(value), of_name) for key, value in numbers.items()} | of_name
+    return {key: _put_tensors(from_json(value), name_tensors) for key, value in numbers.items()} | name_tensors
 
 
-def _pop_beneath(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+def _pop_prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
 
 
-def _select_beneath(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _select_prefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
 
 
@@ -515,10 +517,10 @@ def _to_plain(value: Any) -> Any:
     return value
 
 
-def _cast_like(present: Any, value: Any) -> Any:
-    if isinstance(present, torch.Tensor):
-        return torch.as_tensor(value, dtype=present.dtype, device=present.device)
-    if isinstance(present, tuple) and isinstance(value, list):
+def _cast_like(current: Any, value: Any) -> Any:
+    if isinstance(current, torch.Tensor):
+        return torch.as_tensor(value, dtype=current.dtype, device=current.device)
+    if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
     return value
 

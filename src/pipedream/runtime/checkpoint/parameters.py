@@ -1,6 +1,6 @@
-"""The user's parameters across ranks: a rank keeps its own stages'; the others become meta tensors (no storage).
+"""The user's parameters across ranks: a rank keeps those of its stages, the others become meta tensors (no storage).
 
-Also what modules add to a state dict by ``get_extra_state``.
+Also the extra state of modules (``get_extra_state``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pipedream.runtime.data.rng import from_json, to_json
 _KEY = "_extra_state"
 
 
-def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
+def list_stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
     """Returns the parameters and buffers of layers first <= i < last, each once."""
     return list(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:
-    """Returns the model's own names of what its state dict holds -> the names there, which its hooks may change."""
+    """Returns name in the model -> name in its state dict, which the model's hooks may change."""
     saved = model.state_dict(keep_vars=True)
     renamed = {id(value): name for name, value in saved.items()}
     return {
@@ -38,7 +38,7 @@ def saved_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def unused_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+def list_unused_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Returns the parameters and buffers that no layer reads and a state dict holds, without those on the meta device.
 
     Args:
@@ -49,7 +49,7 @@ def unused_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name, t in state.items() if id(t) not in used and name in saved and not t.is_meta]
 
 
-def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def find_shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns, for each name of a parameter or buffer that has several, all of them."""
     names_by_id: dict[int, list[str]] = {}
     for name, tensor in named_state(model).items():
@@ -58,9 +58,9 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def select_trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Returns the trained ones, each once, in the model's order, under the first of its names."""
-    every = dict(model.named_parameters(remove_duplicate=False))
-    ids = {id(every[name]) for name in names if name in every}
+    """Returns the trained parameters, each once, in the model's order, under the first of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    ids = {id(parameters[name]) for name in names if name in parameters}
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -70,12 +70,12 @@ def select_trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Param
 
 def drop_foreign(model: nn.Module, names: set[str]) -> None:
     """Turns all parameters and buffers but these into meta tensors, in place."""
-    kept = {id(tensor) for name, tensor in named_state(model).items() if name in names}
+    kept_ids = {id(tensor) for name, tensor in named_state(model).items() if name in names}
     for module in model.modules():
-        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in both:
+        dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in dicts:
             for slot, tensor in list(slots.items()):
-                if tensor is None or id(tensor) in kept or tensor.is_meta:
+                if tensor is None or id(tensor) in kept_ids or tensor.is_meta:
                     continue
                 empty = torch.empty_like(tensor, device="meta")
                 slots[slot] = (
@@ -107,10 +107,10 @@ def share_initial(
     An owner may have them on the meta device.
 
     Args:
-        skip: those of which each owner has the same values already; equal on all ranks.
+        skip: names whose values each owner already has; equal on all ranks.
     """
     state, slots = named_state(model), Slots(model)
-    arrived: set[int] = set()
+    replaced_ids: set[int] = set()
     for stage, owned in enumerate(names):
         for owner in placement.ranks[stage]:
             if owner == 0 or rank not in (0, owner):
@@ -127,9 +127,9 @@ def share_initial(
                 if not tensor.is_meta:
                     with torch.no_grad():
                         tensor.copy_(received)
-                elif id(tensor) not in arrived:
+                elif id(tensor) not in replaced_ids:
                     slots.replace(tensor, received.to(device))
-                    arrived.add(id(tensor))
+                    replaced_ids.add(id(tensor))
 
 
 def collect(
@@ -141,9 +141,9 @@ def collect(
     group: dist.ProcessGroup | None,
     to: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Returns all named tensors at rank `to`, on the CPU, each from replica 0 of its stage; nothing elsewhere.
+    """Returns all named tensors at rank `to`, on the CPU, each from replica 0 of its stage; elsewhere an empty dict.
 
-    What several stages hold is taken from the first.
+    A tensor of several stages is taken from the first.
 
     Args:
         tensors: this rank's.
@@ -151,7 +151,7 @@ def collect(
         names: what each stage holds.
         group: None if one process has everything.
     """
-    whole: dict[str, torch.Tensor] = {}
+    collected: dict[str, torch.Tensor] = {}
     done: set[str] = set()
     for stage, owned in enumerate(names):
         owner = placement.ranks[stage][0]
@@ -160,14 +160,14 @@ def collect(
                 continue
             done.add(name)
             if group is None or owner == rank == to:
-                whole[name] = tensors[name].detach().cpu().clone()
+                collected[name] = tensors[name].detach().cpu().clone()
             elif rank == to:
                 received = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
                 dist.recv(received, group=group, group_src=owner)
-                whole[name] = received
+                collected[name] = received
             elif rank == owner:
                 dist.send(tensors[name].detach().cpu().contiguous(), group=group, group_dst=to)
-    return whole if rank == to else {}
+    return collected if rank == to else {}
 
 
 def load(
@@ -177,18 +177,18 @@ def load(
     shared: Mapping[str, Sequence[str]],
     device: torch.device,
 ) -> None:
-    """Copies values into this rank's own, which may be on the meta device.
+    """Copies values into this rank's parameters and buffers, which may be on the meta device.
 
     Args:
         state: may lack all but one of the names of a shared parameter.
-        shared: `shared_names` of the whole model.
+        shared: `find_shared_names` of the whole model.
 
     Raises:
         CaptureError: a name is missing or a shape differs.
     """
-    mine, slots, saved = named_state(model), Slots(model), saved_names(model)
-    names_to_load, done = set(names), set[int]()
-    for name, tensor in mine.items():
+    tensors, slots, saved = named_state(model), Slots(model), saved_names(model)
+    names_to_load, loaded_ids = set(names), set[int]()
+    for name, tensor in tensors.items():
         if name not in names_to_load:
             continue
         aliases = (name, *shared.get(name, ()))
@@ -197,7 +197,7 @@ def load(
             if name not in saved:
                 continue  # a buffer that is not part of state dicts
             raise CaptureError(f"the state dict lacks {name!r}; give one of this model, as from model.state_dict()")
-        if source != name and id(tensor) in done:
+        if source != name and id(tensor) in loaded_ids:
             continue
         value = state[source]
         if value.shape != tensor.shape:
@@ -205,7 +205,7 @@ def load(
                 f"{name!r} has shape {tuple(value.shape)} in the state dict, {tuple(tensor.shape)} in the model; give "
                 "one of this model"
             )
-        done.add(id(tensor))
+        loaded_ids.add(id(tensor))
         if tensor.is_meta:
             slots.replace(tensor, value.to(device, copy=True))
         else:
@@ -218,14 +218,14 @@ def collect_extra_states(
 ) -> dict[str, Any]:
     """Returns module -> extra state, in JSON, of a stage's modules; warns of one that JSON cannot hold.
 
-    A module that no stage's names show to be its own counts as stage 0's.
+    A module that no stage's names contain counts as stage 0's.
 
     Args:
         layers: names of the layers of each stage.
         names: of the parameters and buffers of each stage.
     """
     states = {}
-    for key, module in modules_by_key(model).items():
+    for key, module in find_modules_by_key(model).items():
         name = key.removesuffix(_KEY).removesuffix(".")
         owners = [
             number
@@ -243,14 +243,14 @@ def collect_extra_states(
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Gives modules their extra states, from JSON."""
-    modules = modules_by_key(model)
+    """Sets the extra states of modules, from JSON."""
+    modules = find_modules_by_key(model)
     for key, state in key_extra_states(states).items():
         if key in modules:
             modules[key].set_extra_state(state)
 
 
-def modules_by_key(model: nn.Module) -> dict[str, nn.Module]:
+def find_modules_by_key(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules that have an extra state, by its key in a state dict."""
     return {
         f"{name}.{_KEY}".lstrip("."): module

@@ -1,10 +1,10 @@
 """Tensors of a checkpoint, written and read in pieces.
 
-A rank whose worker divides a tensor in another way so reads little that it does not need. Each piece has a checksum in
-the manifest, taken of the values in memory as they are written and compared with those that are read, so it covers
-disk, file format and the place that the manifest names. CRC-32 finds every single flipped bit and every damage within
-32 bits, other damage with probability 1 - 2^-32; zlib's is the fastest hash of the standard library (2 GiB/s, BLAKE2b
-0.7). It is no protection against somebody who changes both.
+Pieces let a rank whose worker divides a tensor in another way read little that it does not need. The manifest has a
+checksum of each piece, computed from the values in memory and compared with the values that are read, so it covers the
+disk, the file format and the offsets in the manifest. CRC-32 finds all damage within 32 bits, and other damage with
+probability 1 - 2^-32; zlib's is the fastest hash of the standard library (2 GiB/s, BLAKE2b 0.7). It does not protect
+against someone who changes both file and manifest.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pipedream.runtime.checkpoint.folders import advise_other, check_names, flus
 from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.comm.values import compute_crc32
 
-_READ_BYTES = 64 << 20  # at once, of several pieces
+_READ_BYTES = 64 << 20  # of several pieces at once, at most
 _PIECE_BYTES = 1 << 20
-_MOST_PIECES = 64  # of what one rank has of a tensor
+_MAX_PIECES = 64  # of what one rank has of a tensor
 
 
 class Share(NamedTuple):
@@ -47,11 +47,7 @@ class Share(NamedTuple):
 
 
 def list_shares(manifest: Checkpoint, boxes: Mapping[str, Box]) -> list[Share]:
-    """Returns what parts of tensors consist of.
-
-    Args:
-        boxes: the part of each tensor.
-    """
+    """Returns the shares that make up parts of tensors; `boxes` has the part of each tensor."""
     return [
         Share(name, number, common)
         for name, box in boxes.items()
@@ -62,10 +58,10 @@ def list_shares(manifest: Checkpoint, boxes: Mapping[str, Box]) -> list[Share]:
 
 def make_empty(dtype: str, box: Box) -> torch.Tensor:
     """Returns a part of a tensor without its values. Raises an `ArtifactError` if torch has no such dtype."""
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise ArtifactError(f"a tensor of the checkpoint has the dtype {dtype}, which torch does not have")
-    return torch.empty([len(side) for side in box], dtype=kind)
+    return torch.empty([len(side) for side in box], dtype=torch_dtype)
 
 
 def assemble(
@@ -100,13 +96,13 @@ def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) ->
         ArtifactError: a file cannot be read, or a piece is damaged.
     """
     try:
-        for run in _group_reads(shares, manifest):
-            with (path / run.file).open("rb") as file:
-                file.seek(run.begin)
-                data = memoryview(file.read(run.end - run.begin))
-            for share in run.shares:
+        for read in _group_reads(shares, manifest):
+            with (path / read.file).open("rb") as file:
+                file.seek(read.begin)
+                data = memoryview(file.read(read.end - read.begin))
+            for share in read.shares:
                 stored, piece = manifest.tensors[share.name], share.stored_in(manifest)
-                begin = piece.offset - run.begin
+                begin = piece.offset - read.begin
                 values = _read_piece(data[begin : begin + piece.length], share.name, stored, piece)
                 yield share, values if share.box == piece.box else values[slice_within(share.box, piece.box)].clone()
     except ArtifactError as error:
@@ -138,7 +134,7 @@ def verify_file(path: AnyPath, manifest: Checkpoint, name: str) -> None:
 
 
 class _Read(NamedTuple):
-    """Shares of pieces that lie together in a file, and are read at once."""
+    """Shares whose pieces lie together in a file, and are read at once."""
 
     file: str
     begin: int
@@ -147,21 +143,21 @@ class _Read(NamedTuple):
 
 
 def _group_reads(shares: Iterable[Share], manifest: Checkpoint) -> list[_Read]:
-    def lies(share: Share) -> tuple[str, int]:
+    def locate(share: Share) -> tuple[str, int]:
         piece = share.stored_in(manifest)
         return piece.file, piece.offset
 
-    runs: list[_Read] = []
-    for share in sorted(shares, key=lies):
-        file, offset = lies(share)
+    reads: list[_Read] = []
+    for share in sorted(shares, key=locate):
+        file, offset = locate(share)
         end = offset + share.stored_in(manifest).length
-        last = runs[-1] if runs else _Read("", 0, 0, [])
+        last = reads[-1] if reads else _Read("", 0, 0, [])
         if file == last.file and offset <= last.end and end - last.begin <= _READ_BYTES:
             last.shares.append(share)
-            runs[-1] = last._replace(end=max(last.end, end))
+            reads[-1] = last._replace(end=max(last.end, end))
         else:
-            runs.append(_Read(file, offset, end, [share]))
-    return runs
+            reads.append(_Read(file, offset, end, [share]))
+    return reads
 
 
 def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece) -> torch.Tensor:
@@ -184,10 +180,10 @@ def _name_dtype(tensor: torch.Tensor) -> str:
 def copy_for_writing(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None] | None]:
-    """Returns copies on the CPU that training does not change, and what waits until they are complete, if needed.
+    """Returns copies on the CPU, and a function that waits until they are complete, or None.
 
-    A GPU copies into pinned memory, and before anything that it is given later. So the host need not wait, and no
-    memory of the GPU is needed. The pinned memory is used again for the next copies.
+    A GPU copies into pinned memory before it runs what it is given later. So the host need not wait, and the copies
+    take no memory of the GPU. The pinned memory is used again for the next copies.
     """
     copies = {name: _copy_to_pinned(tensor) if tensor.is_cuda else tensor.clone() for name, tensor in tensors.items()}
     if not any(tensor.is_cuda for tensor in tensors.values()):
@@ -218,39 +214,39 @@ def write_tensors(
                 values = part[slice_of(piece)]
                 if values.untyped_storage().nbytes() != values.nbytes:
                     values = _copy_tensor(values)  # the storage is what is written
-                start = [whole[side.start] if side else 0 for whole, side in zip(box, piece, strict=True)]
+                start = [outer[side.start] if side else 0 for outer, side in zip(box, piece, strict=True)]
                 offset = file.tell()
                 torch.save(values, file)
                 length = file.tell() - offset
-                place = start, tuple(values.shape), path.name, offset, length, compute_crc32(values)
-                rows.append((name, _name_dtype(part), tuple(shape), *place))
+                fields = start, tuple(values.shape), path.name, offset, length, compute_crc32(values)
+                rows.append((name, _name_dtype(part), tuple(shape), *fields))
         flush(path, file)
     return rows
 
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the CPU that no other threads make, because training needs them."""
+    """Returns a copy on the CPU, made by this thread alone: torch's other threads are left to training."""
     plain = tensor.resolve_conj().resolve_neg()
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(plain.itemsize)
-    if kind is None:
+    integer_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(plain.itemsize)
+    if integer_dtype is None:
         return plain.clone()
-    return torch.from_numpy(plain.view(kind).numpy().copy()).view(tensor.dtype)
+    return torch.from_numpy(plain.view(integer_dtype).numpy().copy()).view(tensor.dtype)
 
 
 def _split_into_pieces(shape: Sequence[int], itemsize: int) -> list[Box]:
-    """Returns the pieces in which a tensor is written: halved in each dimension in turn, while they are large."""
+    """Returns the pieces of a tensor: it is halved in one dimension after the other, while pieces are large."""
     counts = [1] * len(shape)
-    while prod(shape) * itemsize > _PIECE_BYTES * prod(counts) and 2 * prod(counts) <= _MOST_PIECES:
-        long = [at for at, size in enumerate(shape) if size >= max(4, 2 * counts[at])]
-        if not long:
+    while prod(shape) * itemsize > _PIECE_BYTES * prod(counts) and 2 * prod(counts) <= _MAX_PIECES:
+        divisible = [at for at, size in enumerate(shape) if size >= max(4, 2 * counts[at])]
+        if not divisible:
             break
-        counts[min(long, key=counts.__getitem__)] *= 2
-    every = [box_of(shape, range(len(shape)), counts, at) for at in product(*map(range, counts))]
-    return [box for box in every if all(box) or 0 in shape]
+        counts[min(divisible, key=counts.__getitem__)] *= 2
+    boxes = [box_of(shape, range(len(shape)), counts, at) for at in product(*map(range, counts))]
+    return [box for box in boxes if all(box) or 0 in shape]
 
 
 def merge_rows(rows: Iterable[Iterable[Any]]) -> dict[str, Any]:
-    """Returns the manifest's tensors and files, from what the ranks have written; of equal pieces the first counts."""
+    """Returns the manifest's tensors and files, from the ranks' rows; of equal pieces the first counts."""
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     pieces: dict[str, dict[tuple[int, ...], StoredPiece]] = {}
     sizes: dict[str, int] = {}
@@ -259,6 +255,6 @@ def merge_rows(rows: Iterable[Iterable[Any]]) -> dict[str, Any]:
         piece = StoredPiece(tuple(start), tuple(place[0]), *place[1:])
         pieces.setdefault(name, {}).setdefault(piece.start, piece)
         sizes[piece.file] = piece.offset + piece.length
-    named = {piece.file for of_tensor in pieces.values() for piece in of_tensor.values()}
+    files = {piece.file for of_tensor in pieces.values() for piece in of_tensor.values()}
     tensors = {name: Stored(*kinds[name], tuple(pieces[name].values())) for name in sorted(pieces)}
-    return {"tensors": tensors, "files": {file: sizes[file] for file in sorted(named)}}
+    return {"tensors": tensors, "files": {file: sizes[file] for file in sorted(files)}}

@@ -1,8 +1,7 @@
 """Folders in an object store, or on any other file system of fsspec, which comes with torch.
 
-Torch's distributed checkpoint has an `FsspecWriter`, which agrees on a plan first (see `writer`) and assumes an empty
-folder; its file system cannot say how large a file is. So files are opened here. They are in torch's form:
-its `FsspecReader` reads them.
+Torch's own `FsspecWriter` is not used: it agrees on a plan first (see `writer`), assumes an empty folder, and its file
+system cannot return the size of a file. The files have torch's form: its `FsspecReader` reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipedream.core.errors import ArtifactError, install_advice
 class RemotePath:
     """A file or folder at a URL, with those methods of `pathlib.Path` that checkpoints need.
 
-    Any failure of the store is an OSError. A file is there once it is closed.
+    Any failure of the store is an OSError. A file exists once it is closed.
 
     Raises:
         ArtifactError: the protocol is unknown, or its package is not installed.
@@ -32,7 +31,7 @@ class RemotePath:
 
     def __init__(self, url: str) -> None:
         self._url = url if url.endswith("://") else url.rstrip("/")
-        self._files, self._path = _find_file_system(self._url)
+        self._file_system, self._path = _find_file_system(self._url)
 
     def __str__(self) -> str:
         return self._url
@@ -83,20 +82,20 @@ class RemotePath:
         return SimpleNamespace(st_size=int(info["size"] or 0))
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yields what is in this folder under such a name."""
-        self._files.invalidate_cache()  # others may have written
+        """Yields the files and folders in this folder whose names match."""
+        self._file_system.invalidate_cache()  # others may have written
         try:
-            entries = self._call(self._files.ls, self._path, detail=False)
+            entries = self._call(self._file_system.ls, self._path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             entries = []
         names = [name for entry in entries if (name := posixpath.basename(entry.rstrip("/")))]
         yield from (self / name for name in sorted(names) if fnmatchcase(name, pattern))
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: a folder is there when it has files."""
+        """Does nothing: a folder exists when it has files."""
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        return bytes(self._call(self._files.cat_file, self._path)).decode(encoding)
+        return bytes(self._call(self._file_system.cat_file, self._path)).decode(encoding)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         self.write_bytes(text.encode(encoding))
@@ -107,36 +106,36 @@ class RemotePath:
 
     @contextmanager
     def open(self, mode: str) -> Iterator[IO[bytes]]:
-        """Context with the opened file; of one that is read only what is asked for is fetched."""
+        """Context with the opened file; reading fetches only the bytes that are read."""
         options = {"cache_type": "none"} if mode == "rb" else {}
         with _raise_os_errors(self):
             try:
-                file = self._files.open(self._path, mode, **options)
+                file = self._file_system.open(self._path, mode, **options)
             except FileNotFoundError:
                 if mode == "rb":
                     raise
-                # A file system with folders; asked of an object store, this would make a bucket.
-                self._files.makedirs(posixpath.dirname(self._path), exist_ok=True)
-                file = self._files.open(self._path, mode)
+                # Only for a file system with folders: in an object store this would make a bucket.
+                self._file_system.makedirs(posixpath.dirname(self._path), exist_ok=True)
+                file = self._file_system.open(self._path, mode)
             with file:
                 yield file
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
-            self._call(self._files.rm_file, self._path)
+            self._call(self._file_system.rm_file, self._path)
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
     def remove_folder(self) -> None:
-        """Removes all files; nothing if there are none."""
+        """Removes all files, if there are any."""
         if self.exists():
-            self._call(self._files.rm, self._path, recursive=True)
+            self._call(self._file_system.rm, self._path, recursive=True)
 
     def _read_info(self) -> dict[str, Any] | None:
-        self._files.invalidate_cache()  # others may have written
+        self._file_system.invalidate_cache()  # others may have written
         try:
-            return cast(dict[str, Any], self._call(self._files.info, self._path))
+            return cast(dict[str, Any], self._call(self._file_system.info, self._path))
         except FileNotFoundError:
             return None
 
@@ -199,5 +198,5 @@ def _raise_os_errors(path: RemotePath) -> Iterator[None]:
         raise FileNotFoundError(f"{path}: {error}") from error
     except Exception as error:
         raise OSError(
-            f"{path}: {type(error).__name__}: {error}; look at the address, the network and the credentials"
+            f"{path}: {type(error).__name__}: {error}; check the address, the network and the credentials"
         ) from error

@@ -1,12 +1,12 @@
-"""What only one replica of a stage has, in a checkpoint: ``replica/R/KIND/NAME``, and `SavedStage.replicas`.
+"""The state in a checkpoint that differs between replicas: ``replica/R/KIND/NAME``, and `SavedStage.replicas`.
 
-| KIND | of |
+| KIND | saved by |
 | --- | --- |
-| `error` | each replica, what its gradients lack (`runtime.update.low_rank`) |
-| `weights`, `ema` | each replica, its own between two averages (`runtime.update.average`) |
+| `error` | each replica: what its gradients lack (`runtime.update.low_rank`) |
+| `weights`, `ema` | each replica: its own between two averages (`runtime.update.average`) |
 | `optimizer`, `compensation` | each replica but the first, whose state has its usual names |
 
-What they have in common besides weights and averages is ``factor/NAME`` and ``velocity/NAME``, of any plan.
+State that replicas have in common, besides weights and averages, is ``factor/NAME`` and ``velocity/NAME``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pipedream.runtime.update.optimizer import Optimizer
 
 _log = logging.getLogger("pipedream")
 
-_OF_STEPS = ("optimizer", "compensation")
+_STEP_KINDS = ("optimizer", "compensation")
 
 
 def collect_tensors(optimizer: Optimizer, replica: int) -> dict[str, torch.Tensor]:
-    """Returns what this replica does not have in common with others, and at the first one what all have."""
+    """Returns the tensors of this replica alone; at the first replica, also those that all have in common."""
     local: dict[str, torch.Tensor] = {}
     if optimizer.low_rank is not None:
         local = {f"error/{name}": error for name, error in optimizer.low_rank.errors.items()}
@@ -37,8 +37,8 @@ def collect_tensors(optimizer: Optimizer, replica: int) -> dict[str, torch.Tenso
         local = dict(optimizer.average.local)
         if replica:
             steps = optimizer_state.collect_tensors(optimizer)
-            local |= {name: tensor for name, tensor in steps.items() if name.partition("/")[0] in _OF_STEPS}
-    return {_name(replica, name): tensor for name, tensor in local.items()} | (
+            local |= {name: tensor for name, tensor in steps.items() if name.partition("/")[0] in _STEP_KINDS}
+    return {_add_prefix(replica, name): tensor for name, tensor in local.items()} | (
         {} if replica else _list_common(optimizer)
     )
 
@@ -52,12 +52,12 @@ def _list_common(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
 
 def find_tensors(names: Iterable[str], optimizer: Optimizer, replica: int | None) -> Iterator[str]:
-    """Yields which of the names of a checkpoint's tensors `restore` needs."""
-    common, start = _list_common(optimizer), _name(replica, "")
+    """Yields those names of a checkpoint's tensors that `restore` needs."""
+    common, prefix = _list_common(optimizer), _add_prefix(replica, "")
     for name in names:
-        is_own = replica is not None and name.startswith(start)
-        kind, _, rest = (name.removeprefix(start) if is_own else name).partition("/")
-        is_step = kind in _OF_STEPS
+        is_own = replica is not None and name.startswith(prefix)
+        kind, _, rest = (name.removeprefix(prefix) if is_own else name).partition("/")
+        is_step = kind in _STEP_KINDS
         owner = rest.rpartition("/")[0] if is_step else rest
         if name in common or (owner in optimizer.named and (is_own or is_step or (kind == "ema" and optimizer.ema))):
             yield name
@@ -74,24 +74,24 @@ def restore(
     """Restores the state of a stage's optimizer, as `optimizer_state.restore` does, and that of its agreement.
 
     Args:
-        replica: (stage, replica) in the checkpoint; None if it has other replicas, of which this one takes what they
-            had in common.
+        replica: (stage, replica) in the checkpoint; None if it has other replicas: then only what they had in common is
+            restored.
     """
     local: dict[str, torch.Tensor] = {}
     if replica is not None:
-        at, number = replica
-        local = {n.removeprefix(p): t for p in [_name(number, "")] for n, t in tensors.items() if n.startswith(p)}
-        if number and stages[at].replicas:
-            stages = [*stages[:at], stages[at].replicas[number - 1], *stages[at + 1 :]]
-    steps = {name: tensor for name, tensor in local.items() if name.partition("/")[0] in _OF_STEPS}
+        saved_stage, number = replica
+        local = {n.removeprefix(p): t for p in [_add_prefix(number, "")] for n, t in tensors.items() if n.startswith(p)}
+        if number and stages[saved_stage].replicas:
+            stages = [*stages[:saved_stage], stages[saved_stage].replicas[number - 1], *stages[saved_stage + 1 :]]
+    steps = {name: tensor for name, tensor in local.items() if name.partition("/")[0] in _STEP_KINDS}
     optimizer_state.restore(optimizer, stages, {**tensors, **steps}, stage=stage)
     if optimizer.low_rank is not None:
-        optimizer.low_rank.load(_select("error", local), _select("factor", tensors))
+        optimizer.low_rank.load(_select_kind("error", local), _select_kind("factor", tensors))
     if optimizer.average is not None:
         optimizer.average.load(
             stages[replica[0]].since_average if replica is not None else 0,
             {name: tensor for name, tensor in local.items() if name not in steps},
-            _select("velocity", tensors),
+            _select_kind("velocity", tensors),
         )
 
 
@@ -108,7 +108,7 @@ def join(states: Mapping[tuple[int, int], SavedStage], stage: int) -> SavedStage
 
 
 def warn_of_other_replicas(manifest: Checkpoint, *, same: bool, rank: int) -> None:
-    """Says at rank 0 what a run with other replicas, or other sums, does not take from a checkpoint."""
+    """Logs at rank 0 what a run with other replicas, or other sums, does not take from a checkpoint."""
     if not same and any(name.startswith("replica/") for name in manifest.tensors) and rank == 0:
         _log.warning(
             "the checkpoint's replicas (plan %s, sums=%r) are not those of this run: all continue from the weights "
@@ -123,9 +123,9 @@ def strip_replica(name: str) -> str:
     return name.split("/", 2)[2] if name.startswith("replica/") else name
 
 
-def _name(replica: int | None, name: str) -> str:
+def _add_prefix(replica: int | None, name: str) -> str:
     return f"replica/{replica}/{name}"
 
 
-def _select(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _select_kind(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {n.removeprefix(f"{kind}/"): tensor for n, tensor in tensors.items() if n.startswith(f"{kind}/")}

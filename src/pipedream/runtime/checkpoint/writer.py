@@ -2,22 +2,23 @@
 
 Life of a checkpoint:
 
-1. At a drain each rank provides its tensors, for each stage its replica 0. Of a worker that is a mesh each rank
-   provides its part, and of equal parts the first.
-2. All ranks write into a folder whose name begins with a dot, one file per rank; rank 0 hears what is where.
+1. At a drain replica 0 of each stage provides the stage's tensors. In a mesh each rank provides its part; of equal
+   parts only the first rank's is written.
+2. All ranks write into a folder whose name begins with a dot, one file per rank, and send rank 0 the offsets.
 3. When all have written, rank 0 adds the manifest (`core.checkpoint`), flushes it and renames the folder: now the
    checkpoint exists. A folder with a dot is never read, and the next save removes it.
-4. The oldest beyond `keep` are renamed and then removed.
+4. The oldest checkpoints beyond `keep` are renamed and then removed.
 
 A snapshot is a checkpoint in the memory of each machine. Each machine has the parts of its own ranks, those of the
-machine before it in a ring, and the manifest. The one before is removed once all machines have renamed the new one.
+machine before it in a ring, and the manifest. The previous snapshot is removed once all machines have renamed the new
+one.
 
-Torch's `save` agrees on a plan first, in four times the CPU time, which training has to do without.
+Torch's `save` agrees on a plan first. This takes four times the CPU time, which training would lose.
 
-Two runs do not write into a folder at the same time. Its lock is the kernel's (`flock` on the file ``.lock``), so a run
-that was killed holds it no longer. On NFS it also holds between hosts; a host that is lost holds it until the server
-gives it up. Where the file system has no locks, there is no protection. An object store has no locks either. There the
-run that began last has the folder; one that began earlier finds another name in ``.lock``, and saves nothing more.
+Two runs cannot write into a folder at the same time. Its lock is the kernel's (`flock` on the file ``.lock``), which
+frees it when a run is killed. On NFS it also holds between hosts; a lost host keeps it until the server gives it up.
+Where the file system has no locks, there is no protection. In an object store, which has no locks either, the run that
+began last has the folder; one that began earlier finds another name in ``.lock``, and saves nothing more.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from pipedream.runtime.checkpoint.copies import exchange_copies
 from pipedream.runtime.checkpoint.folders import (
     MANIFEST,
     commit,
-    complete_checkpoints,
-    folder_name,
+    find_newest_checkpoint,
+    find_ranks_that_see,
+    list_checkpoints,
     list_machines,
     move,
+    name_folder,
     name_scratch,
-    newest_checkpoint,
     parse_minibatches,
     prune,
     publish,
-    ranks_that_see,
     remove_leftovers,
     remove_tree,
     set_aside,
@@ -100,9 +101,9 @@ class Writer:
         self._device = device
         self._thread: threading.Thread | None = None
         self._failure: WorkerError | None = None
-        self._last: dict[AnyPath, int] = {}  # folder -> minibatches of the newest checkpoint of this run
+        self._last_saved: dict[AnyPath, int] = {}  # folder -> minibatches of the newest checkpoint of this run
         self._locks: dict[AnyPath, FolderLock | RemoteLock] = {}
-        self._apart: dict[AnyPath, set[int]] = {}
+        self._separate_ranks: dict[AnyPath, set[int]] = {}
         self._machines: list[list[int]] = []  # ranks that share the memory with the snapshots
 
     def begin(
@@ -121,17 +122,17 @@ class Writer:
             manifest: only rank 0's is written.
             tensors: must not be modified until `finish`.
             keep: complete checkpoints to keep; None keeps all.
-            places: for tensors that are parts: which part, and the shape of the whole.
-            wait_for_tensors: called by the thread that writes, before it reads the tensors.
-            is_snapshot: the folder is in the memory of each machine, and a copy goes to the next one.
+            places: name -> (box, shape of the whole), for tensors that are parts.
+            wait_for_tensors: called by the writing thread before it reads the tensors.
+            is_snapshot: the folder is in the memory of each machine; a copy goes to the next machine.
 
         Raises:
             ArtifactError: another run has saved one of that name, or is writing into the folder.
         """
-        path = folder / folder_name(manifest.minibatches)
-        if self._last.get(folder.resolve()) == manifest.minibatches:
+        path = folder / name_folder(manifest.minibatches)
+        if self._last_saved.get(folder.resolve()) == manifest.minibatches:
             return path
-        if self._distributed and self._group is None:  # of its own: training continues during a save
+        if self._distributed and self._group is None:  # a separate group: training continues during a save
             self._group = dist.new_group(backend="gloo")
         if is_snapshot and not self._machines:
             self._machines = list_machines(cast(Path, folder), self._rank, self._group)
@@ -144,29 +145,29 @@ class Writer:
         if failure := next(filter(None, gather_texts(failure, self._group)), ""):
             raise ArtifactError(failure)
         save = _Save(path, manifest, tensors, places or {}, keep, wait_for_tensors, is_snapshot)
-        self._last[folder.resolve()] = manifest.minibatches
-        if folder not in self._apart:
-            sees = [] if is_snapshot else ranks_that_see(folder, self._rank, self._group)
-            self._apart[folder] = {rank for rank, sees_it in enumerate(sees) if not sees_it}
-        apart, any_apart = self._rank in self._apart[folder], bool(self._apart[folder])
-        if apart:
+        self._last_saved[folder.resolve()] = manifest.minibatches
+        if folder not in self._separate_ranks:
+            sees = [] if is_snapshot else find_ranks_that_see(folder, self._rank, self._group)
+            self._separate_ranks[folder] = {rank for rank, sees_it in enumerate(sees) if not sees_it}
+        is_separate, any_separate = self._rank in self._separate_ranks[folder], bool(self._separate_ranks[folder])
+        if is_separate:
             folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
-                set_aside(path)  # of a save that rank 0 did not finish, or a course that was left
-            remove_leftovers(folder, but=save.scratch)  # another rank of this machine may have begun
-        if any_apart:
-            self._wait_until_written("", [])  # nobody may rename before all have cleared
-        # A daemon, because nothing may wait for it if another rank dies during the save.
-        self._thread = threading.Thread(target=self._run, args=(save, apart, any_apart), daemon=True)
+                set_aside(path)  # of a save that rank 0 did not finish, or of an abandoned course
+            remove_leftovers(folder, except_for=save.scratch)  # another rank of this machine may have begun
+        if any_separate:
+            self._wait_until_written("", [])  # no rank may rename before all have removed leftovers
+        # A daemon: if another rank dies during the save, nothing may wait for this thread.
+        self._thread = threading.Thread(target=self._run, args=(save, is_separate, any_separate), daemon=True)
         self._thread.start()
         return path
 
-    def _write(self, save: _Save, apart: bool, any_apart: bool) -> None:
+    def _write(self, save: _Save, is_separate: bool, any_separate: bool) -> None:
         """Writes this rank's part, and waits for the others.
 
         Args:
-            apart: this rank does not see rank 0's folder.
-            any_apart: some rank does not.
+            is_separate: this rank does not see rank 0's folder.
+            any_separate: at least one rank does not see it.
         """
         path, scratch = save.path, save.scratch
         failure = ""
@@ -182,19 +183,19 @@ class Writer:
             if save.is_snapshot:
                 self._copy_to_neighbour(save, rows)
         except _SaveError:
-            # Nobody writes any more, and space may be what is missing.
-            if apart or (self._is_first_of_machine if save.is_snapshot else self._rank == 0):
+            # No rank writes any more, and the disk may be full.
+            if is_separate or (self._is_first_of_machine if save.is_snapshot else self._rank == 0):
                 with suppress(OSError):
                     remove_tree(scratch)
             raise
         if save.is_snapshot:
             self._publish_snapshot(save, rows)
             return
-        if apart:
-            with suppress(FileNotFoundError):  # another rank of this machine has done it
+        if is_separate:
+            with suppress(FileNotFoundError):  # another rank of this machine has moved it
                 move(scratch, path)
             prune(path.parent, save.keep and save.keep + 1, parts=True)  # the oldest counts until rank 0 is done
-        if any_apart:
+        if any_separate:
             self._wait_until_written("", [])
         if self._rank == 0:
             self._locks[path.parent].check()
@@ -217,7 +218,7 @@ class Writer:
         self._wait_until_written("" if error is None else _describe_failure(error, save.path), [])
 
     def _publish_snapshot(self, save: _Save, rows: list[Any]) -> None:
-        """Makes a snapshot exist on each machine; those before it are removed when it does on all."""
+        """Publishes a snapshot on each machine, then removes older ones once it exists on all machines."""
         manifest = replace(save.manifest, **merge_rows(rows)).to_json() if self._rank == 0 else ""
         manifest = broadcast_text(manifest, self._group)
         failure = ""
@@ -231,7 +232,7 @@ class Writer:
             prune(save.path.parent, save.keep)
 
     def _wait_until_written(self, failure: str, written: list[Any]) -> list[Any]:
-        """Waits for all ranks; returns what each has written, or raises the `_SaveError` of the first that failed."""
+        """Waits for all ranks; returns the rows of each, or raises the `_SaveError` of the first that failed."""
         rows = gather_json([failure, written], self._group)
         for rank, (failed, _) in enumerate(rows):
             if failed:
@@ -239,14 +240,14 @@ class Writer:
         return [pieces for _, pieces in rows]
 
     def _prepare(self, folder: AnyPath, path: AnyPath, is_snapshot: bool) -> None:
-        """Locks the folder for this run, and removes what a killed save has left."""
+        """Locks the folder for this run, and removes leftovers of a killed save."""
         if folder not in self._locks:
             self._locks[folder] = RemoteLock(folder) if isinstance(folder, RemotePath) else FolderLock(folder)
         self._locks[folder].check()
-        # After a resume from disk no snapshot counts.
-        if (number := self._last.get(folder.resolve(), -1 if is_snapshot else None)) is not None:
-            # Resumed from an older one: a later resume must not take those of the course that was left.
-            for other in complete_checkpoints(folder, parts=is_snapshot):
+        # After a resume from disk, older snapshots are of no use: -1 removes them all.
+        if (number := self._last_saved.get(folder.resolve(), -1 if is_snapshot else None)) is not None:
+            # Resumed from an older one: no later resume may take newer ones, of the abandoned course.
+            for other in list_checkpoints(folder, parts=is_snapshot):
                 if (parse_minibatches(other.name) or 0) > number:
                     (remove_tree if is_snapshot else set_aside)(other)
         if (path / MANIFEST if isinstance(path, RemotePath) else path).exists():
@@ -256,7 +257,7 @@ class Writer:
         remove_leftovers(folder)
 
     def close(self, *, failed: bool) -> None:
-        """Gives the folders free, unless a save that was given up is still writing, and leaves the group."""
+        """Leaves the group, and releases the folders' locks unless an abandoned save is still writing."""
         if self._rank == 0 and not failed:
             write_checkpoint("")
         if self._group is not None:
@@ -284,27 +285,26 @@ class Writer:
             failure, self._failure = self._failure, None
             raise failure
 
-    def loaded(self, path: AnyPath, minibatches: int) -> None:
-        self._last[path.resolve().parent] = minibatches
+    def note_loaded(self, path: AnyPath, minibatches: int) -> None:
+        self._last_saved[path.resolve().parent] = minibatches
         if self._rank == 0:
             write_checkpoint(str(path))
 
-    def _run(self, save: _Save, apart: bool, any_apart: bool) -> None:
+    def _run(self, save: _Save, is_separate: bool, any_separate: bool) -> None:
         try:
             if self._device.type == "cuda":
-                # In a new thread GPU 0 is current, and torch copies tensors to the CPU, and waits for that, on the
-                # current GPU's stream.
+                # In a new thread GPU 0 is current, but torch copies to the CPU on the current GPU's stream.
                 torch.cuda.set_device(self._device)
-            self._write(save, apart, any_apart)
+            self._write(save, is_separate, any_separate)
         except WorkerError as error:
             self._failure = error
         except Exception as error:
-            failed = (
+            save_error = (
                 error if isinstance(error, _SaveError) else _SaveError(self._rank, _describe_failure(error, save.path))
             )
             what = f"saving the checkpoint of minibatch {save.manifest.minibatches}"
             advice = _advise_after_failure(save.path.parent)
-            self._failure = WorkerError(failed.rank, what, failed.cause, advice)
+            self._failure = WorkerError(save_error.rank, what, save_error.cause, advice)
 
 
 def name_file(rank: int) -> str:
@@ -331,13 +331,13 @@ def _describe_failure(failure: Exception, path: AnyPath) -> str:
 def _advise_after_failure(folder: AnyPath) -> str:
     newest = None
     with suppress(OSError, ArtifactError):
-        newest = newest_checkpoint(folder)
-    left = (
+        newest = find_newest_checkpoint(folder)
+    intact = (
         f"there is no earlier checkpoint in {folder}"
         if newest is None
         else f"earlier checkpoints are intact ({newest})"
     )
-    return f"{left}; free disk space or choose another folder, and resume"
+    return f"{intact}; free disk space or choose another folder, and resume"
 
 
 class FolderLock:
@@ -359,7 +359,7 @@ class FolderLock:
         except OSError as error:
             raise ArtifactError(f"cannot write into the folder {folder}: {error}; choose another one") from None
         self._closed = weakref.finalize(self, os.close, descriptor)
-        os.register_at_fork(after_in_child=self._closed)  # or a loader's process would hold it, too
+        os.register_at_fork(after_in_child=self._closed)  # otherwise a loader's process would hold it too
 
     def _open_locked(self) -> int:
         while True:
@@ -378,7 +378,7 @@ class FolderLock:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                     return descriptor
-            os.close(descriptor)  # its holder has just removed the file
+            os.close(descriptor)  # the file was removed before it was locked: try again
 
     def check(self) -> None:
         """Raises an `ArtifactError` if the folder was removed."""
@@ -393,7 +393,7 @@ class FolderLock:
             )
 
     def release(self) -> None:
-        """Removes the lock, and the folder if it was made for it and is empty."""
+        """Removes the lock, and the folder if the lock created it and it is empty."""
         if self._closed.alive:
             with suppress(OSError):
                 self._path.unlink()
@@ -403,7 +403,7 @@ class FolderLock:
 
 
 class RemoteLock:
-    """A folder in an object store, until another run begins to write into it.
+    """A lock of a folder in an object store, which holds until another run begins to write there.
 
     Raises:
         OSError: it cannot be written.
@@ -416,7 +416,7 @@ class RemoteLock:
         self._path.write_text(self._text)
 
     def check(self) -> None:
-        """Raises an `ArtifactError` if another run has the folder."""
+        """Raises an `ArtifactError` if another run has taken the folder."""
         try:
             holder = self._path.read_text()
         except FileNotFoundError:

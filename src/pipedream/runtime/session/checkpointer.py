@@ -132,7 +132,7 @@ class Checkpointer:
         Every rank raises the same `ArtifactError` if there is none, or the manifest is damaged.
         """
         with self._local.activity.at("looking for a checkpoint"):
-            path = folders.find_newest_of_all(folders.newest_checkpoint(folder), self._local.group)
+            path = folders.find_newest_of_all(folders.find_newest_checkpoint(folder), self._local.group)
         if path is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
         folders.warn_of_unfinished(path, folder, self._local.rank)
@@ -154,7 +154,7 @@ class Checkpointer:
             boxes = {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
             tensors = self._fetch(path, manifest, boxes)
             self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
-            self.writer.loaded(path, manifest.minibatches)
+            self.writer.note_loaded(path, manifest.minibatches)
         same = _has_same_replicas(self._program, manifest)
         replica_state.warn_of_other_replicas(manifest, same=same, rank=self._local.rank)
 

@@ -50,10 +50,10 @@ class ModelNames:
     @classmethod
     def of(cls, model: nn.Module, graph: LayerGraph, blueprint: Blueprint, rank: int) -> ModelNames:
         stages = blueprint.program.plan.stages
-        by_stage = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
+        by_stage = [parameters.list_stage_names(graph, stage.first, stage.last) for stage in stages]
         every = [name for names in by_stage for name in names]
-        unused = parameters.unused_names(model, every) if rank == 0 else []
-        return cls(by_stage, parameters.shared_names(model), unused)
+        unused = parameters.list_unused_names(model, every) if rank == 0 else []
+        return cls(by_stage, parameters.find_shared_names(model), unused)
 
     def loaded_from(self, state: Mapping[str, object]) -> set[str]:
         """Returns the names that this process takes from a state."""

@@ -184,11 +184,11 @@ def _check_activations(local: LocalWorkers) -> None:
 
 def _build_all(local: LocalWorkers, weights: Weights) -> None:
     blueprint, model, names = local.blueprint, local.model, local.names
-    names.here = {name for stage_names in names.by_stage for name in stage_names}
+    names.here = {name for list_stage_names in names.by_stage for name in list_stage_names}
     _read_weights(local, weights)
     materialise(model, names.here, blueprint.weights_device, blueprint.settings.seed)
     local.store = HostStore(None, blueprint.device, blueprint.placement.workers)
-    trained = [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
+    trained = [parameters.select_trained(model, list_stage_names) for list_stage_names in names.by_stage]
     local.workers = make_local_workers(blueprint, trained, local.store)
     settings = blueprint.settings
     local.data = DataSources(

@@ -11,7 +11,7 @@ import torch
 from pipedream.core.errors import CaptureError
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.initial_values import named_state
-from pipedream.runtime.checkpoint.parameters import key_extra_states, modules_by_key
+from pipedream.runtime.checkpoint.parameters import find_modules_by_key, key_extra_states
 from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage_state import StageState
@@ -72,7 +72,7 @@ def load_state_dict(local: LocalWorkers, state: Mapping[str, torch.Tensor]) -> N
         sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
         state = {**state, **{n: sharding.take_part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
     parameters.load(local.model, state, here, names, local.blueprint.weights_device)
-    for key, module in modules_by_key(local.model).items():
+    for key, module in find_modules_by_key(local.model).items():
         if key in state:
             module.set_extra_state(state[key])
     share_with_replicas(local.workers)
