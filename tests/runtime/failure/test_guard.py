@@ -139,7 +139,7 @@ def test_a_link_of_half_a_second_one_way_is_fast_enough(
             detector.receive(tenth / 10, {1: RankStatus(int(0.9 * exchanges), "there", RankProcess.this())})
         verdicts.append(detector.check(tenth / 10))
     assert (not any(verdicts)) == works
-    assert (timedelta(seconds=2 * one_way_s) < guard._ANSWER) == works
+    assert (timedelta(seconds=2 * one_way_s) < guard._ANSWER_TIMEOUT) == works
 
 
 def test_the_first_report_counts_on_every_rank(crew: list[Heartbeat]) -> None:
@@ -162,9 +162,9 @@ def test_the_first_report_counts_on_every_rank(crew: list[Heartbeat]) -> None:
 
 
 def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
-    assert crew[0].newest_failure(5.0) is None
+    assert crew[0].find_failure(5.0) is None
     crew[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
-    report = crew[0].newest_failure(5.0)
+    report = crew[0].find_failure(5.0)
     assert report == (1, Verdict(1, "stage 1", "the ice is thin"))
 
 
@@ -234,7 +234,7 @@ def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
 
 def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_guard = bare_guard(rank=0)
-    monkeypatch.setattr(Guard, "failure", lambda self, wait_s: None)
+    monkeypatch.setattr(Guard, "wait_for_failure", lambda self, wait_s: None)
     monkeypatch.setattr(Guard, "report", lambda self, error: None)
     raised = "def broken(): raise ConnectionResetError(104, 'Connection reset by peer')"
     for file, words in (
@@ -252,7 +252,7 @@ def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypat
 def test_rank_0_serves_the_store_until_the_others_have_heard(
     crew: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_HEARD_S", 60.0)
+    monkeypatch.setattr(guard, "_NOTICE_S", 60.0)
     assert soon(lambda: len(crew[0].statuses) == 2)
     first = bare_guard(heartbeat=crew[0])
     waits = threading.Thread(target=first._wait_for_others)

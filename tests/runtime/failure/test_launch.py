@@ -123,8 +123,8 @@ def test_the_folders_of_killed_launchers_are_removed(monkeypatch: pytest.MonkeyP
         RankProcess(this.host, ended.pid, this.started),
     ]
     kept = ["pipedream-notes", f"pipedream-00000000-{ended.pid}-1-x"]  # another container's launcher
-    kept += [f"{launching._begin_folder_name(this)}a", f"{launching._begin_folder_name(RankProcess.of(1))}b"]
-    for name in [*kept, *(f"{launching._begin_folder_name(other)}c" for other in others)]:
+    kept += [f"{launching._make_folder_prefix(this)}a", f"{launching._make_folder_prefix(RankProcess.of(1))}b"]
+    for name in [*kept, *(f"{launching._make_folder_prefix(other)}c" for other in others)]:
         (tmp_path / name / "attempt").mkdir(parents=True)
     launching._remove_abandoned_folders()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
@@ -134,7 +134,7 @@ def test_a_launcher_names_its_folder_and_removes_those_of_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"{launching._begin_folder_name(replace(RankProcess.this(), started=1))}x").mkdir()
+    (tmp_path / f"{launching._make_folder_prefix(replace(RankProcess.this(), started=1))}x").mkdir()
     seen: list[str] = []
 
     def run(*_: Any) -> list[Worker]:
@@ -145,7 +145,7 @@ def test_a_launcher_names_its_folder_and_removes_those_of_others(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
     assert launch(1, ["x.py"]) == 0
     (name,) = seen
-    assert name.startswith(launching._begin_folder_name(RankProcess.this()))
+    assert name.startswith(launching._make_folder_prefix(RankProcess.this()))
 
 
 _KEEPING = """
@@ -220,7 +220,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv(processes.LAUNCHER, raising=False)
-    monkeypatch.setattr(processes, "_start", lambda *what: started.append(what))
+    monkeypatch.setattr(processes, "_start_watcher", lambda *what: started.append(what))
     processes.watch_from_outside.cache_clear()
     yield started
     processes.watch_from_outside.cache_clear()

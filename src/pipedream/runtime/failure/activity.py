@@ -1,7 +1,7 @@
 """The activity of a rank, written by its main thread and read by the guard's threads; and Ctrl-C.
 
-Only a task can be stuck: loading, a forward, a backward, an optimizer's step; and a GPU with what it was given. Waiting
-for a message, the caller's own loop and saving are never judged.
+Only tasks can be stuck (loading, a forward, a backward, an optimizer's step), and a GPU in its queue. Waiting for a
+message, the caller's loop and saving are never judged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Activity:
     Attributes:
         place: what is done outside of the program ("the training loop"); None while it runs.
         task: (kind, number); None while the rank waits or its caller runs.
-        gpu_mark: returns what the GPU has not reached yet and was given first; None while it has nothing to do.
+        gpu_mark: returns the oldest mark in the GPU's queue that it has not reached; None while it is idle.
         interrupts: returns how often this rank was interrupted.
-        calls: (name, minibatches that the loop had been given) of each call that all ranks must make.
-        loop_minibatches: that the loop has been given so far.
-        session: distinguishes this one from earlier ones with the same guard.
+        calls: (name, minibatches that the loop had received) of each call that all ranks must make.
+        loop_minibatches: how many minibatches the loop has received.
+        session: number of this session among those with the same guard.
     """
 
     def __init__(self) -> None:
@@ -56,26 +56,26 @@ class Activity:
     def end(self) -> None:
         if self.task is None:
             return
-        took_s = time.monotonic() - self._start_s
+        duration_s = time.monotonic() - self._start_s
         durations = self.durations.get(self.task[0])
         if durations is None:
             durations = self.durations[self.task[0]] = TaskDurations()
         self.task = None
         durations.done += 1
-        durations.longest_s = max(durations.longest_s, took_s)
+        durations.longest_s = max(durations.longest_s, duration_s)
 
     def stop(self) -> None:
-        """Forgets the task, which failed."""
+        """Drops a task that failed."""
         self.task = None
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
         """Context of anything that is not an op."""
-        before, self.place = self.place, place
+        old_place, self.place = self.place, place
         try:
             yield
         finally:
-            self.place = before
+            self.place = old_place
 
     @property
     def where(self) -> str:
@@ -91,7 +91,7 @@ class Interrupts:
 
     Records SIGINT instead of raising it; a second one raises KeyboardInterrupt unless `patient`.
 
-    A worker must be patient: its launcher passes on what the terminal has sent it already.
+    A worker must be patient: its launcher sends it the signal that the terminal has already sent it.
 
     Attributes:
         count: signals so far.
@@ -99,29 +99,29 @@ class Interrupts:
 
     def __init__(self, patient: bool) -> None:
         self._patient = patient
-        self._before: Any = None
-        self.heard = False
+        self._old_handler: Any = None
+        self.is_interrupted = False
         self.count = 0
 
     @property
     def may_raise(self) -> bool:
-        """A KeyboardInterrupt may be a signal's, not one that the user's code has raised."""
-        return self.heard or self._before is None
+        """Whether a KeyboardInterrupt may come from a signal rather than from the user's code."""
+        return self.is_interrupted or self._old_handler is None
 
     def start(self) -> None:
-        """Does nothing outside of the main thread, which alone receives signals."""
-        if self._before is None and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._hear)
+        """Installs the handler; does nothing outside of the main thread, which alone receives signals."""
+        if self._old_handler is None and threading.current_thread() is threading.main_thread():
+            self._old_handler = signal.signal(signal.SIGINT, self._record_signal)
 
     def stop(self) -> None:
-        if self._before is not None:
-            # A worker of the command, which would end at once, has only files left to write.
-            ignored = self._patient and self._before is signal.SIG_DFL
-            signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else self._before)
-            self._before = None
+        if self._old_handler is not None:
+            # A worker of the command only has files left to write, and the default handler would end it at once.
+            ignored = self._patient and self._old_handler is signal.SIG_DFL
+            signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else self._old_handler)
+            self._old_handler = None
 
-    def _hear(self, number: int, frame: Any) -> None:
-        if self.heard and not self._patient:
+    def _record_signal(self, number: int, frame: Any) -> None:
+        if self.is_interrupted and not self._patient:
             raise KeyboardInterrupt
-        self.heard = True
+        self.is_interrupted = True
         self.count += 1

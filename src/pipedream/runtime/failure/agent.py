@@ -1,8 +1,8 @@
 """The worker processes of a launcher: started with torchrun's variables, watched, and ended together.
 
 Torch's own agent starts each worker as a new interpreter, which imports torch and this library for seconds. Here
-workers are forks of the launcher, where that has imported what they need, has computed nothing and has no other thread.
-So its threads, torch's store and the watch of stopped processes, start after the workers and end with them.
+workers are forks of the launcher, if it has imported what they need, has computed nothing and has no other thread. So
+the threads of torch's store and of the watch for stopped processes start after the workers and end with them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipedream.runtime.failure.processes import (
     LAUNCHER,
     RUN_ID_PREFIX,
     RankProcess,
-    children,
     end_process,
+    list_children,
     name_launcher,
     watch_stopped,
 )
@@ -42,10 +42,10 @@ class Worker:
 
     Attributes:
         status: exit status once it has ended; negative for the signal that ended it.
-        ended_s: sorts workers by their ends: the second in which it wrote its error file, or else in which its end
-            was noticed; then the exact time of the latter.
+        ended_s: sorts workers by their ends: the second in which it wrote its error file or, without one, in which its
+            end was noticed; then the exact time at which it was noticed.
         was_stopped: it was killed because it stayed stopped.
-        was_lost: a signal ended it, before the others were ended because of it.
+        was_lost: a signal ended it before the agent ended the others.
     """
 
     rank: int
@@ -62,35 +62,35 @@ class Agent:
     """Runs workers; within its context, signals end them.
 
     Args:
-        silent: what they print is not shown.
+        silent: hides what they print.
         forks: workers that run a module are forks of this process, where that is possible.
 
     Attributes:
-        received: signals; the first is sent on, and after a second nobody waits.
+        signals: received by this process; the first is sent to the workers, a second ends the wait for them.
     """
 
     def __init__(self, *, silent: bool = False, forks: bool = False) -> None:
         self._silent = silent
         self._forks = forks
-        self.received: list[int] = []
+        self.signals: list[int] = []
 
     def __enter__(self) -> Self:
         def receive(number: int, _: Any) -> None:
-            self.received.append(number)
+            self.signals.append(number)
 
-        self._before = {number: signal.signal(number, receive) for number in _SIGNALS}
+        self._old_handlers = {number: signal.signal(number, receive) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
 
     def run(self, count: int, attempt: int, arguments: Sequence[str], folder: Path) -> list[Worker]:
         """Runs ``python ARGUMENTS`` in `count` processes; once one has failed, the others are ended.
 
         Returns the workers in the order in which they ended.
         """
-        # torch itself can only ask for a port of all interfaces.
+        # torch itself can only listen on all interfaces.
         listening = socket.create_server((_ADDRESS, 0), backlog=4096)
         workers: list[Worker] = []
 
@@ -100,19 +100,19 @@ class Agent:
             RankProcess.of(pid).kill()
 
         try:
-            common = _common_variables(count, attempt, listening)
+            common = _make_common_variables(count, attempt, listening)
             for rank in range(count):
                 error_file = folder / str(rank) / "error.json"
                 error_file.parent.mkdir()
                 variables = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) | common
                 pid = self._start(arguments, variables | {"TORCHELASTIC_ERROR_FILE": str(error_file)})
                 workers.append(Worker(rank, pid, error_file))
-            end_watch = watch_stopped(children, kill)
+            end_watch = watch_stopped(list_children, kill)
             store = _serve_store(listening)
-            while not self.received and _count_running(workers) and not any(worker.status for worker in workers):
+            while not self.signals and _count_running(workers) and not any(worker.status for worker in workers):
                 time.sleep(_PERIOD_S)
             for worker in workers:
-                worker.was_lost = worker.status < 0 and not self.received
+                worker.was_lost = worker.status < 0 and not self.signals
             self._end(workers)
             end_watch()
             del store
@@ -121,18 +121,18 @@ class Agent:
         return sorted(workers, key=lambda worker: worker.ended_s)
 
     def _start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
-        # In a fork runs only the thread that forks.
+        # A fork has only the thread that forked.
         can_fork = self._forks and sys.platform == "linux" and len(sys._current_frames()) == 1
         return (_fork if can_fork and arguments[0] == "-m" else _spawn)(arguments, variables, self._silent)
 
     def _end(self, workers: Sequence[Worker]) -> None:
-        sent = len(self.received)
+        received_before = len(self.signals)
         end_s = time.monotonic() + _GRACE_S
-        _send(workers, self.received[0] if sent else signal.SIGTERM)
-        while _count_running(workers) and time.monotonic() < end_s and len(self.received) == sent:
+        _send_signal(workers, self.signals[0] if received_before else signal.SIGTERM)
+        while _count_running(workers) and time.monotonic() < end_s and len(self.signals) == received_before:
             time.sleep(_PERIOD_S)
-        _send(workers, signal.SIGKILL)
-        end_s = time.monotonic() + _GRACE_S  # the system may hold one for ever
+        _send_signal(workers, signal.SIGKILL)
+        end_s = time.monotonic() + _GRACE_S  # a limit, as a process in a system call may never end
         while _count_running(workers) and time.monotonic() < end_s:
             time.sleep(_PERIOD_S)
 
@@ -142,7 +142,7 @@ def count_threads(workers: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 
-def _common_variables(workers: int, attempt: int, listening: socket.socket) -> dict[str, str]:
+def _make_common_variables(workers: int, attempt: int, listening: socket.socket) -> dict[str, str]:
     return {
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(workers)),
         "GROUP_RANK": "0",
@@ -168,18 +168,18 @@ def _serve_store(listening: socket.socket) -> object:
 
 
 def _spawn(arguments: Sequence[str], variables: Mapping[str, str], silent: bool) -> int:
-    """Starts ``python ARGUMENTS`` in a session of its own; returns its process id."""
-    nowhere = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)] if silent else []
+    """Starts ``python ARGUMENTS`` in a new session; returns its process id."""
+    file_actions = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)] if silent else []
     command = [sys.executable, *arguments]
-    return os.posix_spawn(sys.executable, command, os.environ | variables, file_actions=nowhere, setsid=True)
+    return os.posix_spawn(sys.executable, command, os.environ | variables, file_actions=file_actions, setsid=True)
 
 
 def _fork(arguments: Sequence[str], variables: Mapping[str, str], silent: bool) -> int:
-    """Does the same, for ``-m MODULE ...``, in a fork of this process."""
+    """Does the same for ``-m MODULE ...``, in a fork of this process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # which this process would take from its fork
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the fork has its own handlers
     if pid := os.fork():
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
@@ -221,17 +221,17 @@ def _run_module(arguments: Sequence[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _send(workers: Sequence[Worker], number: int) -> None:
-    """Sends a signal to each worker that still runs, and to what it has started."""
+def _send_signal(workers: Sequence[Worker], number: int) -> None:
+    """Sends a signal to each running worker, and to the processes that it has started."""
     for worker in [worker for worker in workers if worker.is_running]:
         try:
             os.killpg(worker.pid, number)
-        except ProcessLookupError:  # it has no session of its own yet
+        except ProcessLookupError:  # it has not called setsid yet
             os.kill(worker.pid, number)
 
 
 def _count_running(workers: Sequence[Worker]) -> int:
-    """Notes which workers have ended, and how; returns how many still run."""
+    """Records which workers have ended, and how; returns how many still run."""
     now_s = time.time()
     for worker in [worker for worker in workers if worker.is_running]:
         pid, status = os.waitpid(worker.pid, os.WNOHANG)

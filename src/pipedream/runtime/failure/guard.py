@@ -1,9 +1,9 @@
 """The guard: when one worker fails, all workers end.
 
-The ranks exchange their status and the first failure through the process group's store (`Heartbeat`); a thread
-judges them (`verdict.py`). When a worker dies, connections close and the others usually wake up. But one that waits
-for a stopped or healthy third worker would wait forever, as a blocking wait of gloo cannot be cancelled from Python; so
-after a grace period the thread ends the process. It also kills an unresponsive worker of the same machine.
+The ranks exchange their statuses and the first failure through the process group's store (`Heartbeat`); a thread judges
+them (`verdict.py`). When a worker dies, its connections close and the others usually wake up. But a worker that waits
+for a third one, stopped or healthy, would wait for ever, as a blocking wait of gloo cannot be cancelled from Python. So
+the thread ends its process after a grace period. It also kills an unresponsive worker of the same machine.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from pipedream.runtime.failure.processes import (
 )
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureDetector, RankStatus, Verdict
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _GRACE_S = 3.0
-_HEARD_S = 3.0  # in which the others hear of a failure or of an end
+_NOTICE_S = 3.0  # how long the others may take to read of a failure or of an end
 
 _PEER_WORDS = ("Connection reset by peer", "Connection closed by peer")
-"""Words of errors that are passed on as a text."""
+"""Words of a broken connection, in errors whose type is lost."""
 
 _CONNECTION_WAIT_S = 3.0
-"""How long the error that broke a connection may take to arrive from the rank that raised it."""
+"""How long another rank's report of the error that broke a connection may take."""
 
 PERIOD_S = 0.5
-_ANSWER = timedelta(seconds=2)
-"""Limit for one answer of the store. A heartbeat takes three, within `SILENT_S`: on links of 0.5 s one way it works."""
-_LONGEST_CALL_S = 7.0  # of a store that has stopped: one answer, and then two tries to connect
-_REACHED_S = 0.5
+_ANSWER_TIMEOUT = timedelta(seconds=2)
+"""Limit for one answer of the store. A heartbeat takes three, within `SILENT_S`: it works on links of 0.5 s one way."""
+_MAX_CALL_S = 7.0  # with a store that has stopped: one answer, then two tries to connect
+_CONNECT_S = 0.5
 _REPORT = "failure"
-_CALLS = 8  # more than are made from beat to beat where it matters: most of them wait for the others
+_SENT_CALLS = 8  # the last ones; ranks make fewer between heartbeats, as most calls wait for the others
 
 _job_guard: ContextVar[Guard | None] = ContextVar("job_guard", default=None)
 
@@ -68,24 +68,24 @@ class Heartbeat:
     """Writes this rank's status and reads those of the others until `end`.
 
     Args:
-        store: a client that nobody else uses, with keys of this run only.
+        store: a client of this heartbeat alone, with keys of this run alone.
 
     Attributes:
-        exchanges: successful ones so far.
-        statuses: rank -> newest status of the others.
-        report: (reporting rank, failure), the first.
+        exchanges: how many have succeeded.
+        statuses: other rank -> its newest status.
+        report: (reporting rank, failure) of the first report.
     """
 
     def __init__(
         self, store: Any, rank: int, ranks: int, where: Callable[[], str], activity: Callable[[], Activity] = Activity
     ) -> None:
         self._store = store
-        self._store.set_timeout(_ANSWER)
+        self._store.set_timeout(_ANSWER_TIMEOUT)
         self._address = _find_address(store)
         self._is_connected = True
         self._rank = rank
         self._keys = {other: f"beat/{other}" for other in range(ranks) if other != rank}
-        self._seen: list[int] = []
+        self._seen_ranks: list[int] = []
         self._where = where
         self._activity = activity
         self._process = RankProcess.this()
@@ -102,15 +102,15 @@ class Heartbeat:
         self._thread.start()
 
     def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
-        """Returns the failure reported first, perhaps another rank's, if the store answers."""
+        """Reports a failure; returns the first report, perhaps another rank's, if the store answers."""
         self._failure_here = verdict
         end_s = time.monotonic() + wait_s
         while self.report is None and time.monotonic() < end_s:
             self._exchange_now(end_s)
         return self.report
 
-    def newest_failure(self, wait_s: float) -> tuple[int, Verdict] | None:
-        """Returns the first reported failure, asking the store again."""
+    def find_failure(self, wait_s: float) -> tuple[int, Verdict] | None:
+        """Returns the first reported failure, after reading the store again."""
         end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
         while self.report is None and self.exchanges < enough and time.monotonic() < end_s:
             self._exchange_now(end_s)
@@ -127,19 +127,19 @@ class Heartbeat:
         end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
         counts: dict[int, int] = {}
         while self._is_connected and time.monotonic() < end_s:
-            self._exchange_now(time.monotonic() + _LOOK_S)
+            self._exchange_now(time.monotonic() + _POLL_S)
             if self.exchanges >= enough:
                 counts = counts or {rank: status.count for rank, status in self.statuses.items()}
                 if all(s.ended or s.count > counts.get(rank, 0) + 1 for rank, s in self.statuses.items()):
                     return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def end(self) -> None:
         """Marks this rank as ended in order."""
         self._has_ended = self._ending = True
         self._wake.set()
-        # A thread that returns from C++ while the interpreter ends would abort the process.
-        self._thread.join(_LONGEST_CALL_S)
+        # If the thread returned from C++ while the interpreter ends, it would abort the process.
+        self._thread.join(_MAX_CALL_S)
 
     def _run(self) -> None:
         while True:
@@ -149,8 +149,8 @@ class Heartbeat:
                 self._connect()
                 self._exchange(ending)
             except (RuntimeError, ValueError, OSError):
-                # The detector sees that no exchange succeeds. A late answer could be taken
-                # for that of the next call, so the next call uses a new connection.
+                # The detector notices that no exchange succeeds. The next call uses a new connection, on which no late
+                # answer can be mistaken for its own.
                 self._is_connected = False
             else:
                 self._exchanged.set()
@@ -163,10 +163,10 @@ class Heartbeat:
         if self._is_connected:
             return
         if self._address is not None:  # torch would try for seconds
-            socket.create_connection(self._address, _REACHED_S).close()
-        fresh = self._store.clone()
-        fresh.set_timeout(_ANSWER)
-        self._store, self._is_connected = fresh, True
+            socket.create_connection(self._address, _CONNECT_S).close()
+        client = self._store.clone()
+        client.set_timeout(_ANSWER_TIMEOUT)
+        self._store, self._is_connected = client, True
 
     def _exchange(self, ending: bool) -> None:
         if self._failure_here is not None and self.report is None:
@@ -183,17 +183,17 @@ class Heartbeat:
             interrupts=activity.interrupts(),
             session=activity.session,
             calls=len(calls),
-            last_calls=calls[-_CALLS:],
+            last_calls=calls[-_SENT_CALLS:],
         )
         self._store.set(f"beat/{self._rank}", json.dumps(asdict(status)))
         if ending:
             return
         for rank, key in self._keys.items():
-            if rank not in self._seen and self._store.check([key]):
-                self._seen.append(rank)
-        if self._seen:
-            texts = self._store.multi_get([self._keys[rank] for rank in self._seen])
-            self.statuses = {rank: _parse_status(text) for rank, text in zip(self._seen, texts, strict=True)}
+            if rank not in self._seen_ranks and self._store.check([key]):
+                self._seen_ranks.append(rank)
+        if self._seen_ranks:
+            texts = self._store.multi_get([self._keys[rank] for rank in self._seen_ranks])
+            self.statuses = {rank: _parse_status(text) for rank, text in zip(self._seen_ranks, texts, strict=True)}
         if self.report is None and self._store.check([_REPORT]):
             self.report = _parse_report(self._store.get(_REPORT))
         self.exchanges += 1
@@ -224,7 +224,7 @@ class Guard:
         store = dist.distributed_c10d._get_default_store()
         self._rank = rank
         self._activity = activity
-        self._before: list[Activity] = []
+        self._earlier_activities: list[Activity] = []
         self._sessions = 0
         self._store_is_rank_0s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         owner = "rank 0" if self._store_is_rank_0s else "the launcher"
@@ -236,7 +236,7 @@ class Guard:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
         self._thread.start()
-        # A rank that ends without closing its pipeline must not look as if stopped.
+        # A rank that ends without closing its pipeline must not seem stopped.
         atexit.register(self._end_at_exit)
 
     @classmethod
@@ -247,7 +247,7 @@ class Guard:
             return cls(rank, ranks, activity, stuck_after_s=stuck_after_s)
         guard._sessions += 1
         activity.session = guard._sessions
-        guard._before.append(guard._activity)
+        guard._earlier_activities.append(guard._activity)
         guard._watch_activity(activity, stuck_after_s)
         return guard
 
@@ -257,58 +257,58 @@ class Guard:
 
     @property
     def interrupts(self) -> int:
-        """How often other ranks were interrupted, as far as known here."""
+        """How often other ranks were interrupted, by their newest statuses."""
         return sum(status.interrupts for status in self._heartbeat.statuses.values())
 
     def report(self, error: WorkerError) -> PeerError | None:
-        """Reports a failure; returns one that another rank reported before."""
+        """Reports a failure; returns the failure that another rank reported before, or None."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         if first is not None and first[0] != self._rank:
             return _make_peer_error(first[1])
         self._has_reported = True
-        write_error(f"pipedream: {error}")  # now: the launcher may end this process before it prints
+        write_error(f"pipedream: {error}")  # now, as the launcher may end this process before it prints
         return None
 
     def first_cause(self, error: BaseException, where: str) -> PipelineError:
-        """Reports any error of this rank; returns the one to raise: it, or its cause at another rank."""
+        """Reports any error of this rank; returns the error to raise: this one, or its cause at another rank."""
         origin = error.__cause__ if isinstance(error, PipelineError) else error
-        lost = is_broken_connection(origin) or any(words in str(error) for words in _PEER_WORDS)
-        if lost and _is_raised_by_loader(origin):
-            lost, error = False, WorkerError(self._rank, where, f"a process of the DataLoader has ended ({origin})")
-        first = self.failure(_CONNECTION_WAIT_S if lost else 0.0)
+        is_lost = is_broken_connection(origin) or any(words in str(error) for words in _PEER_WORDS)
+        if is_lost and _is_raised_by_loader(origin):
+            is_lost, error = False, WorkerError(self._rank, where, f"a process of the DataLoader has ended ({origin})")
+        first = self.wait_for_failure(_CONNECTION_WAIT_S if is_lost else 0.0)
         if first is not None:
             return first
-        if lost:
+        if is_lost:
             error = WorkerError(
                 self._rank,
                 where,
                 f"{LOST_CONNECTION} (killed, out of memory, machine gone)",
-                f"look at what that worker printed last; torch's error: {elide_middle(str(origin or error))}",
+                f"read what that worker printed last; torch's error: {elide_middle(str(origin or error))}",
             )
         elif not isinstance(error, WorkerError):
             cause = str(error) if isinstance(error, PipelineError) else with_place(error)
             error = WorkerError(self._rank, where, cause)
         return self.report(error) or error
 
-    def failure(self, wait_s: float = 3.0) -> PeerError | None:
-        """Returns another rank's report; waits up to `wait_s` for it.
+    def wait_for_failure(self, wait_s: float = 3.0) -> PeerError | None:
+        """Waits up to `wait_s` for another rank's report, and returns its error, or None.
 
-        What this rank has reported itself, even of another rank, is its own to print; not so its guard's verdict.
+        What this rank has reported, even of another rank, is its own error; the verdict of its guard is not.
         """
         end = time.monotonic() + wait_s
         while True:
-            report = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
+            report = self._heartbeat.find_failure(max(0.1, min(wait_s, 1.0)))
             if report is not None:
                 is_own = self._has_reported and report[0] == self._rank
                 return None if is_own or report[1].rank == self._rank else _make_peer_error(report[1])
             if time.monotonic() > end:
                 return None
-            time.sleep(_LOOK_S / 2)
+            time.sleep(_POLL_S / 2)
 
     def end(self) -> None:
         """Marks this rank as ended in order, unless its job continues."""
-        if self._before:
-            self._watch_activity(self._before.pop())
+        if self._earlier_activities:
+            self._watch_activity(self._earlier_activities.pop())
             return
         atexit.unregister(self._end_at_exit)
         if not self._stopped.is_set():
@@ -322,23 +322,23 @@ class Guard:
     def _end_at_exit(self) -> None:
         # The store ends with this process, but the others may still have work to do.
         if self._store_is_rank_0s and not self._rank and self._heartbeat.report is None:
-            self._heartbeat.wait_until_heard(_HEARD_S)
+            self._heartbeat.wait_until_heard(_NOTICE_S)
         self.end()
 
     def _wait_for_others(self) -> None:
-        """Keeps the store, which ends with this process, until the others have heard why."""
-        end_s = time.monotonic() + _HEARD_S
+        """Keeps the store, which ends with this process, until the others have read the report."""
+        end_s = time.monotonic() + _NOTICE_S
         while not all(status.ended for status in self._heartbeat.statuses.values()) and time.monotonic() < end_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _watch(self) -> None:
         exchanges, place = 0, ""
-        while not self._stopped.wait(_LOOK_S):
+        while not self._stopped.wait(_POLL_S):
             if self._heartbeat.exchanges != exchanges:
                 exchanges = self._heartbeat.exchanges
                 self._detector.receive(time.monotonic(), self._heartbeat.statuses)
-            if (now := self._activity.where) != place:
-                place = now
+            if (new_place := self._activity.where) != place:
+                place = new_place
                 write_place(place)
             failure = self._heartbeat.report
             if failure is not None:
@@ -359,20 +359,20 @@ class Guard:
     def _announce(self, verdict: Verdict) -> None:
         if self._stopped.is_set():
             return
-        reports = True
+        prints = True
         if verdict.store_lost:
-            # One rank of this machine prints it; perhaps before they have heard of each other.
-            strangers = not self._detector.others and not self._store_is_rank_0s
-            reports = (
-                os.environ.get("LOCAL_RANK", "0") == "0" if strangers else self._rank == min(self._list_ranks_here())
+            # Only one rank of this machine prints it, even if none has read the others' statuses.
+            knows_nobody = not self._detector.others and not self._store_is_rank_0s
+            prints = (
+                os.environ.get("LOCAL_RANK", "0") == "0" if knows_nobody else self._rank == min(self._list_ranks_here())
             )
-            if self._store_is_rank_0s and self._rank and (server := self._detector.process_of(0)):
+            if self._store_is_rank_0s and self._rank and (server := self._detector.find_process(0)):
                 verdict = self._blame_rank_0(verdict, server)
         else:
             first = self._heartbeat.report_failure(verdict)
             if first is not None:
-                reports, verdict = first[0] == self._rank, first[1]
-        if reports:
+                prints, verdict = first[0] == self._rank, first[1]
+        if prints:
             _print_verdict(verdict)
         if verdict.rank == self._rank:  # it is stuck, or cannot reach anyone
             _exit_now()
@@ -393,7 +393,7 @@ class Guard:
     def _end_process(self, verdict: Verdict) -> None:
         """Kills an unresponsive process; ends this one unless the main thread does."""
         if verdict.unresponsive and verdict.rank != self._rank:
-            process = self._detector.process_of(verdict.rank)
+            process = self._detector.find_process(verdict.rank)
             if process is not None:
                 process.kill()
         if not self._stopped.wait(_GRACE_S):
@@ -402,10 +402,9 @@ class Guard:
 
 @contextmanager
 def guard_job(rank: int, ranks: int) -> Iterator[Activity]:
-    """Context of a job, which may have sessions; yields what it is doing.
+    """Context of a job, which may have sessions; yields its activity.
 
-    A failure at any of the ranks is raised as a `WorkerError` or `PeerError`. What all ranks find wrong with a call
-    is raised as it is.
+    A failure at any rank is raised as a `WorkerError` or `PeerError`. An error that all ranks raise is raised as it is.
     """
     activity = Activity()
     if ranks == 1 or _job_guard.get() is not None:
@@ -425,7 +424,7 @@ def guard_job(rank: int, ranks: int) -> Iterator[Activity]:
         raise first from error
     finally:
         _job_guard.reset(token)
-        guard._before.clear()  # a session may have failed
+        guard._earlier_activities.clear()  # a session may have failed
         guard.end()
 
 
@@ -436,8 +435,8 @@ def _is_raised_by_loader(error: BaseException | None) -> bool:
 
 
 def _make_client(store: Any, rank: int) -> Any:
-    """Its keys belong to this run's guard alone."""
-    # Runs may share a process group, and restarts a store: failures of earlier ones do not count.
+    """Returns a client of the store with keys of this run's guard alone."""
+    # Runs may share a process group, and restarts a store; failures of earlier runs must not count.
     number = store.add(f"pipedream/runs/{rank}", 1)
     key = f"pipedream/run/{number}"
     if rank == 0:
@@ -450,10 +449,10 @@ def _make_peer_error(verdict: Verdict) -> PeerError:
 
 
 def _print_verdict(verdict: Verdict) -> None:
-    """Prints once for the run: through our own launcher if it is running."""
+    """Prints a verdict once for the run, through our own launcher if it runs."""
     text = f"pipedream: {_make_peer_error(verdict)}"
-    left = write_error(text, verdict=True)
-    if not (left and is_launched_here()):
+    is_written = write_error(text, verdict=True)
+    if not (is_written and is_launched_here()):
         with suppress(OSError):  # the terminal may be gone
             print(text, file=sys.stderr, flush=True)
 

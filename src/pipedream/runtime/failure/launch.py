@@ -1,4 +1,4 @@
-"""Starting the workers of a local run, again after failures, with one message for each.
+"""Starts the workers of a local run, restarts them after failures, and prints one message for each failure.
 
 The workers meet at a store that listens on 127.0.0.1 only; torch's own listens on all interfaces, without a password.
 
@@ -43,7 +43,7 @@ def set_threads(processes: int) -> None:
     """Gives each of several local processes its share of the cores."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     if local > 1:
-        import torch  # by workers alone
+        import torch  # only workers come here
 
         # Slurm and taskset may allow this process fewer cores.
         torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))))
@@ -51,7 +51,7 @@ def set_threads(processes: int) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The message to print, the exit status, and the ranks that the run could go on without."""
+    """The message to print, the exit status, and the ranks without which the run could continue."""
 
     text: str
     status: int
@@ -59,13 +59,13 @@ class _Failure:
 
 
 def import_for_workers(modules: Sequence[str], workers: int) -> None:
-    """Imports what workers will need, before `launch` forks them: with the variables that they would have."""
+    """Imports what workers will need before `launch` forks them, with the environment variables of workers."""
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # errors are printed here, once
     os.environ["OMP_NUM_THREADS"] = count_threads(workers)
     for module in modules:
         import_module(module)
-    hash_sources()  # of what is imported now, whatever is installed later
+    hash_sources()  # now, before another version may be installed
     if threads is None:
         del os.environ["OMP_NUM_THREADS"]
 
@@ -86,9 +86,9 @@ def launch(
 
     Args:
         arguments: given to each process; with fewer workers, ``--workers N`` is added.
-        silent: what they print is not shown.
+        silent: hides what they print.
         max_restarts: after failures (TORCHELASTIC_RESTART_COUNT counts them); not after exit status 2, bad input.
-        fewest: after the restarts, go on without the workers that were lost, down to this number (`write_lost`).
+        fewest: after the restarts, continue without lost workers, down to this number (`write_lost`).
         in_memory: the workers keep snapshots in this process's folder (`find_launch_folder`), which is in `MEMORY` and
             is removed even if this process is killed.
         forks: where possible, workers are forks of this process, which has computed nothing (`import_for_workers`).
@@ -96,11 +96,11 @@ def launch(
     Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too, or as the user has chosen
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # unless the user has chosen another interface
     _remove_abandoned_folders()
-    # A TemporaryDirectory would be removed by the first worker that ends: it would be the fork's, too.
-    place = MEMORY if in_memory else None
-    folder = Path(tempfile.mkdtemp(prefix=_begin_folder_name(RankProcess.this()), dir=place))
+    # Not a TemporaryDirectory: forks would have it too, and the first that ends would remove the folder.
+    parent = MEMORY if in_memory else None
+    folder = Path(tempfile.mkdtemp(prefix=_make_folder_prefix(RankProcess.this()), dir=parent))
     remover = _fork_remover(folder) if in_memory else None
     try:
         with Agent(silent=silent, forks=forks) as agent:
@@ -113,7 +113,7 @@ def launch(
 
 
 def _fork_remover(folder: Path) -> int:
-    """Starts a process that removes a folder once this one was killed; returns its id."""
+    """Starts a process that removes a folder if this process is killed; returns its id."""
     launcher, number = os.getpid(), signal.SIGTERM
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     if pid := os.fork():
@@ -135,43 +135,43 @@ def _run_attempts(
     workers: int, arguments: Sequence[str], agent: Agent, folder: Path, max_restarts: int, fewest: int | None
 ) -> int:
     restarts = attempt = 0
-    extra: list[str] = []
+    extra_arguments: list[str] = []
     while True:
-        ended = _run_attempt(workers, attempt, [*arguments, *extra], agent, folder / str(attempt))
-        if isinstance(ended, int):
-            return ended
-        if ended.status == BAD_CALL:
-            print(ended.text, file=sys.stderr, flush=True)
+        outcome = _run_attempt(workers, attempt, [*arguments, *extra_arguments], agent, folder / str(attempt))
+        if isinstance(outcome, int):
+            return outcome
+        if outcome.status == BAD_CALL:
+            print(outcome.text, file=sys.stderr, flush=True)
             return BAD_CALL
-        after = "after: " + ended.text.removeprefix("pipedream: ")
+        reason = "after: " + outcome.text.removeprefix("pipedream: ")
         if restarts < max_restarts:
             restarts += 1
-            print(f"pipedream: restart {restarts} of {max_restarts} {after}", file=sys.stderr, flush=True)
+            print(f"pipedream: restart {restarts} of {max_restarts} {reason}", file=sys.stderr, flush=True)
         elif fewest is not None and workers > fewest:
-            lost = ended.lost[: workers - fewest]
+            lost = outcome.lost[: workers - fewest]
             write_lost(folder / str(attempt), lost)
             workers -= len(lost)
-            extra = ["--workers", str(workers)]
+            extra_arguments = ["--workers", str(workers)]
             fewer = "one worker" if len(lost) == 1 else f"{len(lost)} workers"
-            print(f"pipedream: continuing with {fewer} fewer, {workers}, {after}", file=sys.stderr, flush=True)
+            print(f"pipedream: continuing with {fewer} fewer, {workers}, {reason}", file=sys.stderr, flush=True)
         else:
-            print(ended.text, file=sys.stderr, flush=True)
-            return ended.status
+            print(outcome.text, file=sys.stderr, flush=True)
+            return outcome.status
         attempt += 1
 
 
 def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], agent: Agent, folder: Path) -> int | _Failure:
-    """Returns the exit status after success, or after Ctrl-C that the launcher or a worker was sent."""
+    """Runs the workers once. Returns the exit status after success or Ctrl-C, else the failure."""
     folder.mkdir()
     ended = agent.run(workers, attempt, arguments, folder)
-    if agent.received:
-        return 128 + agent.received[0]
+    if agent.signals:
+        return 128 + agent.signals[0]
     failures = [worker for worker in ended if worker.status]
     return _judge(failures, folder) if failures else 0
 
 
 def _judge(failures: Sequence[Worker], folder: Path) -> int | _Failure:
-    """Returns why a run failed, from how its workers ended, the first one first."""
+    """Returns why a run failed; `failures` are its failed workers, in the order in which they ended."""
     first = failures[0]
     if first.status == _INTERRUPTED:
         return _INTERRUPTED
@@ -180,26 +180,26 @@ def _judge(failures: Sequence[Worker], folder: Path) -> int | _Failure:
     if text is None and (killed := [failure.rank for failure in failures if failure.was_stopped]):
         text = _describe_stopped(killed, folder)
     text = text or read_error(first.error_file)
-    if text is None and first.status >= 0:  # because of another worker, which may end a little later
+    if text is None and first.status >= 0:  # perhaps because of another worker, which ended a little later
         text = next(filter(None, (read_error(failure.error_file) for failure in failures)), None)
-    if text is not None and LOST_CONNECTION in text:  # noticed first; how the other one ended says more
-        speechless = [failure for failure in failures if not read_error(failure.error_file)]
-        for failure in [failure for failure in speechless if failure.status not in (1, -signal.SIGTERM)][:1]:
+    if text is not None and LOST_CONNECTION in text:  # the other worker's end is the cause
+        without_message = [failure for failure in failures if not read_error(failure.error_file)]
+        for failure in [failure for failure in without_message if failure.status not in (1, -signal.SIGTERM)][:1]:
             first, text = failure, None
     lost = tuple(failure.rank for failure in failures if failure.was_lost) or (first.rank,)
     return _Failure(text or _describe_silent_end(first, read_place(folder, first.rank)), status, lost)
 
 
-def _begin_folder_name(launcher: RankProcess) -> str:
+def _make_folder_prefix(launcher: RankProcess) -> str:
     return f"pipedream-{zlib.crc32(launcher.host.encode()):08x}-{launcher.pid}-{launcher.started}-"
 
 
 def _remove_abandoned_folders() -> None:
-    """Removes the temporary folders of killed launchers of this machine, as far as its process ids are visible here."""
+    """Removes the temporary folders of this machine's killed launchers whose process ids are visible here."""
     for folder in [*Path(tempfile.gettempdir()).glob("pipedream-*"), *MEMORY.glob("pipedream-*")]:
         if name := re.match(r"(pipedream-\w+-)(\d+)-\d+-", folder.name):
-            in_its_place = _begin_folder_name(RankProcess.of(int(name[2])))
-            if in_its_place.startswith(name[1]) and not folder.name.startswith(in_its_place):
+            current_prefix = _make_folder_prefix(RankProcess.of(int(name[2])))
+            if current_prefix.startswith(name[1]) and not folder.name.startswith(current_prefix):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

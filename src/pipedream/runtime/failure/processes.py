@@ -1,13 +1,13 @@
-"""The processes of one machine: which is which, how launcher and workers watch each other, and what a worker leaves.
+"""The processes of one machine: their identity, how launcher and workers watch each other, and the files of a worker.
 
-A process is identified so that an unresponsive one is killed, and no other in its place.
+A process is identified so that no other process is killed in place of an unresponsive one.
 
-A stopped process (SIGSTOP, Ctrl-Z) answers no signal but SIGKILL: the launcher kills a stopped worker. Workers whose
-launcher is stopped end, and a process that they leave kills it. Workers of a launcher that has died are killed by the
-system. torchrun does not look whether its workers are stopped; each of them starts a process that does. The guard does
-the same between machines, but only while there is a process group, and not if all ranks are stopped at once.
+A stopped process (SIGSTOP, Ctrl-Z) answers no signal but SIGKILL, so the launcher kills a stopped worker. Workers whose
+launcher is stopped end, and leave a process that kills it. The system kills workers whose launcher has died. torchrun
+does not check whether its workers are stopped, so each of them starts a process that does. The guard does the same
+between machines, but only while there is a process group, and not if all ranks are stopped at once.
 
-A worker writes files in which its launcher finds why it failed, and what it was doing in case it is killed. They are in
+A worker writes files from which its launcher reads why it failed and, if it was killed, what it was doing. They are in
 the folder of the agent's error file (TORCHELASTIC_ERROR_FILE).
 """
 
@@ -33,21 +33,21 @@ LAUNCHER = "PIPEDREAM_LAUNCHER"
 """Variable of a worker with its launcher's process id and start time."""
 
 _PERIOD_S = 0.5
-_STOPPED_S = 7.0  # longer than the guard's judgement takes, whose message says more
+_STOPPED_S = 7.0  # longer than the guard takes, whose message has more details
 _LAUNCHER_LOOKED_AT_S = 2.0
-_LAUNCHER_STOPPED_S = 10.0  # long enough to continue it when its workers have ended
+_LAUNCHER_STOPPED_S = 10.0  # enough for a user to continue it when its workers have ended
 _ALL_STOPPED_S = 10.0  # longer than the guard of a rank that is not stopped takes
 _PR_SET_PDEATHSIG = 1
 
 LOST_CONNECTION = "lost the connection to another worker, which left no message"
-"""Message of a worker that does not know more; the launcher may."""
+"""Message of a worker that has no other; the launcher may have one."""
 RUN_ID_PREFIX = "pipedream-"
-"""Begins the run ids of our own launcher."""
+"""Prefix of the run ids of our own launcher."""
 MEMORY = Path("/dev/shm")
 """A folder in the memory of the machine."""
-_PLACE = "place.txt"
-_CHECKPOINT = "checkpoint.txt"
-_LOST = "lost.json"
+_PLACE_FILE = "place.txt"
+_CHECKPOINT_FILE = "checkpoint.txt"
+_LOST_FILE = "lost.json"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RankProcess:
 
     Attributes:
         host: boot id of the machine and namespace of its process ids.
-        started: in kernel ticks; unlike an id not used again.
+        started: in kernel ticks; unlike an id, it is not used again.
     """
 
     host: str
@@ -69,7 +69,7 @@ class RankProcess:
 
     @staticmethod
     def of(pid: int) -> RankProcess:
-        """Returns a process of this machine; it started at 0 if there is none."""
+        """Returns a process of this machine; `started` is 0 if there is none."""
         return RankProcess(_name_host(), pid, _read_start(pid))
 
     @property
@@ -77,11 +77,11 @@ class RankProcess:
         return bool(self.host) and self.host == _name_host()
 
     def kill(self) -> bool:
-        """Returns whether it still ran on this machine."""
+        """Kills the process; returns whether it still ran, on this machine."""
         if not self.is_local or not self.started:
             return False
         with suppress(OSError):
-            file = os.pidfd_open(self.pid)  # from here on a reused id would be noticed
+            file = os.pidfd_open(self.pid)  # from here on it stays this process's, even if the id is used again
             try:
                 if _read_start(self.pid) == self.started:
                     signal.pidfd_send_signal(file, signal.SIGKILL)
@@ -98,7 +98,7 @@ def is_running(pid: int) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped, not by a debugger."""
+    """Returns whether a process is stopped by a signal (not by a debugger)."""
     return _read_stat(pid)[:1] == ["T"]
 
 
@@ -107,8 +107,8 @@ def _find_parent(pid: int) -> int:
     return int((_read_stat(pid) or ["", "0"])[1])
 
 
-def children() -> list[int]:
-    """Returns the ids of this process's children, as far as the system says."""
+def list_children() -> list[int]:
+    """Returns the ids of this process's children, as far as the system lists them."""
     pids: list[int] = []
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
@@ -145,21 +145,21 @@ def watch_stopped(
 
     Returns a function that ends the watch and its thread.
     """
-    over = threading.Event()
+    is_over = threading.Event()
 
     def watch() -> None:
         stopped_s: dict[int, float] = {}
-        looked_s = time.monotonic()
-        while not over.wait(_PERIOD_S):
-            # This process may have been stopped itself.
-            since_s, looked_s = min(time.monotonic() - looked_s, 2 * _PERIOD_S), time.monotonic()
-            before_s = stopped_s
-            stopped_s = {pid: before_s.get(pid, 0.0) + since_s for pid in processes() if _is_stopped(pid)}
-            for pid in [pid for pid in stopped_s if before_s.get(pid, 0.0) <= after_s < stopped_s[pid]]:
+        checked_s = time.monotonic()
+        while not is_over.wait(_PERIOD_S):
+            # At most two periods: this process may have been stopped itself.
+            since_s, checked_s = min(time.monotonic() - checked_s, 2 * _PERIOD_S), time.monotonic()
+            old_stopped_s = stopped_s
+            stopped_s = {pid: old_stopped_s.get(pid, 0.0) + since_s for pid in processes() if _is_stopped(pid)}
+            for pid in [pid for pid in stopped_s if old_stopped_s.get(pid, 0.0) <= after_s < stopped_s[pid]]:
                 end(pid)
 
     def end_watch() -> None:
-        over.set()
+        is_over.set()
         thread.join()
 
     thread = threading.Thread(target=watch, name="pipedream-stopped", daemon=True)
@@ -186,7 +186,7 @@ def is_launched_here() -> bool:
 
 
 def stay_with_launcher() -> None:
-    """Ends this worker, and the processes that it forks, with its launcher. torchrun's worker is only watched."""
+    """Makes this worker, and the processes that it forks, end with their launcher; only watches torchrun's worker."""
     text = os.environ.get(LAUNCHER)
     if text is None:
         watch_from_outside()
@@ -196,28 +196,28 @@ def stay_with_launcher() -> None:
     if os.getppid() != pid:
         if RankProcess.of(pid).started == started:
             return  # a command that a worker has started
-        os._exit(1)  # it died before this line
+        os._exit(1)  # the launcher died before `follow_parent`
     in_main_thread = True
 
-    def before() -> None:
+    def before_fork() -> None:
         nonlocal in_main_thread
         in_main_thread = threading.current_thread() is threading.main_thread()
 
-    def after() -> None:
-        # The system counts the end of the thread that forked as the parent's.
+    def after_fork() -> None:
+        # Not in a fork of another thread, whose end would count as the parent's.
         if in_main_thread:
             follow_parent()
 
-    os.register_at_fork(before=before, after_in_child=after)
+    os.register_at_fork(before=before_fork, after_in_child=after_fork)
     watch_stopped(lambda: [pid], _start_ending_launcher, _LAUNCHER_LOOKED_AT_S)
     atexit.register(_start_ending_launcher, pid)  # it may be stopped while its workers end
-    watch_stopped(lambda: [pid], _leave)
+    watch_stopped(lambda: [pid], _end_with_launcher)
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends this process as an interpreter that ends does, but without what may abort it or takes a second.
+    """Ends this process as an interpreter does, without two steps of it that take a second or may abort it.
 
-    That is the search for cycles among torch's million objects, and the threads of process groups.
+    These are the search for cycles among torch's million objects, and the end of the threads of process groups.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -238,34 +238,34 @@ def is_torchruns_worker() -> bool:
 
 @cache
 def watch_from_outside() -> None:
-    """Starts a process that kills this one if it stays stopped, where torchrun, which does not look, has started it."""
+    """Starts a process that kills this one if it stays stopped, if torchrun, which does not check, has started it."""
     if is_torchruns_worker() and os.environ.get("WORLD_SIZE", "1") != "1" and sys.platform == "linux":
-        _start("worker", os.getpid())
+        _start_watcher("worker", os.getpid())
 
 
 def follow_parent(number: int = signal.SIGKILL) -> None:
-    """Lets the system send this process a signal when its parent ends."""
+    """Makes the system send this process a signal when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def _leave(launcher: int) -> None:
+def _end_with_launcher(launcher: int) -> None:
     """Ends this worker, whose launcher is stopped."""
     text = f"pipedream: the launcher (process {launcher}) was stopped for {_STOPPED_S:g} s; its workers end"
-    # The guard has written a message if it was there.
+    # If there was a guard, it has written a message.
     if os.environ.get("LOCAL_RANK") == "0" and not _has_error() and write_error(text, verdict=True):
         print(text, file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _start_ending_launcher(pid: int) -> None:
-    # All workers may have ended before the launcher has been stopped for long enough.
+    # By a separate process: all workers may end before the launcher has been stopped for long enough.
     if _is_stopped(pid):
-        _start("launcher", pid)
+        _start_watcher("launcher", pid)
 
 
-def _start(what: str, pid: int) -> None:
-    subprocess.Popen([sys.executable, "-m", __name__, what, str(pid)], start_new_session=True)
+def _start_watcher(role: str, pid: int) -> None:
+    subprocess.Popen([sys.executable, "-m", __name__, role, str(pid)], start_new_session=True)
 
 
 def _end_launcher(pid: int) -> None:
@@ -279,7 +279,7 @@ def _end_launcher(pid: int) -> None:
 
 
 def _end_worker(pid: int) -> None:
-    """Kills a worker, this process's parent, if it stays stopped; a job that is suspended as a whole is left alone."""
+    """Kills a worker, this process's parent, if it stays stopped, unless the whole job is suspended."""
     worker = RankProcess.of(pid)
     agent = _find_parent(pid)
 
@@ -292,16 +292,16 @@ def _end_worker(pid: int) -> None:
     while os.getppid() == pid:
         time.sleep(_PERIOD_S)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file and (checkpoint := _read_text(Path(error_file).with_name(_CHECKPOINT))):
+    if error_file and (checkpoint := _read_text(Path(error_file).with_name(_CHECKPOINT_FILE))):
         print(f"pipedream: training was cut short; the last checkpoint is {checkpoint}", file=sys.stderr)
-    time.sleep(_PERIOD_S)  # the thread that has killed it may still have to say so
+    time.sleep(_PERIOD_S)  # the thread that has killed it may still have to print that
 
 
 def write_error(message: str, *, verdict: bool = False) -> bool:
-    """Writes a message for the elastic agent; returns whether there is one.
+    """Writes a message for the elastic agent; returns whether there is an agent.
 
     Args:
-        verdict: about another rank, or one that could not report itself; it counts for the run.
+        verdict: the message is about another rank, or a rank that could not report itself; it counts for the run.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -321,21 +321,21 @@ def _has_error() -> bool:
 
 def write_place(where: str) -> None:
     """Writes what this worker is doing."""
-    _write_text(_PLACE, where)
+    _write_text(_PLACE_FILE, where)
 
 
 def write_checkpoint(path: str) -> None:
-    """Writes from which checkpoint to resume if this worker is killed; '' after an orderly end."""
-    _write_text(_CHECKPOINT, path)
+    """Writes the checkpoint to resume from if this worker is killed; '' after an orderly end."""
+    _write_text(_CHECKPOINT_FILE, path)
 
 
 def _write_text(name: str, text: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
-            # Atomically: a worker may be killed while it writes.
-            written = Path(path).with_name(f"{name}.new")
-            written.write_text(text, encoding="utf-8")
-            written.replace(Path(path).with_name(name))
+            # Atomically, because a worker may be killed while it writes.
+            new_file = Path(path).with_name(f"{name}.new")
+            new_file.write_text(text, encoding="utf-8")
+            new_file.replace(Path(path).with_name(name))
 
 
 def _read_text(file: Path) -> str | None:
@@ -357,17 +357,17 @@ def read_verdict(folder: Path) -> str | None:
 
 def read_place(folder: Path, rank: int) -> str | None:
     """Returns what a worker was last doing, once it had built its pipeline."""
-    return next((_read_text(file) for file in folder.rglob(_PLACE) if file.parent.name == str(rank)), None)
+    return next((_read_text(file) for file in folder.rglob(_PLACE_FILE) if file.parent.name == str(rank)), None)
 
 
 def write_lost(folder: Path, ranks: Sequence[int]) -> None:
-    """Writes, into the folder of an attempt, without which of its workers the run continues."""
-    (folder / _LOST).write_text(json.dumps(ranks), encoding="utf-8")
+    """Writes the ranks of an attempt without which the run continues, into the attempt's folder."""
+    (folder / _LOST_FILE).write_text(json.dumps(ranks), encoding="utf-8")
 
 
 def read_lost(folder: Path) -> list[int]:
     """Returns the ranks of `write_lost`, the highest first; none if all workers were replaced."""
-    text = _read_text(folder / _LOST)
+    text = _read_text(folder / _LOST_FILE)
     return [] if text is None else sorted(json.loads(text), reverse=True)
 
 

@@ -1,6 +1,6 @@
-"""The guard's decision: from the ranks' statuses to a verdict. It uses no clock, store or process itself.
+"""The guard's decision: from the ranks' statuses to a verdict, without a clock, store or process.
 
-Each check counts for at most a second, so that a detector that was itself stopped blames nobody.
+Each check counts at most a second, so that a detector that was itself stopped blames no other rank.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.processes import RankProcess
 
 SILENT_S = 6.0
-"""A rank without a new status for this long has failed: twelve heartbeats. As much again remains of the 15 s in which a
-failed run must end."""
+"""A rank without a new status for this long, twelve heartbeats, has failed. A failed run must end within 15 s."""
 
 STUCK_AFTER_S = 10.0
 """Default for how long a task may take: ops take milliseconds to seconds."""
 
 UNREACHED = "this rank cannot reach the others and ends"
-_MOST_COUNTED_S = 1.0
+_MAX_STEP_S = 1.0
 _FIRST_TASKS = 3  # of a kind, which may compile, allocate or start the loader's processes
-_TIMES_LONGEST = 20.0
-_GPU_TIMES = 6.0  # of the limit of a task: nothing between two marks of a GPU takes nearly as long
+_TASK_TIMES = 20.0
+_GPU_TIMES = 6.0  # times the limit of a task; nothing between two marks of a GPU takes nearly as long
 
 
 @dataclass(frozen=True)
 class RankStatus:
     """The status that a rank sends with each heartbeat; `count` must keep growing until it has `ended` in order.
 
-    `calls` counts those that all ranks must make in `session`; of the last ones there are (name, minibatches given).
+    `calls` counts the calls in `session` that all ranks must make; `last_calls` has (name, minibatches) of the last.
     """
 
     count: int
@@ -45,12 +44,12 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement that something is wrong with a rank.
+    """The judgement that a rank has failed.
 
     Attributes:
         where: what it did last.
-        unresponsive: if its process still exists, it may be killed.
-        store_lost: the others cannot be informed.
+        unresponsive: its process may be killed if it still exists.
+        store_lost: the other ranks cannot be informed.
     """
 
     rank: int
@@ -65,7 +64,7 @@ class FailureDetector:
     """Judges the other ranks, the store, and this rank's own main thread.
 
     Args:
-        stuck_after_s: how long a task may always take; 0: any time.
+        stuck_after_s: how long any task may take; 0 for no limit.
     """
 
     def __init__(self, rank: int, activity: Activity, *, stuck_after_s: float, store_owner: str) -> None:
@@ -76,7 +75,7 @@ class FailureDetector:
         self._statuses: dict[int, RankStatus] = {}
         self._silent_s: dict[int, float] = {}
         self._exchanged_at_s: float | None = None
-        self._looked_at_s: float | None = None
+        self._checked_at_s: float | None = None
         self._unanswered_s = 0.0
         self._task: tuple[str, int] | None = None
         self._task_s = 0.0
@@ -93,20 +92,20 @@ class FailureDetector:
         self._exchanged_at_s = now_s
         self._unanswered_s = 0.0
         for rank, status in statuses.items():
-            before = self._statuses.get(rank)
-            if before is None or before.count != status.count:
+            previous = self._statuses.get(rank)
+            if previous is None or previous.count != status.count:
                 self._silent_s[rank] = 0.0
             else:
-                self._silent_s[rank] += min(since_s, _MOST_COUNTED_S)
+                self._silent_s[rank] += min(since_s, _MAX_STEP_S)
             self._statuses[rank] = status
 
     def check(self, now_s: float) -> Verdict | None:
-        since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
-        self._looked_at_s = now_s
-        here = self._check_gpu(since_s) or self._check_stuck(since_s)
-        return here or self._check_silence() or self._check_calls() or self._check_store(since_s)
+        since_s = 0.0 if self._checked_at_s is None else min(now_s - self._checked_at_s, _MAX_STEP_S)
+        self._checked_at_s = now_s
+        verdict = self._check_gpu(since_s) or self._check_stuck(since_s)
+        return verdict or self._check_silence() or self._check_calls() or self._check_store(since_s)
 
-    def process_of(self, rank: int) -> RankProcess | None:
+    def find_process(self, rank: int) -> RankProcess | None:
         return self._statuses[rank].process if rank in self._statuses else None
 
     @property
@@ -114,16 +113,16 @@ class FailureDetector:
         return self._statuses
 
     def _check_calls(self) -> Verdict | None:
-        """Returns a verdict if a rank made a call that this one has not made where it should have."""
-        mine = self._activity
-        minibatches = mine.loop_minibatches  # read before the calls: a call that is made meanwhile then counts
-        calls = len(mine.calls)
+        """Returns a verdict if another rank made a call that this rank did not make at the same point."""
+        activity = self._activity
+        minibatches = activity.loop_minibatches  # before the calls, so that a call made meanwhile counts
+        calls = len(activity.calls)
         for rank, status in sorted(self._statuses.items()):
-            if status.session != mine.session:
+            if status.session != activity.session:
                 continue
             for number, (name, at) in enumerate(status.last_calls, status.calls - len(status.last_calls)):
-                if number < calls and mine.calls[number] != (name, at):
-                    own_name, own_at = mine.calls[number]
+                if number < calls and activity.calls[number] != (name, at):
+                    own_name, own_at = activity.calls[number]
                     difference = f"rank {self._rank} called {own_name} {_spell_after(own_at)}"
                 elif number == calls and minibatches > at:
                     difference = f"rank {self._rank} did not"
@@ -164,7 +163,7 @@ class FailureDetector:
         )
 
     def _check_gpu(self, since_s: float) -> Verdict | None:
-        """Returns a verdict if the GPU does not get on with what it was given. Nobody else limits the wait for it."""
+        """Returns a verdict if the GPU makes no progress in its queue; nothing else limits the wait for it."""
         mark = self._activity.gpu_mark()
         self._gpu_s = self._gpu_s + since_s if mark is not None and mark is self._gpu_mark else 0.0
         self._gpu_mark = mark
@@ -174,7 +173,7 @@ class FailureDetector:
             self._rank,
             self._activity.where,
             f"the GPU has made no progress for {self._gpu_s:.1f} s",
-            "look at dmesg and nvidia-smi for errors of the card or its links; if a kernel may take this long, raise "
+            "check dmesg and nvidia-smi for errors of the card or its links; if a kernel may take this long, raise "
             f"stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; 0 turns this check off",
         )
 
@@ -188,7 +187,7 @@ class FailureDetector:
         durations = self._activity.durations.get(task[0])
         if not self._stuck_after_s or durations is None or durations.done < _FIRST_TASKS:
             return None
-        limit_s = max(self._stuck_after_s, _TIMES_LONGEST * durations.longest_s)
+        limit_s = max(self._stuck_after_s, _TASK_TIMES * durations.longest_s)
         if self._task_s <= limit_s:
             return None
         gpu = f", nor on the GPU for {self._gpu_s:.1f} s" if self._gpu_s > self._task_s / 2 else ""

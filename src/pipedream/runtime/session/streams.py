@@ -190,12 +190,12 @@ class Streams:
     def _is_stop_requested(self) -> bool:
         # A signal may have been sent to one worker alone, which need not be one that reads the data.
         guard = self._local.guard
-        return self.interrupts.heard or (guard is not None and guard.interrupts > self._interrupts_before)
+        return self.interrupts.is_interrupted or (guard is not None and guard.interrupts > self._interrupts_before)
 
     def forget_interrupt(self) -> None:
         """Forgets one that was raised: the caller may still want to evaluate or save."""
         guard = self._local.guard
-        self.interrupts.heard = False
+        self.interrupts.is_interrupted = False
         self._interrupts_before = 0 if guard is None else guard.interrupts
 
 

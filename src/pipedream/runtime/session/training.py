@@ -122,12 +122,12 @@ class Training:
         self.is_running = False
         self.should_stop = stops
         if self.stop_reason is StopReason.INTERRUPT:
-            self._streams.interrupts.heard = True  # on every rank, also on those that had no signal
+            self._streams.interrupts.is_interrupted = True  # on every rank, also on those that had no signal
             self.raise_interrupt()
 
     def raise_interrupt(self) -> None:
         """Raises an interrupt from outside of training; within it the stream ends first."""
-        if self._streams.interrupts.heard and not self.is_running:
+        if self._streams.interrupts.is_interrupted and not self.is_running:
             self._streams.forget_interrupt()
             self.is_interrupted = True
             raise KeyboardInterrupt
