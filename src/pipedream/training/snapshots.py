@@ -34,7 +34,7 @@ from pipedream.runtime.checkpoint.folders import (
 from pipedream.runtime.checkpoint.pieces import verify_file
 from pipedream.runtime.checkpoint.remote import AnyPath, write_text_at
 from pipedream.runtime.checkpoint.writer import FolderLock, name_file
-from pipedream.runtime.comm.launcher import launcher
+from pipedream.runtime.comm.launcher import detect_launcher
 from pipedream.runtime.comm.process_group import (
     broadcast_text,
     gather_texts,
@@ -82,7 +82,7 @@ def open_snapshots(every: int | str, run: AnyPath, *, is_named: bool, is_resumed
     """
     folder = _find_launchers()
     if folder is None:
-        if not is_torchruns_worker() and launcher() is None:
+        if not is_torchruns_worker() and detect_launcher() is None:
             raise RecipeError(
                 f"snapshot_every={every} keeps snapshots in memory for a restart of the workers, and this process was "
                 "not started by 'pipedream train' with --max-restarts or --elastic, torchrun, srun or mpirun; start "

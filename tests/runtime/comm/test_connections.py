@@ -53,7 +53,7 @@ def test_an_error_of_a_connection_is_reported_with_both_ranks() -> None:
     def refuse() -> None:
         raise RuntimeError("connection refused")
 
-    connecting = connections._Connecting(0, ["first (10.0.0.1)", "second (10.0.0.2)", "third (10.0.0.3)"], CPU)
+    connecting = connections._Connector(0, ["first (10.0.0.1)", "second (10.0.0.2)", "third (10.0.0.3)"], CPU)
     with pytest.raises(WorkerError, match=r"from rank 0 at first .* to rank 2 at third \(10.0.0.3\); torch's error"):
         connecting.run((0, 2), refuse)
     connecting.run((1, 2), refuse)  # does not concern this rank
@@ -142,7 +142,7 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls.append({"ranks": ranks} | options))
     gpu = torch.device("cuda:1")
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(connections, "groups_of_their_own", nullcontext)
+    monkeypatch.setattr(connections, "unsplit_groups", nullcontext)
     connections._make_group((1, 0), gpu, 4)
     connections._make_group((0, 1), gpu)
     connections.make_link_group((1, 0), gpu)

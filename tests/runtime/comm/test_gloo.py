@@ -7,7 +7,7 @@ import pytest
 import torch
 from exchange import SIZES, exchange, message_of
 
-from pipedream.runtime.comm.gloo import _Posted
+from pipedream.runtime.comm.gloo import _PostedReceives
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(shares_memory: bool) -> 
 
 
 def test_a_receive_holds_the_largest_message_that_both_ends_know_of() -> None:
-    posted = _Posted(depth=2)
+    posted = _PostedReceives(depth=2)
     posted.begin()
     # Message i was posted when message i - 2 had been read.
     assert [posted.take(size) for size in (4, 9, 2, 0, 7, 30, 1, 1)] == [0, 0, 4, 9, 9, 9, 9, 30]

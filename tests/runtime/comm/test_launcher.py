@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import PlanError
-from pipedream.runtime.comm.launcher import launcher, read_launcher
+from pipedream.runtime.comm.launcher import detect_launcher, read_launcher
 from pipedream.runtime.comm.process_group import is_distributed, join_group, process_device
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -129,7 +129,7 @@ def test_mpirun_on_several_machines_needs_an_address(monkeypatch: pytest.MonkeyP
     for name, value in OPEN_MPI.items():
         monkeypatch.setenv(name, str(value))
     assert is_distributed()
-    assert launcher() == "mpirun"
+    assert detect_launcher() == "mpirun"
     with pytest.raises(PlanError, match=r"4 processes were .*, but MASTER_ADDR is not set; .*mpirun -x MASTER_ADDR"):
         join_group("cpu")
 

@@ -72,11 +72,11 @@ def through_bytes(message: Message, sent_formats: SentFormats, formats: dict[int
     header = Header.read(head)
     assert header.channel == 7
     if header.description_bytes:
-        formats[header.format_number] = MessageFormat.from_json(header.description_in(head))
+        formats[header.format_number] = MessageFormat.from_json(header.read_description(head))
     there = formats[header.format_number]
     assert there.payload_bytes == message_format.payload_bytes
     assert header.head_bytes == begin
-    return header.message(there, tuple(there.tensors_in(arrived, begin)), header.numbers_in(head))
+    return header.message(there, tuple(there.tensors_in(arrived, begin)), header.read_numbers(head))
 
 
 @given(message=MESSAGES, wants=st.lists(st.booleans(), min_size=4, max_size=4))
@@ -107,11 +107,11 @@ def test_a_tensor_sent_alone_is_in_the_order_of_its_layout(tensor: torch.Tensor)
 
 
 def test_a_format_is_described_once_and_the_oldest_is_forgotten() -> None:
-    sent_formats, formats = SentFormats(most=3), {}
+    sent_formats, formats = SentFormats(max_formats=3), {}
     ones = [Message(0, tensors=(torch.ones(size),)) for size in range(5)]
     assert [bool(sent_formats.find(ones[i])[2]) for i in (0, 1, 0, 2, 1)] == [True, True, False, True, False]
     assert [bool(sent_formats.find(ones[i])[2]) for i in (3, 1, 2, 0)] == [True, False, False, True]
-    sent_formats = SentFormats(most=3)
+    sent_formats = SentFormats(max_formats=3)
     for i in (0, 1, 2, 3, 4, 0, 4, 1):
         (tensor,) = through_bytes(ones[i], sent_formats, formats).tensors
         assert torch.equal(tensor, torch.ones(i))

@@ -73,13 +73,13 @@ def messages_arrive() -> list[int]:
             assert torch.equal(tensor, torch.full((3 + 4 * i,), float(i)))
         dist.barrier()
         senders[ACTIVATIONS].send(numbers(stream))
-        kept.append(len(out._out))
+        kept.append(len(out._unfinished))
         receivers[ACTIVATIONS].receive().result()
         drain([*senders.values(), *receivers.values()])
         strict.check_drained()
         strict.synchronize()
-        assert not out._out
-        assert not out._headers._out
+        assert not out._unfinished
+        assert not out._headers._unfinished
     return kept
 
 

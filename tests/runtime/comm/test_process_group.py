@@ -197,7 +197,7 @@ def _free_port() -> int:
     [
         pytest.param(
             1,
-            r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 1 s; look at what",
+            r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 1 s; read what",
             marks=pytest.mark.slow,
         ),
         (0, r"rank 0 at \S+ \(.*\) is not connected within 1 s: ranks 1, 2 did not come to 127.0.0.1:{port}; look at"),
@@ -270,7 +270,7 @@ def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
 
 def _profile_alone(others_wait: bool) -> None:
     """Rank 0 alone profiles, and then frees its group, as the interpreter's end does."""
-    process_group.COME_TIMEOUT_S = 2.0
+    process_group.CALL_TIMEOUT_S = 2.0
     if dist.get_rank() == 0:
         try:
             pipedream.profile(nn.Linear(4, 4), torch.zeros(8, 4))

@@ -1,10 +1,10 @@
 """Channels: messages one way between two workers, first in, first out.
 
-`Sender` and `Receiver` are all that a worker knows of them. Between ranks `transport` opens them, on gloo, shared
-memory or NCCL; those within one process are here.
+A worker sees only `Sender` and `Receiver`. Between ranks `transport` opens them, on gloo, shared memory or NCCL; the
+channels within one process are here.
 
-`receive` returns a `Pending`. Over a network its result waits. In one process it cannot: a worker yields it, so that
-another worker runs (`runtime.session.streams`). `Group` is the same for sums.
+`receive` returns a `Pending`. Over a network `result` waits. In one process it cannot: a worker yields the `Pending`,
+so that another worker runs (`runtime.session.streams`). `Group` does the same for sums.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Pending(ABC, Generic[Result]):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Returns whether `result` can be called; over a network always, since there it waits."""
+        """Returns whether `result` can be called; over a network always, because there `result` waits."""
 
     @abstractmethod
     def result(self) -> Result:
-        """Call it once, when `ready`."""
+        """Returns the result; called once, when `ready`."""
 
 
 Waiting = Generator[Pending[Any], None, Result]
@@ -40,24 +40,24 @@ Waiting = Generator[Pending[Any], None, Result]
 
 
 def wait_for(pending: Pending[Result]) -> Waiting[Result]:
-    """Yields it if it is not ready."""
+    """Returns the result; first yields `pending` if it is not ready."""
     if not pending.ready():
         yield pending
     return pending.result()
 
 
 def run_alone(waiting: Waiting[Result]) -> Result:
-    """Returns the result of a generator that waits for nobody."""
+    """Returns the result of a generator that never waits."""
     try:
         pending = next(waiting)
     except StopIteration as end:
         result: Result = end.value
         return result
-    raise AssertionError(f"nobody was to be waited for, but {pending} is")
+    raise AssertionError(f"nothing should be waited for here, but {pending} is not ready")
 
 
 def run_together(waits: Iterable[Waiting[None]]) -> None:
-    """Runs generators to their ends, in this thread: those of one process wait for each other alone."""
+    """Runs generators to their ends, in this thread; they may wait only for each other."""
     waiting: dict[Waiting[None], Pending[Any] | None] = dict.fromkeys(waits)
     while waiting:
         for generator, pending in list(waiting.items()):
@@ -74,10 +74,10 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Does not wait; the message's tensors must not be written to afterwards."""
+        """Sends without waiting; the message's tensors must not be written to afterwards."""
 
     def begin_drain(self) -> None:
-        """Completes, without waiting, the receives that were posted for further messages."""
+        """Completes the receives that were posted for further messages; does not wait."""
         return
 
     def drain(self) -> None:
@@ -117,7 +117,7 @@ class ConnectionSender(Sender):
 
     @abstractmethod
     def send_on(self, message: Message, channel: int) -> MessageFormat:
-        """Sends a message, with a number that is received with it."""
+        """Sends a message with the number of its channel."""
 
     def send(self, message: Message) -> None:
         self.send_on(message, 0)
@@ -128,14 +128,14 @@ class ConnectionReceiver(RemoteReceiver):
 
     @abstractmethod
     def take(self) -> tuple[Message, MessageFormat, int]:
-        """Returns the next message, its format, and the number that was sent with it."""
+        """Returns the next message, its format, and the number of its channel."""
 
     def result(self) -> Message:
         return self.take()[0]
 
 
 def drain(ends: Sequence[Sender | Receiver]) -> None:
-    """Leaves nothing under way on channels whose messages have all been received; both ends' ranks call it."""
+    """Completes what is under way on channels whose messages have all been received; the ranks of both ends call it."""
     for end in ends:
         if isinstance(end, Sender):
             end.begin_drain()
@@ -152,29 +152,29 @@ class Group(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         """Starts to sum a tensor over all members, in place.
 
-        All call it in the same order, with the same size and type; nobody touches the tensor before the result.
+        All members call it in the same order, with the same size and type, and leave the tensor alone until the result.
         """
 
 
 class DistributedGroup(Group):
-    """Sums between processes, by all-reduce, until the group is destroyed; a reference would keep its threads."""
+    """Sums between processes, by all-reduce; holds the group weakly, as a reference would keep its threads."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._under_way: weakref.WeakSet[_Sum] = weakref.WeakSet()
+        self._pending_sums: weakref.WeakSet[_Sum] = weakref.WeakSet()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         group = self._group()
         assert group is not None, "its pipeline is closed"  # without a group torch would sum over all ranks
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None, "this rank is not in the process group"
-        self._under_way.add(under_way := _Sum(work, tensor))
-        return under_way
+        self._pending_sums.add(pending := _Sum(work, tensor))
+        return pending
 
     def abandon(self) -> None:
-        """Forgets sums that are under way, after a failure: each keeps its connections."""
-        for under_way in self._under_way:
-            del under_way.work
+        """Drops pending sums after a failure, because each keeps its connections."""
+        for pending in self._pending_sums:
+            del pending.work
 
 
 class _Sum(Pending[torch.Tensor]):
@@ -228,7 +228,7 @@ class LocalGroup:
         return _LocalMember(self, index)
 
     def contribute(self, turn: int, index: int, tensor: torch.Tensor) -> None:
-        """The last member's call sums, in the order of the members."""
+        """Adds a member's tensor; the last call sums all of them, in the order of the members."""
         contributed = self._contributed.setdefault(turn, {})
         contributed[index] = tensor
         if len(contributed) == self._members:

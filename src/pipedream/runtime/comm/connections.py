@@ -1,11 +1,10 @@
 """The process groups of a run, connected before its first message.
 
-A worker is a mesh of ranks, often of one; the ranks of a worker follow each other. Channels join rank c of a worker to
-rank c of another one, or where their meshes differ each rank to all of the other one. Sums are between ranks at the
-same place.
+A worker is a mesh of consecutive ranks, often of one. Channels join rank c of one worker to rank c of another; where
+their meshes differ, each rank to all ranks of the other. Sums are between ranks with the same number in their workers.
 
-NCCL connects two ranks at their first exchange, for which each host waits. In the middle of a program both may wait
-for something else first, so every group is used once here, in an order that all ranks share.
+NCCL connects two ranks at their first exchange, for which both hosts wait. In the middle of a program each may first
+wait for something else, so every group is used once here, in an order that all ranks share.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from pipedream.core.plan.mesh import Mesh
 from pipedream.runtime.comm.channel import DistributedGroup
 from pipedream.runtime.comm.process_group import (
     gather_texts,
-    groups_of_their_own,
     leave_group,
     machine_address,
     set_timeout,
+    unsplit_groups,
 )
 from pipedream.runtime.comm.shared_memory import Listener, MemoryPair
 
@@ -54,18 +53,18 @@ class Connections:
     """Process groups of a run.
 
     Attributes:
-        everyone: gloo group of all ranks, which ends with the run: messages to lower ranks, sums of small numbers.
+        everyone: gloo group of all ranks, made for this run: messages to lower ranks, sums of small numbers.
         upward: another one, for messages to higher ranks, unless all share memory. A group has one connection between
             two ranks; while one of them sends on it, gloo's thread spins until it can read what arrives.
         stages: group of each stage's replicas, if there are several and this rank has one.
         holders: group of each tied weight's stages, if this rank has one.
-        memory: (sender, receiver) -> memory that both share, where this rank is one and both are on one machine.
+        memory: (sender, receiver) -> shared memory, for pairs on one machine that include this rank.
         links: (sender, receiver) -> NCCL group of the two, for tensors on GPUs. Empty on CPUs, and where NCCL cannot
             be used; tensors then travel through the memory of the CPU.
         leaders: gloo group of the first rank of each worker; None at other ranks.
         meshes: the workers' meshes.
         mesh: the mesh of this rank's worker, if it has several ranks.
-        worker: gloo group of the worker's ranks, if it has several.
+        worker_group: gloo group of the worker's ranks, if it has several.
         mesh_group: group of the same ranks, for tensors on their device.
     """
 
@@ -78,7 +77,7 @@ class Connections:
     leaders: dist.ProcessGroup | None = None
     meshes: Sequence[Mesh] = ()
     mesh: DeviceMesh | None = None
-    worker: dist.ProcessGroup | None = None
+    worker_group: dist.ProcessGroup | None = None
     mesh_group: dist.ProcessGroup | None = None
     workers: Sequence[range] = field(init=False)
     _sums: list[DistributedGroup] = field(init=False, default_factory=list)
@@ -87,8 +86,8 @@ class Connections:
         object.__setattr__(self, "workers", _list_worker_ranks(self.meshes))
 
     @property
-    def rank(self) -> int:
-        """This rank's worker."""
+    def worker_number(self) -> int:
+        """The number of this rank's worker."""
         return next(worker for worker, ranks in enumerate(self.workers) if self.process in ranks)
 
     @property
@@ -97,9 +96,9 @@ class Connections:
         return dist.get_rank(self.everyone)
 
     @property
-    def place(self) -> int:
+    def rank_in_worker(self) -> int:
         """This rank within its worker."""
-        return self.process - self.workers[self.rank].start
+        return self.process - self.workers[self.worker_number].start
 
     def sum_over(self, group: dist.ProcessGroup) -> DistributedGroup:
         """Returns sums over one of these groups, until `close` or `abort`."""
@@ -109,22 +108,23 @@ class Connections:
     def peers(self, worker: int) -> range:
         """Returns the ranks of another worker with which this one has channels."""
         ranks = self.workers[worker]
-        same = self.meshes[worker] == self.meshes[self.rank]
-        return ranks[self.place : self.place + 1] if same else ranks
+        same = self.meshes[worker] == self.meshes[self.worker_number]
+        return ranks[self.rank_in_worker : self.rank_in_worker + 1] if same else ranks
 
     def close(self) -> None:
-        """Destroys the groups that were made here, but for those of `_make_device_mesh`; every rank calls it."""
-        of_ranks = (self.everyone, self.leaders, self.worker, self.mesh_group, self.upward)  # some are one group
-        for group in dict.fromkeys((*of_ranks, *self.stages, *self.holders, *self.links.values())):
+        """Destroys the groups that were made here, except those of `_make_device_mesh`; every rank calls it."""
+        rank_groups = (self.everyone, self.leaders, self.worker_group, self.mesh_group, self.upward)  # may be equal
+        for group in dict.fromkeys((*rank_groups, *self.stages, *self.holders, *self.links.values())):
             if group is not None:
                 leave_group(group)
         for memory in self.memory.values():
             memory.close()
 
     def abort(self) -> None:
-        """Does the same after a failure, when other ranks may be gone, and ends what NCCL has under way.
+        """Closes after a failure, when other ranks may be gone, and aborts what NCCL has under way.
 
-        At exit torch would abort one communicator after the other, each of which waits for the kernels of the others.
+        All communicators are aborted together: each waits for the kernels of the others, so torch, which at exit aborts
+        one after the other, would wait for ever.
         """
         for sums in self._sums:
             sums.abandon()
@@ -136,9 +136,9 @@ class Connections:
 
     def _abort(self) -> None:
         if self.links:
-            along_mesh = self.mesh.get_all_groups() if self.mesh is not None else ()
-            sums = (*self.stages, *self.holders, self.mesh_group, *along_mesh)
-            _abort_backends({*self.links.values(), *(group for group in sums if group is not None)})
+            mesh_groups = self.mesh.get_all_groups() if self.mesh is not None else ()
+            sum_groups = (*self.stages, *self.holders, self.mesh_group, *mesh_groups)
+            _abort_backends({*self.links.values(), *(group for group in sum_groups if group is not None)})
         self.close()
 
 
@@ -151,13 +151,13 @@ def _abort_backends(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _end_process() -> None:
-    """Ends the process without the destructors of NCCL's communicators, which would never end."""
+    """Ends the process without the destructors of NCCL's communicators, which would never return."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
-@groups_of_their_own()
+@unsplit_groups()
 def connect_groups(
     pairs: Sequence[tuple[int, int]],
     stages: Sequence[Sequence[int]],
@@ -169,13 +169,13 @@ def connect_groups(
     """Makes the groups and uses each once; every rank calls it with the same workers.
 
     Args:
-        pairs: (sender, receiver) of activations, gradients and the like: workers, as in the next two.
+        pairs: (sender, receiver) of activations, gradients and the like. These and the next two are numbers of workers.
         meshes: the workers' meshes; () for single ranks.
 
     Raises:
         WorkerError: ranks do not connect in time.
     """
-    # Not the user's: after a failure it would keep this run's messages, which the next run would take.
+    # Not the user's group: after a failure this run's messages would stay in it, and the next run would receive them.
     everyone = _make_group(range(dist.get_world_size()), torch.device("cpu"))
     assert everyone is not None
     uses_nccl = has_nccl(device, gather_texts(name_card(device), everyone))
@@ -184,22 +184,22 @@ def connect_groups(
             "a plan with meshes was asked for on ranks that share a GPU, where NCCL does not run; give each rank a GPU "
             "of its own, or a plan without meshes"
         )
-    sums_on = weights_device if uses_nccl else torch.device("cpu")
+    sums_device = weights_device if uses_nccl else torch.device("cpu")
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
     workers = _list_worker_ranks(meshes)
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
-    connecting, memory, upward = _connect_memory(everyone, pairs, device)
+    connector, memory, upward = _connect_memory(everyone, pairs, device)
     links = {}
     for pair in pairs if uses_nccl else ():
-        group = _connect_link(connecting, pair, device)
+        group = _connect_link(connector, pair, device)
         if group is not None:
             links[pair] = group
-    mesh, worker, mesh_group = _connect_meshes(sums_on, workers, meshes)
+    mesh, worker, mesh_group = _connect_meshes(sums_device, workers, meshes)
     return Connections(
         everyone,
         upward,
-        tuple(_connect_sums(connecting, workers, row, sums_on) if len(row) > 1 else None for row in stages),
-        tuple(_connect_sums(connecting, workers, row, sums_on) for row in holders),
+        tuple(_connect_sums(connector, workers, row, sums_device) if len(row) > 1 else None for row in stages),
+        tuple(_connect_sums(connector, workers, row, sums_device) for row in holders),
         memory,
         links,
         _connect_leaders(everyone, [ranks.start for ranks in workers]),
@@ -212,45 +212,44 @@ def connect_groups(
 
 def _connect_memory(
     everyone: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device
-) -> tuple[_Connecting, dict[tuple[int, int], MemoryPair], dist.ProcessGroup]:
-    """Waits for all workers; returns what connects their ranks, the memory that this rank shares with others, and the
-    group for messages upward.
-    """
+) -> tuple[_Connector, dict[tuple[int, int], MemoryPair], dist.ProcessGroup]:
+    """Waits for all workers; returns the connector, this rank's shared memory, and the group for messages upward."""
     listener = Listener()
-    mine = json.dumps([machine_address(), listener.name])
-    addresses, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)
+    own_address = json.dumps([machine_address(), listener.name])
+    addresses, names = zip(*map(json.loads, gather_texts(own_address, everyone)), strict=True)
     upward = everyone
     if len(set(addresses)) > 1 or not all(names):
         upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu")) or everyone
-    connecting = _Connecting(dist.get_rank(everyone), addresses, device)
+    connector = _Connector(dist.get_rank(everyone), addresses, device)
     memory: dict[tuple[int, int], MemoryPair] = {}
     try:
         for pair in pairs:
-            connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
+            connector.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
     finally:
         listener.close()
-    return connecting, memory, upward
+    return connector, memory, upward
 
 
-def _connect_link(connecting: _Connecting, pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | None:
+def _connect_link(connector: _Connector, pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | None:
     make = partial(_make_group, pair, device, _LINK_CTAS)
     sends = dist.get_rank() == pair[0]
-    return connecting.connect(pair, make, lambda group: _exchange(group, sends, device))
+    return connector.connect(pair, make, lambda group: _exchange_byte(group, sends, device))
 
 
 def make_link_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
     """Returns a process group of two ranks as messages use it, for measurements; every rank calls it."""
     uses_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
-    with groups_of_their_own():
+    with unsplit_groups():
         return _make_group(ranks, device if uses_nccl else torch.device("cpu"), _LINK_CTAS)
 
 
 def _connect_sums(
-    connecting: _Connecting, workers: Sequence[range], row: Sequence[int], device: torch.device
+    connector: _Connector, workers: Sequence[range], stage_workers: Sequence[int], device: torch.device
 ) -> dist.ProcessGroup | None:
-    """Returns the group of the ranks of some workers, with equal meshes, at this rank's place."""
-    places = list(zip(*(workers[worker] for worker in row), strict=True))
-    groups = [connecting.connect(at, partial(_make_group, at, device), partial(_add, device=device)) for at in places]
+    """Returns the group of the ranks with this rank's number in workers with equal meshes."""
+    places = list(zip(*(workers[worker] for worker in stage_workers), strict=True))
+    use = partial(_sum_zeros, device=device)
+    groups = [connector.connect(ranks, partial(_make_group, ranks, device), use) for ranks in places]
     return next(filter(None, groups), None)
 
 
@@ -263,19 +262,19 @@ def _list_worker_ranks(meshes: Sequence[Mesh]) -> list[range]:
     return workers
 
 
-def _connect_leaders(everyone: dist.ProcessGroup, firsts: Sequence[int]) -> dist.ProcessGroup | None:
-    if len(firsts) == dist.get_world_size(everyone):
+def _connect_leaders(everyone: dist.ProcessGroup, first_ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    if len(first_ranks) == dist.get_world_size(everyone):
         return everyone
-    group = _make_group(firsts, torch.device("cpu"))
-    return group if dist.get_rank(everyone) in firsts else None
+    group = _make_group(first_ranks, torch.device("cpu"))
+    return group if dist.get_rank(everyone) in first_ranks else None
 
 
 def _connect_meshes(
     device: torch.device, workers: Sequence[range], meshes: Sequence[Mesh]
 ) -> tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns the mesh of this rank's worker, a gloo group of its ranks and one for their device.
+    """Returns the mesh of this rank's worker, a gloo group of its ranks, and one for their device.
 
-    Every rank makes those of all workers.
+    Every rank takes part in making those of all workers.
     """
     groups_here: tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None, None
     for ranks, mesh in zip(workers, meshes, strict=True):
@@ -292,27 +291,27 @@ def _connect_meshes(
 
 
 _device_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], DeviceMesh]] = WeakKeyDictionary()
-"""The meshes of the user's process group, which end with it."""
+"""Process group of the user -> its meshes, which live as long."""
 
 
 def _make_device_mesh(device_type: str, ranks: range, mesh: Mesh) -> DeviceMesh:
     """Returns the mesh that an earlier pipeline has made of these ranks, or a new one; every rank calls it.
 
-    DTensor finds what it has cached by the mesh's ranks, with the groups of the first such mesh, so these groups must
-    stay. Those of another one would stay beside them, each with a thread of gloo.
+    DTensor's cache is keyed by the mesh's ranks and refers to the groups of the first such mesh, so these groups must
+    stay. New ones would only be added to them, each with a thread of gloo.
     """
     everyone = dist.group.WORLD
     assert everyone is not None
-    earlier = _device_meshes.setdefault(everyone, {})
+    meshes_by_key = _device_meshes.setdefault(everyone, {})
     key = device_type, ranks, tuple(mesh.dimensions.items())
-    if key not in earlier:
+    if key not in meshes_by_key:
         grid = torch.tensor(ranks).view(*mesh.dimensions.values())
-        earlier[key] = DeviceMesh(device_type, grid, mesh_dim_names=tuple(mesh.dimensions))
-    return earlier[key]
+        meshes_by_key[key] = DeviceMesh(device_type, grid, mesh_dim_names=tuple(mesh.dimensions))
+    return meshes_by_key[key]
 
 
-class _Connecting:
-    """Runs what may wait for another host in a thread of its own, so that the wait can end."""
+class _Connector:
+    """Runs what may wait for another host in a thread, so that the wait has a limit."""
 
     def __init__(self, rank: int, addresses: Sequence[str], device: torch.device) -> None:
         self._rank = rank
@@ -325,7 +324,7 @@ class _Connecting:
         make: Callable[[], dist.ProcessGroup | None],
         use: Callable[[dist.ProcessGroup], None],
     ) -> dist.ProcessGroup | None:
-        """Returns the group that `make` makes, on every rank, once its own ranks have used it; None on others."""
+        """Returns the group that every rank makes by `make`, once its members have used it; None on other ranks."""
         if self._rank not in ranks:
             make()
             return None
@@ -353,7 +352,7 @@ class _Connecting:
         def run_on_device() -> None:
             try:
                 if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)  # a new thread's is 0
+                    torch.cuda.set_device(self._device)  # in a new thread it is GPU 0
                 function()
             except Exception as error:
                 failures.append(error)
@@ -363,11 +362,11 @@ class _Connecting:
         thread.join(CONNECT_TIMEOUT_S)
         if thread.is_alive() or failures:
             others = " and ".join(f"rank {rank} at {self._addresses[rank]}" for rank in ranks if rank != self._rank)
-            why = f"torch's error: {failures[0]}" if failures else f"nothing came within {CONNECT_TIMEOUT_S:g} s"
+            reason = f"torch's error: {failures[0]}" if failures else f"nothing came within {CONNECT_TIMEOUT_S:g} s"
             raise WorkerError(
                 self._rank,
                 "connecting",
-                f"no connection from rank {self._rank} at {self._addresses[self._rank]} to {others}; {why}",
+                f"no connection from rank {self._rank} at {self._addresses[self._rank]} to {others}; {reason}",
                 "let the machines reach each other on all ports, and name the interface that joins them on each of "
                 "them (GLOO_SOCKET_IFNAME, on GPUs also NCCL_SOCKET_IFNAME)",
             ) from (failures[0] if failures else None)
@@ -380,7 +379,7 @@ def _share_memory(
     name: str,
     memory: dict[tuple[int, int], MemoryPair],
 ) -> None:
-    """The receiver tries to reach the sender within their machine, and answers it by gloo, which connects them too."""
+    """Lets the receiver try to reach the sender within the machine, and answer by gloo, which connects them too."""
     sender, receiver = pair
     key, answer = f"{sender}-{receiver}", torch.zeros(1, dtype=torch.uint8)
     if dist.get_rank(everyone) == receiver:
@@ -394,26 +393,26 @@ def _share_memory(
         memory[pair] = MemoryPair(connection, sends=dist.get_rank(everyone) == sender)
 
 
-def _exchange(group: dist.ProcessGroup, sends: bool, device: torch.device) -> None:
+def _exchange_byte(group: dist.ProcessGroup, sends: bool, device: torch.device) -> None:
     """Sends one byte to the other rank of a group of two, or receives it, and waits for that."""
     byte, other = [torch.zeros(1, dtype=torch.uint8, device=device)], 1 - group.rank()
-    _finish(group.send(byte, other, 0) if sends else group.recv(byte, other, 0))
+    _wait_until_completed(group.send(byte, other, 0) if sends else group.recv(byte, other, 0))
 
 
-def _add(group: dist.ProcessGroup, device: torch.device) -> None:
+def _sum_zeros(group: dist.ProcessGroup, device: torch.device) -> None:
     work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
     assert work is not None
-    _finish(work)
+    _wait_until_completed(work)
 
 
-def _finish(work: dist.Work) -> None:
+def _wait_until_completed(work: dist.Work) -> None:
     work.wait()
     while not work.is_completed():  # NCCL's wait only makes the stream wait
         time.sleep(0.001)
 
 
 def _make_group(ranks: Sequence[int], device: torch.device, ctas: int | None = None) -> dist.ProcessGroup | None:
-    """`ctas` makes a group for messages, which has no gloo."""
+    """Returns a new group; with `ctas`, one for messages, without gloo."""
     group: dist.ProcessGroup | None
     if device.type != "cuda":
         group = dist.new_group(list(ranks), backend="gloo")
@@ -423,7 +422,7 @@ def _make_group(ranks: Sequence[int], device: torch.device, ctas: int | None = N
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = ctas
         options._timeout = _NCCL_TIMEOUT  # torch warns where it differs from the argument, which counts
-        # A link runs its messages in one order on purpose, of which torch would warn.
+        # A link serializes its messages on purpose; torch would warn of that.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         group = dist.new_group(
             sorted(ranks), backend="nccl", timeout=_NCCL_TIMEOUT, pg_options=options, device_id=device
@@ -432,7 +431,7 @@ def _make_group(ranks: Sequence[int], device: torch.device, ctas: int | None = N
 
 
 def has_nccl(device: torch.device, cards: Sequence[str]) -> bool:
-    """Returns whether the user's process group has NCCL, which refuses ranks that share a card."""
+    """Returns whether NCCL can be used: the user's process group has it, and no ranks share a card."""
     if device.type != "cuda" or len(set(cards)) < len(cards) or "nccl" not in dist.get_backend_config():
         return False
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":

@@ -5,8 +5,8 @@
     int4               blocks rotated by an orthonormal Hadamard matrix, which spreads outliers over a block; then the
                        same with / 7 (as TAH-Quant, arXiv 2506.01352)
 
-Blocks are taken row by row. All values of a block decode to values that are not finite if one of them is not, so that
-an overflow is still noticed. Rounding is deterministic.
+Blocks are taken row by row. If one value of a block is not finite, none of the decoded ones are, so that an overflow is
+still noticed. Rounding is deterministic.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Message, dense_strides, dimension_order
 
 _MARK = "~"  # begins neither a structure of `values` nor one with crossings
-_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_GREATEST = {"int8": 127, "int4": 7}
+_HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_MAX_CODE = {"int8": 127, "int4": 7}
 _CODE_BYTES = {"int8": BLOCK, "int4": BLOCK // 2}  # of a block
 _SCALE_BYTES = 4
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # or a block of zeros would divide them by 0
-_ROWS = 1 << 11
-"""Blocks that are encoded at once, so that their temporaries stay in a CPU's cache."""
+_MIN_SCALE = torch.finfo(torch.float32).tiny  # keeps a block of zeros from dividing by 0
+_BLOCKS_AT_ONCE = 1 << 11
+"""So few that their temporaries stay in a CPU's cache."""
 
 
 class Original(NamedTuple):
-    """What a code does not say of its tensor; `shape` and the strides of a dense tensor only where it is in blocks."""
+    """What a code lacks of its tensor; only a code in blocks needs shape and strides, those of a dense tensor."""
 
     dtype: str
     encoding: str
@@ -52,14 +52,14 @@ def is_encoded(tensor: torch.Tensor, encoding: str) -> bool:
 def encode(tensor: torch.Tensor, encoding: str) -> tuple[torch.Tensor, Original]:
     """Returns the code of a floating-point tensor: 16-bit numbers, or scales and codes of values as uint8."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    if encoding in _HALVES:
-        return tensor.detach().to(_HALVES[encoding]), Original(dtype, encoding)
+    if encoding in _HALF_DTYPES:
+        return tensor.detach().to(_HALF_DTYPES[encoding]), Original(dtype, encoding)
     original = Original(dtype, encoding, shape, dense_strides(shape, dimension_order(tensor)))
     values = tensor.detach().contiguous().view(-1)
     blocks = nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)  # zeros change no maximum
     scales = torch.empty(len(blocks), 1, dtype=torch.float32, device=tensor.device)
     codes = torch.empty(len(blocks), _CODE_BYTES[encoding], dtype=torch.int8, device=tensor.device)
-    step = _ROWS if tensor.is_cpu else max(len(blocks), 1)
+    step = _BLOCKS_AT_ONCE if tensor.is_cpu else max(len(blocks), 1)
     for begin in range(0, len(blocks), step):
         rows = slice(begin, begin + step)
         _encode_blocks(blocks[rows], scales[rows], codes[rows], encoding)
@@ -71,7 +71,7 @@ def _encode_blocks(blocks: torch.Tensor, scales: torch.Tensor, codes: torch.Tens
     blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     if encoding == "int4":
         blocks = blocks @ _make_hadamard(blocks.dtype, blocks.device)
-    scales.copy_(blocks.abs().amax(1, keepdim=True) / _GREATEST[encoding]).clamp_(_LEAST_SCALE)
+    scales.copy_(blocks.abs().amax(1, keepdim=True) / _MAX_CODE[encoding]).clamp_(_MIN_SCALE)
     rounded = (blocks / scales).round_()
     if encoding == "int4":
         first, second = rounded.to(torch.int8).chunk(2, 1)
@@ -83,13 +83,13 @@ def _encode_blocks(blocks: torch.Tensor, scales: torch.Tensor, codes: torch.Tens
 def decode(code: torch.Tensor, original: Original) -> torch.Tensor:
     """Returns a dense tensor of the original's type and shape."""
     dtype = getattr(torch, original.dtype)
-    if original.encoding in _HALVES:
+    if original.encoding in _HALF_DTYPES:
         return code.to(dtype)
     count = prod(original.shape)
     blocks = _decode_blocks(code, original.encoding, -(-count // BLOCK), torch.promote_types(dtype, torch.float32))
-    # As a dropout mask is drawn in the order of memory, this is kept. No view, which autograd would follow to its base.
-    whole = torch.empty_strided(original.shape, original.strides, dtype=dtype, device=code.device)
-    return whole.copy_(blocks.view(-1)[:count].view(original.shape))
+    # Keeps the order of memory, in which a dropout mask is drawn. Not a view, which autograd would follow to its base.
+    decoded = torch.empty_strided(original.shape, original.strides, dtype=dtype, device=code.device)
+    return decoded.copy_(blocks.view(-1)[:count].view(original.shape))
 
 
 def _decode_blocks(code: torch.Tensor, encoding: str, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +132,7 @@ def encode_message(message: Message, encoding: str, *, only_wanted: bool) -> Mes
 
 
 def decode_message(message: Message) -> Message:
-    """Inverse of `encode_message`, up to rounding."""
+    """Returns the message that `encode_message` took, up to rounding."""
     originals, structure = _read_mark(message.structure)
     if not originals:
         return message
@@ -203,7 +203,7 @@ class _Decoded(Pending[Message]):
 
 
 def with_encoding(sender: Sender, messages: Messages, carries: Carries) -> Sender:
-    """Returns a channel's sending end, which encodes what it sends if the user wants it."""
+    """Returns a channel's sending end, which encodes if the user wants it."""
     encoding = messages.encoding(carries)
     if encoding == "full":
         return sender
@@ -218,8 +218,8 @@ def with_decoding(receiver: Receiver, messages: Messages, carries: Carries) -> R
 # -- in one process ---------------------------------------------------------------------------------
 
 
-class _Coded(torch.autograd.Function):
-    """What arrives at the next stage instead of a value, and at this one instead of its gradient."""
+class _EncodedCopy(torch.autograd.Function):
+    """Copies a value as the next stage would receive it, and its gradient as this stage would."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, messages: Messages) -> torch.Tensor:
@@ -232,8 +232,8 @@ class _Coded(torch.autograd.Function):
 
 
 def apply_messages(tensor: torch.Tensor, messages: Messages) -> torch.Tensor:
-    """Returns a tensor as it arrives at another worker; so does its gradient at this one."""
-    return _Coded.apply(tensor, messages) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    """Returns a tensor as another worker would receive it; its gradient is as this worker would receive it."""
+    return _EncodedCopy.apply(tensor, messages) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
 
 def _apply_encoding(tensor: torch.Tensor, encoding: str) -> torch.Tensor:

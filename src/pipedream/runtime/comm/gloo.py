@@ -1,16 +1,16 @@
 """Connections by gloo: between CPUs, and for what NCCL does not carry.
 
-A message is one gloo message if its header and its tensors fit into `SHORT_BYTES`. Larger tensors follow in a second
-one: copying them would take longer than its fixed cost. Receives are posted ahead without negotiating sizes, because
-gloo lets a message be shorter than its receive. Payload i of a stream finds a receive of as many bytes as the stream's
-largest payload up to i - depth had, which both ends know. The rest of a larger one follows with a tag of its own,
+A message is one gloo message if its header and its tensors fit into `SHORT_BYTES`. Larger tensors, the payload, follow
+in a second one: copying them would take longer than its fixed cost. Receives are posted ahead without negotiating
+sizes, because gloo lets a message be shorter than its receive. The receive for payload i of a stream is as large as the
+stream's largest payload up to i - depth, which both ends know. The rest of a larger one follows with a tag of its own,
 because receives for later messages are posted already.
 
-Receives are posted when a stream first uses a channel. At the stream's end the sender completes them with messages
-that say nothing (`begin_drain`), so nothing is under way between streams, however long that is.
+Receives are posted when a stream first uses a channel. At the stream's end the sender completes them with empty
+messages (`begin_drain`), so nothing is under way between streams, however long that is.
 
-Nothing waits for a send on the critical path: a worker waits for the oldest message only when more are under way than
-its schedule can have unread. (gloo reports that one has been sent only to those who wait.)
+No send is waited for on the critical path: a worker waits for the oldest message only when more are under way than its
+schedule can have unread. (gloo reports a completed send only to a caller that waits.)
 
 The methods of a ProcessGroup are used directly; `torch.distributed.isend` and `irecv` take twice as long.
 """
@@ -53,8 +53,8 @@ class GlooEndpoint:
         peer: the other end's rank in the group.
         number: distinct for each channel of the run.
         depth: receives posted ahead.
-        device: to which received tensors return that were not in the memory of the CPU.
-        separate: type of device whose tensors are not sent here; None arrives in their place.
+        device: where received tensors go that were not in the memory of the CPU.
+        separate: type of device whose tensors are not sent here; None is received in their place.
         pinned: buffers are copied from and to a GPU.
     """
 
@@ -90,8 +90,8 @@ class GlooEndpoint:
         return self.group.recv(tensors, self.peer, tag)
 
 
-class _Posted:
-    """Bytes of the receives that are posted for payloads, the oldest first, 0 for none; the same at both ends."""
+class _PostedReceives:
+    """The sizes of the receives that are posted for payloads, the oldest first, 0 for none; equal at both ends."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -99,12 +99,12 @@ class _Posted:
         self.sizes: deque[int] = deque()
 
     def begin(self) -> None:
-        """Begins a stream: one that trains does not need the large receives of an evaluation."""
+        """Begins a stream; training does not keep the large receives of an evaluation."""
         self._largest = 0
         self.sizes = deque([0] * self._depth)
 
     def take(self, payload_bytes: int) -> int:
-        """Returns the bytes of the receive for the next payload, whose size counts for the one that is posted then."""
+        """Returns the size of the receive for the next payload, and adds a receive for a later one."""
         size = self.sizes.popleft()
         self._largest = max(self._largest, payload_bytes)
         self.sizes.append(self._largest)
@@ -112,7 +112,7 @@ class _Posted:
 
 
 class _Buffer:
-    """Bytes in the memory of the CPU, of one message at a time."""
+    """A buffer in the memory of the CPU, for one message at a time."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
@@ -144,9 +144,9 @@ class GlooSender(ConnectionSender):
         self._endpoint = endpoint
         self._max_unread = max_unread
         self._formats = SentFormats(endpoint.separate)
-        self._posted = _Posted(endpoint.depth)
+        self._posted = _PostedReceives(endpoint.depth)
         self._streaming = False
-        self._out: deque[tuple[list[dist.Work], _Buffer | None]] = deque()
+        self._unfinished: deque[tuple[list[dist.Work], _Buffer | None]] = deque()
         self._free: list[_Buffer] = []
         self._buffer_bytes = 0
 
@@ -173,8 +173,8 @@ class GlooSender(ConnectionSender):
             if size:
                 works += self._send_payload(message, message_format)
         self._sent_bytes += message_format.sent_bytes
-        self._out.append((works, buffer))
-        while len(self._out) > self._max_unread:
+        self._unfinished.append((works, buffer))
+        while len(self._unfinished) > self._max_unread:
             self._wait_for_oldest()
         return message_format
 
@@ -204,14 +204,14 @@ class GlooSender(ConnectionSender):
         return self._free.pop() if self._free else _Buffer(self._buffer_bytes, self._endpoint.pinned)
 
     def _wait_for_oldest(self) -> None:
-        works, buffer = self._out.popleft()
+        works, buffer = self._unfinished.popleft()
         for work in works:
             work.wait()
         if buffer is not None and buffer.size == self._buffer_bytes:
             self._free.append(buffer)
 
     def begin_drain(self) -> None:
-        if not self._streaming:  # no receive is posted either
+        if not self._streaming:  # then no receive is posted
             return
         self._streaming = False
         end = self._endpoint
@@ -220,10 +220,10 @@ class GlooSender(ConnectionSender):
         header.write(filler.bytes, (), b"")
         works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth)]
         works += [end.send([filler.whole[0][:1]], end.payload_tag) for size in self._posted.sizes if size]
-        self._out.append((works, None))
+        self._unfinished.append((works, None))
 
     def drain(self) -> None:
-        while self._out:
+        while self._unfinished:
             self._wait_for_oldest()
 
 
@@ -235,7 +235,7 @@ class GlooReceiver(ConnectionReceiver):
         self._formats = ReceivedFormats()
         self._heads: deque[tuple[dist.Work, _Buffer]] = deque()
         self._free: list[_Buffer] = []
-        self._posted = _Posted(endpoint.depth)
+        self._posted = _PostedReceives(endpoint.depth)
         self._payloads: deque[tuple[dist.Work, torch.Tensor] | None] = deque()
 
     def take(self) -> tuple[Message, MessageFormat, int]:
@@ -249,7 +249,7 @@ class GlooReceiver(ConnectionReceiver):
         begin = header.head_bytes
         if begin > SHORT_BYTES:
             head = self._receive_rest(buffer.whole[0], begin).numpy().data
-        message_format, numbers = self._formats.find(header, head), header.numbers_in(head)
+        message_format, numbers = self._formats.find(header, head), header.read_numbers(head)
         if begin + message_format.payload_bytes > SHORT_BYTES:
             tensors = message_format.tensors_in(self._receive_payload(message_format.payload_bytes))
         else:
@@ -290,7 +290,7 @@ class GlooReceiver(ConnectionReceiver):
         if not size:
             self._payloads.append(None)
             return
-        # Not used again: what was received in it belongs to the caller, and autograd may keep it.
+        # A new one each time: the caller owns what was received in it, and autograd may keep it.
         payload = torch.empty(size, dtype=torch.uint8, pin_memory=self._endpoint.pinned)
         self._payloads.append((self._endpoint.receive([payload], self._endpoint.payload_tag), payload))
 

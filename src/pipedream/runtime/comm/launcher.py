@@ -1,4 +1,4 @@
-"""The variables of srun and mpirun, as those of torchrun: otherwise each of their tasks would train alone."""
+"""Translates the variables of srun and mpirun to torchrun's; otherwise each of their tasks would train alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Variables:
-    """Where a launcher writes a process's place; of several names the first that is set counts."""
+    """A launcher's environment variables; of several names the first that is set counts."""
 
     launcher: str
     rank: str
     processes: tuple[str, ...]
     local_rank: str
-    here: tuple[str, ...]
+    local_processes: tuple[str, ...]
 
 
 _LAUNCHERS = (
@@ -28,7 +28,7 @@ _LAUNCHERS = (
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     _Variables("mpirun", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
-    # The names without STEP are the job's, of which a step may have a part.
+    # The names without STEP are the job's; a step may have only a part of it.
     _Variables(
         "srun",
         "SLURM_PROCID",
@@ -42,8 +42,8 @@ LOCAL_RANKS = ("LOCAL_RANK", *(variables.local_rank for variables in _LAUNCHERS)
 """Variables with a process's number on its machine: torchrun's, and those of srun and mpirun."""
 
 
-def launcher() -> str | None:
-    """Returns 'srun' or 'mpirun' if it started this process as one of several, and torchrun is not between them."""
+def detect_launcher() -> str | None:
+    """Returns 'srun' or 'mpirun' if it started this process as one of several, without torchrun in between."""
     variables = _find_launcher()
     return None if variables is None else variables.launcher
 
@@ -57,15 +57,16 @@ def read_launcher() -> None:
     variables = _find_launcher()
     if variables is None:
         return
-    processes, here = _read_first(variables.processes), _count_tasks_here(_read_first(variables.here))
+    processes = _read_first(variables.processes)
+    local_processes = _count_tasks_here(_read_first(variables.local_processes))
     slurm = variables.launcher == "srun"
     nodes = _read_first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")) if slurm else ""
     settings = {
         "RANK": os.environ[variables.rank],
         "WORLD_SIZE": processes,
         "LOCAL_RANK": os.environ.get(variables.local_rank, ""),
-        "LOCAL_WORLD_SIZE": here,
-        "MASTER_ADDR": "127.0.0.1" if here == processes else _name_first_node(nodes),
+        "LOCAL_WORLD_SIZE": local_processes,
+        "MASTER_ADDR": "127.0.0.1" if local_processes == processes else _name_first_node(nodes),
         "MASTER_PORT": str(_choose_port()) if slurm else "29500",
     }
     for name, value in settings.items():
@@ -78,14 +79,14 @@ def _find_launcher() -> _Variables | None:
         return None
     for variables in _LAUNCHERS:
         processes = _read_first(variables.processes)
-        several = variables.rank in os.environ and processes.isdecimal() and int(processes) > 1
+        is_one_of_several = variables.rank in os.environ and processes.isdecimal() and int(processes) > 1
         if variables.launcher == "srun":
-            # A process that sbatch runs has the rank 0 of as many tasks as srun may start later.
+            # A process that sbatch runs directly has rank 0 of all tasks that srun may start later.
             in_step = _read_first(("SLURM_STEP_ID", "SLURM_STEPID"))
-            several = several and not ("SLURM_GTIDS" in os.environ and not in_step)
+            is_one_of_several = is_one_of_several and not ("SLURM_GTIDS" in os.environ and not in_step)
         else:  # srun also sets PMI_RANK, for MPI programs
-            several = several and variables.local_rank in os.environ
-        if several and os.environ.get("WORLD_SIZE", processes) == processes:
+            is_one_of_several = is_one_of_several and variables.local_rank in os.environ
+        if is_one_of_several and os.environ.get("WORLD_SIZE", processes) == processes:
             return variables
     return None
 
@@ -95,14 +96,14 @@ def _read_first(names: tuple[str, ...]) -> str:
 
 
 def _count_tasks_here(counts: str) -> str:
-    """Returns this machine's count of all machines' (Slurm writes 2(x3),1 for 2,2,2,1); '' if unknown."""
+    """Returns this machine's count from a list of all (Slurm writes 2(x3),1 for 2,2,2,1); '' if unknown."""
     if counts.isdecimal():
         return counts
-    each = [
+    tasks_per_node = [
         count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", counts) for _ in range(int(times or 1))
     ]
     node = int(os.environ.get("SLURM_NODEID", "0"))
-    return each[node] if node < len(each) else ""
+    return tasks_per_node[node] if node < len(tasks_per_node) else ""
 
 
 def _name_first_node(nodes: str) -> str:
@@ -111,6 +112,6 @@ def _name_first_node(nodes: str) -> str:
 
 
 def _choose_port() -> int:
-    """Returns a port below those that systems give out themselves, which other jobs of this machine hardly have."""
+    """Returns a port below the system's ephemeral ones, chosen by job and step so that jobs hardly collide."""
     job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 10_000 + (job * 100 + step) % 20_000

@@ -1,8 +1,8 @@
 """Channels between workers whose meshes differ: each rank receives its part of every tensor, each element once.
 
-Rank c of the receiving worker gets every message from rank c % n of the n sending ones, and its pieces of the tensors
-from whichever has them (`core.plan.mesh.pieces`). Both ends know these from the crossings that travel in the structure
-of the message. Between equal meshes rank c sends to rank c, and none of this is needed.
+Rank c of the receiving worker gets every message from rank c % n of the n sending ranks, and its pieces of the tensors
+from the ranks that have them (`core.plan.mesh.pieces`). Both ends compute the pieces from the crossings in the
+structure of the message. Between equal meshes rank c sends to rank c, and none of this is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MeshPair:
     receiver: Mesh
 
     def source_of(self, receiver: int) -> int:
-        """Returns the rank from which another gets every message."""
+        """Returns the sending rank from which a receiving rank gets every message."""
         return receiver % self.sender.size
 
 
@@ -39,21 +39,21 @@ def _list_pieces(pair: MeshPair, crossing: Crossing) -> tuple[Piece, ...]:
     return tuple(pieces(crossing.shape, pair.sender, crossing.sent, pair.receiver, crossing.received))
 
 
-def _locate_part(mesh: Mesh, place: int, shape: tuple[int, ...], placements: tuple[int | None, ...]) -> Box:
-    return box_of(shape, placements, list(mesh.dimensions.values()), mesh.coordinates()[place])
+def _locate_part(mesh: Mesh, rank: int, shape: tuple[int, ...], placements: tuple[int | None, ...]) -> Box:
+    return box_of(shape, placements, list(mesh.dimensions.values()), mesh.coordinates()[rank])
 
 
 class _MeshEnd(Generic[_End]):
     """One rank's end.
 
     Args:
-        place: this rank's number in its mesh.
+        rank_in_worker: this rank's number in its mesh.
         peers: ends for the ranks of the other worker.
     """
 
-    def __init__(self, pair: MeshPair, place: int, peers: Mapping[int, _End]) -> None:
+    def __init__(self, pair: MeshPair, rank_in_worker: int, peers: Mapping[int, _End]) -> None:
         self._pair = pair
-        self._place = place
+        self._rank_in_worker = rank_in_worker
         self._peers = peers
 
     def drain(self) -> None:
@@ -67,20 +67,20 @@ class MeshSender(_MeshEnd[Sender], Sender):
     def send(self, message: Message) -> None:
         crossings, _ = read_crossings(message.structure)
         for receiver, peer in self._peers.items():
-            is_source = self._pair.source_of(receiver) == self._place
+            is_source = self._pair.source_of(receiver) == self._rank_in_worker
             if not crossings and is_source:
                 peer.send(message)
                 continue
-            mine = [self._find_box(crossing, receiver) for crossing in crossings]
-            if is_source or any(box is not None for box in mine):
+            boxes = [self._find_box(crossing, receiver) for crossing in crossings]
+            if is_source or any(box is not None for box in boxes):
                 tensors = [
                     self._select_part(tensor, crossing, box, is_source)
-                    for tensor, crossing, box in zip(message.tensors, crossings, mine, strict=True)
+                    for tensor, crossing, box in zip(message.tensors, crossings, boxes, strict=True)
                 ]
                 peer.send(replace(message, tensors=tuple(tensors)))
 
     def _find_box(self, crossing: Crossing, receiver: int) -> Box | None:
-        ends = self._place, receiver
+        ends = self._rank_in_worker, receiver
         return next(
             (piece.box for piece in _list_pieces(self._pair, crossing) if (piece.sender, piece.receiver) == ends), None
         )
@@ -91,8 +91,8 @@ class MeshSender(_MeshEnd[Sender], Sender):
         if tensor is None:
             return None
         if box is None:
-            return tensor.new_empty(0) if is_source else None  # says the type to a rank whose part is empty
-        stored_box = _locate_part(self._pair.sender, self._place, crossing.shape, crossing.sent)
+            return tensor.new_empty(0) if is_source else None  # carries the dtype to a rank whose part is empty
+        stored_box = _locate_part(self._pair.sender, self._rank_in_worker, crossing.shape, crossing.sent)
         return tensor if box == stored_box else tensor[slice_within(box, stored_box)]
 
     def begin_drain(self) -> None:
@@ -108,35 +108,35 @@ class MeshReceiver(_MeshEnd[Receiver], RemoteReceiver):
     """One rank's receiving end."""
 
     def result(self) -> Message:
-        source = self._pair.source_of(self._place)
+        source = self._pair.source_of(self._rank_in_worker)
         message = self._peers[source].receive().result()
         crossings, _ = read_crossings(message.structure)
-        mine = [
-            [piece for piece in _list_pieces(self._pair, crossing) if piece.receiver == self._place]
+        piece_rows = [
+            [piece for piece in _list_pieces(self._pair, crossing) if piece.receiver == self._rank_in_worker]
             for crossing in crossings
         ]
-        arrived = {source: message.tensors}
-        for sender in sorted({piece.sender for row in mine for piece in row} - {source}):
-            arrived[sender] = self._peers[sender].receive().result().tensors
-        if crossings:  # nobody else has seen the message
+        received = {source: message.tensors}
+        for sender in sorted({piece.sender for row in piece_rows for piece in row} - {source}):
+            received[sender] = self._peers[sender].receive().result().tensors
+        if crossings:  # written in place: no one else has the message yet
             message.tensors = tuple(
                 None
-                if some is None
-                else self._join_parts(some, crossing, [(piece.box, arrived[piece.sender][i]) for piece in row])
-                for i, (some, crossing, row) in enumerate(zip(message.tensors, crossings, mine, strict=True))
+                if sample is None
+                else self._join_parts(sample, crossing, [(piece.box, received[piece.sender][i]) for piece in row])
+                for i, (sample, crossing, row) in enumerate(zip(message.tensors, crossings, piece_rows, strict=True))
             )
         return message
 
     def _join_parts(
-        self, some: torch.Tensor, crossing: Crossing, parts: Iterable[tuple[Box, torch.Tensor | None]]
+        self, sample: torch.Tensor, crossing: Crossing, parts: Iterable[tuple[Box, torch.Tensor | None]]
     ) -> torch.Tensor:
-        """`some` has the type and the device of the tensor."""
-        stored_box = _locate_part(self._pair.receiver, self._place, crossing.shape, crossing.received)
-        whole: torch.Tensor | None = None
+        """Returns this rank's part, made of pieces; `sample` has its dtype and device."""
+        stored_box = _locate_part(self._pair.receiver, self._rank_in_worker, crossing.shape, crossing.received)
+        joined: torch.Tensor | None = None
         for box, tensor in parts:
             assert tensor is not None, "ranks of one worker differ in which gradients exist"
             if box == stored_box:
                 return tensor
-            whole = some.new_empty([len(side) for side in stored_box]) if whole is None else whole
-            whole[slice_within(box, stored_box)] = tensor
-        return some.new_empty([len(side) for side in stored_box]) if whole is None else whole
+            joined = sample.new_empty([len(side) for side in stored_box]) if joined is None else joined
+            joined[slice_within(box, stored_box)] = tensor
+        return sample.new_empty([len(side) for side in stored_box]) if joined is None else joined

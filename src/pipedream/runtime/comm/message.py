@@ -1,8 +1,8 @@
 """A message, its format and its header.
 
-A format says what a message holds: the structure of the value, and dtype and shape of each tensor. It is numbered when
-it first appears on a channel, described once, and called by its number afterwards. So a smaller last minibatch or a
-longer sequence needs no negotiation, and the header of a message is short.
+A format describes what a message holds: the structure of the value, and dtype and shape of each tensor. A new format
+gets a number on its channel and is described once; later messages only have its number. So a smaller last minibatch or
+a longer sequence needs no negotiation, and the header of a message is short.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class StopReason(IntEnum):
     DATA = 0
     DRAIN = 1
     INTERRUPT = 2
-    STOP = 3  # the training loop or a callback has asked for it
+    STOP = 3  # requested by the training loop or a callback
 
 
 @dataclass(slots=True)
 class Message:
-    """One message; nobody writes to it after it was made. (Not frozen: that would make each cost three times as much.)
+    """One message, not written to once it is made. (Not frozen: making one would take three times as long.)
 
     Attributes:
         microbatch: number since the last drain.
@@ -63,7 +63,7 @@ class Message:
         version: number of the weights that the forward read.
         flags: `ENDS_EPOCH`, or at the end of a stream a `StopReason`.
         loss_weight: the microbatch's weight in the loss.
-        share: part of the minibatch's samples that it has.
+        share: which part of the minibatch's samples it has.
         numbers: losses and metrics.
     """
 
@@ -100,7 +100,7 @@ class Message:
         return self._copy_with((), "", (), self.version)
 
     def carry(self, results: Message) -> None:
-        """Takes a minibatch's results along; before the message is sent."""
+        """Adds a minibatch's results to this message, before it is sent."""
         self.minibatch, self.epoch, self.samples = results.minibatch, results.epoch, results.samples
         self.flags, self.numbers = results.flags, results.numbers
 
@@ -135,11 +135,11 @@ class TensorSpec(NamedTuple):
 
 
 class MessageFormat:
-    """The contents of a message besides its numbers.
+    """The form of a message, without its numbers.
 
     Attributes:
-        structure, wants: the message's `structure` and `gradients`.
-        specs: one for each tensor; a gradient that does not exist has none.
+        structure, wants: the message's.
+        specs: one for each tensor; None for a gradient that does not exist.
         payload_bytes: size of the tensors that share a payload.
         staged: some of these were not in the memory of the CPU.
         sent_bytes: size of all tensors.
@@ -195,7 +195,7 @@ class MessageFormat:
     def tensors_in(self, payload: torch.Tensor, begin: int = 0) -> list[torch.Tensor | None]:
         """Returns the tensors of a payload, uint8[n], that begins at byte `begin`; they share its storage.
 
-        They are no views to autograd, which would rewrite a tensor's neighbours.
+        They are not views for autograd, for which writing into one would count as writing into its neighbours.
         """
         storage, first = payload.untyped_storage(), begin + int(payload.storage_offset())
         return [
@@ -209,7 +209,7 @@ class MessageFormat:
 
 
 def write(tensors: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
-    """Copies tensors; where either is None, nothing."""
+    """Copies tensors into targets; skips a pair of which one is None."""
     for tensor, target in zip(tensors, targets, strict=True):
         if target is not None and tensor is not None:
             target.copy_(tensor.detach(), non_blocking=True)
@@ -224,7 +224,7 @@ def wait_for_copies(message_format: MessageFormat) -> None:
 def restore_device(
     tensors: list[torch.Tensor | None], message_format: MessageFormat, device: torch.device
 ) -> list[torch.Tensor | None]:
-    """Moves received tensors that were on their sender's GPU to this one."""
+    """Moves received tensors that were on their sender's GPU to this rank's GPU."""
     if not message_format.staged or device.type != "cuda":
         return tensors
     return [
@@ -234,11 +234,11 @@ def restore_device(
 
 
 class SentFormats:
-    """The formats that were sent on a channel, by number; when all numbers are taken, a new one takes the oldest's."""
+    """The formats that were sent on a channel, by number; beyond `max_formats`, a new one replaces the oldest."""
 
-    def __init__(self, separate: str = "", most: int = 1024) -> None:
+    def __init__(self, separate: str = "", max_formats: int = 1024) -> None:
         self._separate = separate
-        self._most = most
+        self._max_formats = max_formats
         self._formats: dict[Any, tuple[int, MessageFormat]] = {}
         self._count = 0
 
@@ -257,8 +257,8 @@ class SentFormats:
         if numbered is not None:
             return *numbered, b""
         message_format = MessageFormat.of(message, self._separate)
-        number = self._count % self._most
-        if self._count >= self._most:
+        number = self._count % self._max_formats
+        if self._count >= self._max_formats:
             del self._formats[next(iter(self._formats))]
         self._count += 1
         self._formats[key] = number, message_format
@@ -275,10 +275,10 @@ class Header(NamedTuple):
     """The fixed part of a message on the wire; `numbers` and a format's description follow.
 
     Attributes:
-        format_number: names the message's format.
-        channel: its number, where several share a connection.
-        numbers: how many.
-        description_bytes: 0 if the format is known.
+        format_number: of the message's format.
+        channel: number of the channel, where several share a connection.
+        numbers: how many numbers follow.
+        description_bytes: 0 if the format was described before.
     """
 
     content: int
@@ -325,10 +325,10 @@ class Header(NamedTuple):
     def read(cls, head: Any) -> Header:
         return cls._make(_HEADER.unpack_from(head))
 
-    def numbers_in(self, head: Any) -> tuple[float, ...]:
+    def read_numbers(self, head: Any) -> tuple[float, ...]:
         return struct.unpack_from(f"={self.numbers}d", head, HEADER_BYTES) if self.numbers else ()
 
-    def description_in(self, head: Any) -> bytes:
+    def read_description(self, head: Any) -> bytes:
         begin = HEADER_BYTES + 8 * self.numbers
         return bytes(head[begin : begin + self.description_bytes])
 
@@ -350,7 +350,7 @@ class ReceivedFormats:
     def find(self, header: Header, head: Any) -> MessageFormat:
         """Returns a message's format, which its head describes if it is new."""
         if header.description_bytes:
-            self._formats[header.format_number] = MessageFormat.from_json(header.description_in(head))
+            self._formats[header.format_number] = MessageFormat.from_json(header.read_description(head))
         return self._formats[header.format_number]
 
 
@@ -379,18 +379,15 @@ def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the numbers of a tensor, flat, in the order of a dense tensor with its order of dimensions.
-
-    Copies only what is not dense.
-    """
-    numbers = tensor.detach().resolve_conj().resolve_neg()  # whose memory holds other numbers
+    """Returns a tensor flattened in the order of its memory; copies only if it is not dense."""
+    numbers = tensor.detach().resolve_conj().resolve_neg()  # before, its memory holds other numbers
     dense = numbers.permute(dimension_order(tensor)).contiguous()
     # Not view(-1): a dimension of size 1 may keep any stride, and bytes are viewed only at stride 1.
     return dense.as_strided((dense.numel(),), (1,))
 
 
 def align(size: int) -> int:
-    """Returns the next place where a tensor of any dtype may begin."""
+    """Returns the next offset at which a tensor of any dtype may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

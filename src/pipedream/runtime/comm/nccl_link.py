@@ -1,11 +1,11 @@
 """Links: all channels from one rank to another over one communicator of NCCL.
 
 A communicator runs its messages in one order, each in a kernel that waits for the other end. So the channels share one
-stream of headers, on gloo or shared memory, in the order of the sends; and the receiver starts to receive a tensor only
-once it has read the header: no receive is under way whose send is not. It does so in the order of the headers, also of
-messages that other channels carry, and on a stream of its own, so that it does not wait for what the GPU computes.
+stream of headers, on gloo or shared memory, in the order of the sends. The receiver starts to receive a tensor only
+once it has read its header, when the send is under way. It receives in the order of the headers, whatever their
+channels, and on a CUDA stream of its own, so that receives do not wait for what the GPU computes.
 
-Tensors in the memory of the CPU travel with the header. The structure of a message does too: no worker waits for its
+Tensors in the memory of the CPU travel with the header, and so does the structure of a message: no worker waits for its
 GPU to read it.
 """
 
@@ -25,24 +25,24 @@ class SendingLink:
     """The sending end of a link.
 
     Args:
-        headers: sends all but the tensors on GPUs; for the messages of all channels.
+        headers: sends everything but the tensors on GPUs, for all channels.
     """
 
     def __init__(self, headers: ConnectionSender, communicator: dist.ProcessGroup) -> None:
         self._headers = headers
         self._communicator = communicator
         self._receiver = 1 - communicator.rank()
-        self._out: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._unfinished: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def send(self, message: Message, channel: int) -> int:
-        """Returns the bytes of the tensors."""
+        """Sends a message; returns the bytes of its tensors."""
         message_format = self._headers.send_on(message, channel)
         for tensor, spec in zip(message.tensors, message_format.specs, strict=True):
             if tensor is not None and spec is not None and spec.begin is None and tensor.numel():
                 sent = _view_as_bytes(tensor)
-                self._out.append((self._communicator.send([sent], self._receiver, 0), sent))
-        while self._out and self._out[0][0].is_completed():
-            self._out.popleft()
+                self._unfinished.append((self._communicator.send([sent], self._receiver, 0), sent))
+        while self._unfinished and self._unfinished[0][0].is_completed():
+            self._unfinished.popleft()
         return message_format.sent_bytes
 
     def begin_drain(self) -> None:
@@ -50,8 +50,8 @@ class SendingLink:
 
     def drain(self) -> None:
         self._headers.drain()
-        while self._out:
-            self._out.popleft()[0].wait()
+        while self._unfinished:
+            self._unfinished.popleft()[0].wait()
 
 
 class ReceivingLink:
@@ -68,15 +68,15 @@ class ReceivingLink:
         self._sender = 1 - communicator.rank()
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._arrived: dict[int, deque[tuple[Message, list[tuple[dist.Work, torch.Tensor]]]]] = {}
+        self._received: dict[int, deque[tuple[Message, list[tuple[dist.Work, torch.Tensor]]]]] = {}
 
     def receive(self, channel: int) -> Message:
-        """Returns the next message of a channel; starts to receive those that were sent before it."""
-        arrived = self._arrived.setdefault(channel, deque())
-        while not arrived:
+        """Returns the next message of a channel; starts to receive messages that were sent before it."""
+        received = self._received.setdefault(channel, deque())
+        while not received:
             message, message_format, number = self._headers.take()
-            self._arrived.setdefault(number, deque()).append(self._start_receives(message, message_format))
-        message, receives = arrived.popleft()
+            self._received.setdefault(number, deque()).append(self._start_receives(message, message_format))
+        message, receives = received.popleft()
         for work, tensor in receives:
             work.wait()  # on a GPU, the stream of the computation waits
             if self._stream is not None:
@@ -96,12 +96,12 @@ class ReceivingLink:
                     if tensor.numel():
                         work = self._communicator.recv([_view_as_bytes(tensor)], self._sender, 0)
                         receives.append((work, tensor))
-        message.tensors = tuple(tensors)  # nobody else has seen it
+        message.tensors = tuple(tensors)  # no one else has the message yet
         return message, receives
 
     def drain(self) -> None:
-        left = [channel for channel, arrived in self._arrived.items() if arrived]
-        assert not left, f"messages were left on the channels {left}"
+        unread = [channel for channel, received in self._received.items() if received]
+        assert not unread, f"messages were left on the channels {unread}"
         self._headers.drain()
 
 
@@ -137,5 +137,5 @@ class LinkReceiver(RemoteReceiver):
 
 
 def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """NCCL has no complex numbers, no int16, and of the unsigned integers only uint8."""
+    """Returns a tensor as bytes: NCCL has no complex numbers, no int16, and of the unsigned integers only uint8."""
     return flatten_in_memory_order(tensor).view(torch.uint8)

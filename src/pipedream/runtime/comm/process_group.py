@@ -22,21 +22,21 @@ from torch.distributed import distributed_c10d
 from pipedream._version import __version__, hash_sources
 from pipedream.core.errors import PeerError, PlanError, is_broken_connection
 from pipedream.core.user_code import name_call
-from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
+from pipedream.runtime.comm.launcher import LOCAL_RANKS, detect_launcher, read_launcher
 
 JOIN_TIMEOUT_S = 300.0
-"""How long the ranks wait for each other; the slowest one may still import torch."""
+"""How long the ranks wait for each other; the slowest one may still be importing torch."""
 
 _ANSWER_PERIOD_S = 0.005
 
-COME_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 60.0
 """How long the first rank that makes a call waits for the others to make it."""
 
-_TEXTS = "texts of pipedream"
+_TEXT_GROUP = "texts of pipedream"
 """Name of the group that carries texts where the user's own is NCCL's."""
 
 _END_FIRST_S = 1.0
-"""For the launcher, the first worker that ends is the one that failed."""
+"""How long a rank that has lost a peer waits: for the launcher, the first worker that ends is the one that failed."""
 
 
 def is_distributed() -> bool:
@@ -68,22 +68,22 @@ def join_group(device: str | torch.device, *, check_software: bool = True) -> tu
 def _join(backend: str) -> None:
     """Raises PlanError if the ranks do not meet within `JOIN_TIMEOUT_S`."""
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place, limit = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=JOIN_TIMEOUT_S)
+    address, limit = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=JOIN_TIMEOUT_S)
     advice = (
-        "look at what the other ranks printed, check that the machines reach each other on all ports, and name the "
+        "read what the other ranks printed, check that the machines reach each other on all ports, and name the "
         "interface that joins them on each (GLOO_SOCKET_IFNAME)"
     )
     here = f"rank {rank} at {machine_address()}"
-    # torchrun's agent has the store. Without a wait for all, which could not say who is missing.
-    owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # torchrun's agent serves the store. Not with wait_for_workers, whose error does not name the missing ranks.
+    serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        everyones = TCPStore(host, port, None, owns, limit, wait_for_workers=False, multi_tenant=True)
+        base_store = TCPStore(host, port, None, serves_store, limit, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         raise PlanError(
-            f"no connection from {here} to rank 0 at {place} within {JOIN_TIMEOUT_S:g} s; {advice} ({error})"
+            f"no connection from {here} to rank 0 at {address} within {JOIN_TIMEOUT_S:g} s; {advice} ({error})"
         ) from error
-    store, absent = _open_attempt(everyones, rank, processes)
+    store, absent = _open_attempt(base_store, rank, processes)
     try:
         if absent:
             raise dist.DistStoreError("nothing of them is in the store")
@@ -91,15 +91,15 @@ def _join(backend: str) -> None:
     except RuntimeError as error:
         others = [other for other in range(processes) if other != rank]
         if absent := absent or [other for other in others if not store.check([f"address/{other}"])]:
-            which = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come to {place}"
+            reason = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come to {address}"
         else:
-            addresses = {other: store.get(f"address/{other}").decode() for other in others}
-            which = "it tried " + ", ".join(f"rank {other} at {address}" for other, address in addresses.items())
-        raise PlanError(f"{here} is not connected within {JOIN_TIMEOUT_S:g} s: {which}; {advice} ({error})") from error
+            tried = {other: store.get(f"address/{other}").decode() for other in others}
+            reason = "it tried " + ", ".join(f"rank {other} at {machine}" for other, machine in tried.items())
+        raise PlanError(f"{here} is not connected within {JOIN_TIMEOUT_S:g} s: {reason}; {advice} ({error})") from error
     set_timeout(dist.default_pg_timeout)
 
 
-def _open_attempt(everyones: TCPStore, rank: int, processes: int) -> tuple[PrefixStore, list[int]]:
+def _open_attempt(base_store: TCPStore, rank: int, processes: int) -> tuple[PrefixStore, list[int]]:
     """Returns a store with the addresses of this attempt's ranks alone, and the ranks that did not come in time.
 
     torchrun's store outlives a restart, with what was written before. Its agents do not number the attempts alike: each
@@ -108,19 +108,19 @@ def _open_attempt(everyones: TCPStore, rank: int, processes: int) -> tuple[Prefi
     """
     name, question = uuid4().hex, "pipedream/question/{}".format
     if rank:
-        everyones.set(question(rank), name)
+        base_store.set(question(rank), name)
         try:
-            name = everyones.get(f"pipedream/answer/{name}").decode()
+            name = base_store.get(f"pipedream/answer/{name}").decode()
         except RuntimeError:
-            return PrefixStore("pipedream/nowhere", everyones), [0]
-    store = PrefixStore(f"pipedream/attempt/{name}", everyones)
+            return PrefixStore("pipedream/nowhere", base_store), [0]
+    store = PrefixStore(f"pipedream/attempt/{name}", base_store)
     store.set(f"address/{rank}", machine_address())
     absent = [] if rank else list(range(1, processes))
     end_s = time.monotonic() + JOIN_TIMEOUT_S
     while absent and time.monotonic() < end_s:
         for key in map(question, absent):
-            if everyones.check([key]):  # perhaps that of an earlier attempt, until there is a new one
-                everyones.set(f"pipedream/answer/{everyones.get(key).decode()}", name)
+            if base_store.check([key]):  # perhaps that of an earlier attempt, until there is a new one
+                base_store.set(f"pipedream/answer/{base_store.get(key).decode()}", name)
         time.sleep(_ANSWER_PERIOD_S)
         absent = [other for other in absent if not store.check([f"address/{other}"])]
     return store, absent
@@ -153,16 +153,16 @@ def world_group() -> dist.ProcessGroup | None:
         return None
     if dist.get_backend() == "gloo" or "cpu:gloo" in dist.get_backend():
         return dist.group.WORLD
-    # The user's own group, of NCCL; torch's table has the other one from the first call on.
+    # The user's group is NCCL's. From the first call on torch's table has a second one.
     for group in distributed_c10d._world.pg_map:
-        if group.group_desc == _TEXTS:
+        if group.group_desc == _TEXT_GROUP:
             return group
-    return dist.new_group(backend="gloo", group_desc=_TEXTS)  # type: ignore[no-any-return]
+    return dist.new_group(backend="gloo", group_desc=_TEXT_GROUP)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def peers_may_end() -> Iterator[None]:
-    """Turns a connection that breaks into a `PeerError`: the worker that has ended says why, or its launcher does."""
+    """Turns a broken connection into a `PeerError`: the worker that has ended, or its launcher, prints the cause."""
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
@@ -227,11 +227,11 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
     longest = max(1, *(int(size) for size in sizes))
-    mine = torch.zeros(longest, dtype=torch.uint8)
+    own_data = torch.zeros(longest, dtype=torch.uint8)
     if data:
-        mine[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        own_data[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
-    dist.all_gather(rows, mine, group=group)
+    dist.all_gather(rows, own_data, group=group)
     return [bytes(row[: int(size)].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -247,31 +247,31 @@ def wait_for_all() -> None:
 
 def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Returns a process group of some ranks; every rank calls it, in the same order."""
-    with groups_of_their_own():
+    with unsplit_groups():
         group: dist.ProcessGroup = dist.new_group(list(ranks))
     return group
 
 
 @contextmanager
-def groups_of_their_own() -> Iterator[None]:
+def unsplit_groups() -> Iterator[None]:
     """Makes new groups connect by themselves, without a split of the user's group.
 
-    Of a user's `init_process_group(..., device_id=...)` torch splits each new group; for one of gloo it makes the
-    ranks outside of it wait for a split to which its own ranks never come.
+    After `init_process_group(..., device_id=...)` torch splits each new group off that one. For a gloo group the ranks
+    outside of it then wait for a split in which its members never take part.
     """
-    everyones = dist.group.WORLD
-    assert everyones is not None
-    device, everyones.bound_device_id = everyones.bound_device_id, None
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
     try:
         yield
     finally:
-        everyones.bound_device_id = device
+        world.bound_device_id = device
 
 
 def leave_group(group: dist.ProcessGroup | None = None) -> None:
     """Destroys a group; each of its ranks calls it.
 
-    Otherwise a thread of gloo may still free tensors while the interpreter shuts down, which ends in SIGABRT.
+    Otherwise a thread of gloo may free tensors while the interpreter shuts down, which ends in SIGABRT.
     """
     if dist.is_initialized():
         dist.destroy_process_group(group)
@@ -280,10 +280,10 @@ def leave_group(group: dist.ProcessGroup | None = None) -> None:
 def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | None) -> None:
     """Raises PlanError if the texts differ; `what` describes them."""
     texts = gather_texts(text, group)
-    differ = [rank for rank, other in enumerate(texts) if other != texts[0]]
-    if differ:
+    differing = [rank for rank, other in enumerate(texts) if other != texts[0]]
+    if differing:
         raise PlanError(
-            f"ranks {differ} have another {what} than rank 0; every rank must run the same script with the same "
+            f"ranks {differing} have another {what} than rank 0; every rank must run the same script with the same "
             "arguments (make the plan on rank 0 or load it from one file)"
         )
 
@@ -294,32 +294,31 @@ def name_code() -> str:
 
 
 def check_same_software() -> None:
-    """Raises PlanError if ranks differ in the code of pipedream, or in the versions of torch or Python, or one does not
-    call it in time.
+    """Raises PlanError if ranks differ in pipedream's code or the versions of torch or Python, or one does not call it.
 
     Every rank calls it.
     """
     python = ".".join(platform.python_version_tuple()[:2])
-    mine = f"{name_code()}, torch {torch.__version__}, Python {python}"
+    software = f"{name_code()}, torch {torch.__version__}, Python {python}"
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(_gather_in_time(mine)):
+    for rank, text in enumerate(_gather_in_time(software)):
         ranks.setdefault(text, []).append(rank)
     if len(ranks) > 1:
-        versions = "; ".join(f"{text} on ranks {', '.join(map(str, who))}" for text, who in ranks.items())
+        versions = "; ".join(f"{text} on ranks {', '.join(map(str, same_ranks))}" for text, same_ranks in ranks.items())
         raise PlanError(f"the ranks run different software: {versions}; install the same on all machines")
 
 
 def _gather_in_time(text: str) -> list[str]:
-    """Returns the texts of all ranks. Raises PlanError if some have not made the call within `COME_TIMEOUT_S`."""
+    """Returns the texts of all ranks. Raises PlanError if some have not made the call within `CALL_TIMEOUT_S`."""
     if not dist.is_initialized():
         return [text]
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
     number = store.add(f"pipedream/came/{rank}", 1)
     group = world_group()
     assert group is not None
-    usual = group._get_backend(torch.device("cpu")).options._timeout
-    # Not a limit on `wait` alone: the interpreter would not end before gloo gives the exchange up.
-    set_timeout(timedelta(seconds=COME_TIMEOUT_S), group)
+    old_timeout = group._get_backend(torch.device("cpu")).options._timeout
+    # Not only a limit on `wait`: the interpreter cannot end before gloo gives up the exchange.
+    set_timeout(timedelta(seconds=CALL_TIMEOUT_S), group)
     try:
         return gather_texts(text, group)
     except (RuntimeError, PeerError) as error:
@@ -327,23 +326,23 @@ def _gather_in_time(text: str) -> list[str]:
         absent = [other for other in others if store.add(f"pipedream/came/{other}", 0) < number]
         if not absent or " by peer" in str(error):
             raise
-        which = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        ranks_text = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         raise PlanError(
-            f"rank {rank} is in {name_call()}, and {which} made no such call within {COME_TIMEOUT_S:g} s; every rank "
-            "must call it, without a condition on the rank around it; ranks that take longer until then should meet "
-            "before it (torch.distributed.barrier())"
+            f"rank {rank} is in {name_call()}, and {ranks_text} made no such call within {CALL_TIMEOUT_S:g} s; every "
+            "rank must call it, without a condition on the rank around it; ranks that take longer until then should "
+            "meet before it (torch.distributed.barrier())"
         ) from error
     finally:
-        set_timeout(usual, group)
+        set_timeout(old_timeout, group)
 
 
 def process_device(name: str) -> torch.device:
     """Returns this process's device: 'cuda' is the GPU number LOCAL_RANK.
 
-    Raises PlanError if this machine has no such device, or it is not known which is this process's.
+    Raises PlanError if this machine has no such device, or nothing shows which GPU is this process's.
     """
     if name.startswith("cuda"):
-        # Read when CUDA starts: with the default of 8 queues, computation would wait in one with a receive.
+        # CUDA reads it at its start: with the default of 8 queues, computation would wait behind a receive.
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if started and is_distributed() and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
             warnings.warn(
@@ -356,7 +355,7 @@ def process_device(name: str) -> torch.device:
         name = f"cuda:{_choose_gpu()}"
     try:
         device = torch.device(name)
-    except RuntimeError:  # whose text lists 22 kinds of devices
+    except RuntimeError:  # its text lists 22 kinds of devices
         raise PlanError(f"device {name!r} is not known; choose cpu or cuda") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -370,13 +369,14 @@ def process_device(name: str) -> torch.device:
 def _choose_gpu() -> int:
     """Returns the number of this process's GPU on its machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if count == 1 and (launcher() is not None or os.environ.get("CUDA_VISIBLE_DEVICES")):
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if count == 1 and (detect_launcher() is not None or os.environ.get("CUDA_VISIBLE_DEVICES")):
         return 0  # srun, mpirun and scripts under torchrun may show each process its own GPU alone
-    if here > max(count, 1):
+    if local_processes > max(count, 1):
         raise PlanError(
-            f"{here} processes were started on this machine, each for a GPU of its own, but {_spell_gpus(count)} "
-            f"found; start {f'{count} (--workers or --nproc-per-node)' if count else 'them with --device cpu'}"
+            f"{local_processes} processes were started on this machine, each for a GPU of its own, but "
+            f"{_spell_gpus(count)} found; start "
+            f"{f'{count} (--workers or --nproc-per-node)' if count else 'them with --device cpu'}"
         )
     variable = next((name for name in LOCAL_RANKS if name in os.environ), None)
     if count == 1 and variable != "LOCAL_RANK":

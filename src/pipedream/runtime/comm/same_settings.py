@@ -1,6 +1,6 @@
-"""Do all ranks train the same? Their settings are compared as texts, before anything is trained.
+"""Compares the settings of all ranks, as texts, before anything is trained.
 
-What may differ is left out: names of devices and files, texts and objects in the variables of a function, a rank's own
+The texts leave out what may differ: names of devices and files, texts and objects in a function's variables, a rank's
 number.
 """
 
@@ -25,7 +25,7 @@ from pipedream.core.user_code import elide_middle, is_users_file
 from pipedream.runtime.comm.process_group import gather_json
 
 CALL = "their call"
-"""Name of the setting that says which call a rank makes."""
+"""Name of the setting that describes the call that a rank makes."""
 
 SAME_CALLS = (
     "every rank must make the same calls: without a condition on the rank around them; what rank 0 alone needs it is "
@@ -33,7 +33,7 @@ SAME_CALLS = (
 )
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=cuda):\d+")
-_DEEPEST = 5  # functions in functions
+_MAX_DEPTH = 5  # functions in functions
 
 
 def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
@@ -46,7 +46,7 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup | 
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in settings.items()}
     try:
         rows = [dict(row) for row in gather_json(digests, group)]
-    except (TypeError, ValueError):  # a text of another call
+    except (TypeError, ValueError):  # another call's text was received
         call = settings.get(CALL, "this call")
         raise PlanError(f"another rank did not make the call of this one, {call}; {SAME_CALLS}") from None
     names = dict.fromkeys(name for row in rows for name in row)
@@ -55,8 +55,8 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup | 
         return
     if CALL in differing:
         differing = [CALL]
-    mine = {name: settings[name] for name in differing if name in settings}
-    texts = gather_json(mine, group)
+    own_texts = {name: settings[name] for name in differing if name in settings}
+    texts = gather_json(own_texts, group)
     differences = "; ".join(
         _describe_difference(name, [(rank, row[name]) for rank, row in enumerate(texts) if name in row])
         for name in differing
@@ -73,22 +73,22 @@ def _describe_difference(name: str, texts: Sequence[tuple[int, str]]) -> str:
     first = texts[0][1]
     other = next(text for _, text in texts if text != first)
     lines = zip_longest(first.splitlines(), other.splitlines(), fillvalue="nothing")
-    at = next((i for i, (here, another) in enumerate(lines) if here != another), 0)
+    number = next((i for i, (here, another) in enumerate(lines) if here != another), 0)
     ranks: dict[str, list[int]] = {}
     for rank, text in texts:
-        line = [*text.splitlines(), *["nothing"] * (at + 1)][at]
+        line = [*text.splitlines(), *["nothing"] * (number + 1)][number]
         ranks.setdefault(elide_middle(line.strip()), []).append(rank)
     where = "; ".join(f"{line} on rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}" for line, who in ranks.items())
     return f"{name} ({where})"
 
 
 def describe_value(value: Any) -> str:
-    """Returns a text that is equal for equal options, functions and objects of processes that run the same code."""
+    """Returns a text that is equal for equal options, functions and objects in processes that run the same code."""
     return "\n".join(_describe(value, 0))
 
 
 def _describe(value: Any, depth: int) -> Iterator[str]:
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         return
     if isinstance(value, partial):
         yield from _describe(value.func, depth)
@@ -153,7 +153,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _describe_numbers(variables: Mapping[str, Any]) -> Iterator[str]:
-    # A function may know its process: its rank, its files, its device.
+    # Only numbers: a function's other variables may depend on its process, such as files and devices.
     for name, value in variables.items():
         if isinstance(value, (bool, int, float, complex)) and "rank" not in name.lower():
             yield f"{name}: {value!r}"
@@ -175,7 +175,7 @@ def _describe_constant(value: Any) -> str:
 
 def _describe_source(kind: type) -> str:
     """Returns a digest of the code of a user's class."""
-    # The first instance of an optimizer wraps the `step` of its class.
+    # Unwrapped, because the first instance of an optimizer wraps the `step` of its class.
     functions = [inspect.unwrap(member) for member in vars(kind).values() if inspect.isfunction(member)]
     codes = sorted(
         _describe_code(function.__code__) for function in functions if is_users_file(function.__code__.co_filename)
@@ -188,7 +188,7 @@ def _compute_digest(text: str) -> str:
 
 
 def describe_model(model: nn.Module) -> str:
-    """Returns its modules with their code and options, and its parameters with shapes."""
+    """Returns a text with the model's modules, their code and options, and its parameters with shapes."""
     lines = [f"{name or 'model'}: {_describe_module(module)}" for name, module in model.named_modules()]
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     lines += [
@@ -202,7 +202,7 @@ def _describe_module(module: nn.Module) -> str:
     variables = {name: value for name, value in vars(module).items() if name != "training" and name[0] != "_"}
     texts = [f"{name}: {value!r}" for name, value in variables.items() if isinstance(value, str)]
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    public_texts = [] if file is None or is_users_file(file) else texts  # a user's may name files
+    public_texts = [] if file is None or is_users_file(file) else texts  # a user's texts may be names of files
     options = ", ".join(
         filter(None, [_ADDRESS.sub("", module.extra_repr()), *_describe_numbers(variables), *public_texts])
     )
@@ -210,7 +210,7 @@ def _describe_module(module: nn.Module) -> str:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Returns its class, and the numbers of its groups."""
+    """Returns a text with the optimizer's class and the options of its groups."""
     groups = [
         f"group {number}: {', '.join(f'{k}={describe_value(v)}' for k, v in group.items() if k != 'params')}"
         f" for {len(group['params'])} parameters"
@@ -220,7 +220,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def describe_data(loader: Any) -> str:
-    """Returns a loader's class and sizes, as far as it knows them."""
+    """Returns a text with a loader's class and those sizes that it has."""
     parts = [type(loader).__qualname__]
     for name, value in (("batches", loader), ("samples", getattr(loader, "dataset", None))):
         try:

@@ -2,16 +2,16 @@
 
 A message is copied into a free slot of the sender's memory, and its header, with the slot's number, is sent over a
 Unix socket. The receiver copies the tensors out and sends the number back. So a message takes a copy and two system
-calls at each end, and wakes nobody but its receiver; gloo has a thread for that, which competes with the stages for
-the cores. A process that ends closes its sockets, which ends the other's wait.
+calls at each end, and wakes only its receiver; gloo wakes a thread too, which competes with the stages for the cores.
+A process that ends closes its sockets, which ends the other's wait.
 
-The memory is in no file system (`memfd_create`): nothing is left by a process that is killed, and the size of /dev/shm
-is no limit. It has as many slots as messages may be unread, and two more; one that is never needed takes no memory. A
-message that is too large for a slot gets new memory with larger ones; what was sent before is read from the old memory
-first, because messages keep their order.
+The memory is in no file system (`memfd_create`): a killed process leaves nothing behind, and the size of /dev/shm is no
+limit. There are two slots more than messages may be unread; a slot that is never used takes no memory. A message that
+is too large for a slot gets new memory with larger slots; earlier messages are read from the old memory first, because
+messages keep their order.
 
-Processes find each other by Unix sockets without a file, which reach as far as a network namespace does; so what is
-shaped like a network of several machines remains one.
+Processes find each other by Unix sockets without a file, which are visible within a network namespace; so an emulated
+network of several machines stays one.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ def is_supported() -> bool:
 
 
 class Listener:
-    """Where other processes of this machine and user reach this one while ranks connect."""
+    """Accepts connections from other processes of this machine and user while ranks connect."""
 
     def __init__(self) -> None:
         self.name = ""
-        self._waiting: dict[bytes, socket.socket] = {}
+        self._accepted: dict[bytes, socket.socket] = {}
         if not is_supported():
             return
         self.name = f"pipedream-{uuid4().hex}"
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(64)
-        self._unread = selectors.DefaultSelector()
-        self._unread.register(self._socket, selectors.EVENT_READ, self._socket)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ, self._socket)
 
     def connect(self, name: str, key: str) -> socket.socket | None:
-        """Reaches another process under a key, if it is on this machine and listens."""
+        """Returns a connection to another process under a key; None if it is not on this machine or does not listen."""
         if not name or not self.name:
             return None
         connection = socket.socket(socket.AF_UNIX)
@@ -88,34 +88,34 @@ class Listener:
     def accept(self, key: str) -> socket.socket:
         """Waits for the process that connects with a key."""
         padded_key = key.encode().ljust(_KEY_BYTES)
-        while padded_key not in self._waiting:
-            for ready, _ in self._unread.select():
+        while padded_key not in self._accepted:
+            for ready, _ in self._selector.select():
                 self._read(ready.data)
-        return self._waiting.pop(padded_key)
+        return self._accepted.pop(padded_key)
 
     def _read(self, ready: socket.socket) -> None:
-        """Takes a new connection, or the key of one; who sends none holds up nobody."""
+        """Accepts a new connection, or reads the key of one; one without a key does not delay the others."""
         if ready is self._socket:
             connection, _ = ready.accept()
             if _is_same_user(connection):
-                self._unread.register(connection, selectors.EVENT_READ, connection)
+                self._selector.register(connection, selectors.EVENT_READ, connection)
             else:
                 connection.close()
             return
-        self._unread.unregister(ready)
+        self._selector.unregister(ready)
         key = b""
         with suppress(OSError):
             key = ready.recv(_KEY_BYTES)  # a key is sent whole
-        if len(key) == _KEY_BYTES and key not in self._waiting:
-            self._waiting[key] = ready
+        if len(key) == _KEY_BYTES and key not in self._accepted:
+            self._accepted[key] = ready
         else:
             ready.close()
 
     def close(self) -> None:
         if self.name:
-            for connection in [*self._waiting.values(), *(key.data for key in self._unread.get_map().values())]:
+            for connection in [*self._accepted.values(), *(key.data for key in self._selector.get_map().values())]:
                 connection.close()
-            self._unread.close()
+            self._selector.close()
 
 
 def _is_same_user(connection: socket.socket) -> bool:
@@ -162,9 +162,9 @@ class _Slots:
 
     def __init__(self, file: int, count: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        # Unlike an mmap object, it keeps no descriptor.
-        whole = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=count * slot_bytes, dtype=torch.uint8)
-        self._slots = [whole[i * slot_bytes : (i + 1) * slot_bytes] for i in range(count)]
+        # Unlike an mmap object, this keeps no descriptor.
+        memory = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=count * slot_bytes, dtype=torch.uint8)
+        self._slots = [memory[i * slot_bytes : (i + 1) * slot_bytes] for i in range(count)]
         self._tensors: list[tuple[MessageFormat | None, list[torch.Tensor | None]]] = [(None, [])] * count
 
     def tensors(self, slot: int, message_format: MessageFormat) -> list[torch.Tensor | None]:
@@ -177,7 +177,7 @@ class _Slots:
 
 
 class SharedMemorySender(ConnectionSender):
-    """The sending end, with room for `max_unread` messages, the one read last and the next one.
+    """The sending end, with room for `max_unread` messages, the last one read, and the next one.
 
     Args:
         peer: the other end's rank.
@@ -190,20 +190,20 @@ class SharedMemorySender(ConnectionSender):
         self._count = max_unread + 2
         self._formats = SentFormats(separate)
         self._slots: _Slots | None = None
-        self._free: list[int] = []  # slots that were read
-        self._unused: list[int] = []
-        self._read_from_old = 0  # slots of earlier memory whose numbers have yet to come back
+        self._free_slots: list[int] = []  # used before, and read
+        self._unused_slots: list[int] = []
+        self._old_slots_unread = 0  # slots of earlier memory whose numbers were not sent back yet
         self._packet = bytearray(_SOCKET_BYTES)
         self._view = memoryview(self._packet)
         self._head = self._view[_SLOT.size :]
-        self._number = bytearray(_SLOT.size)
+        self._slot_buffer = bytearray(_SLOT.size)
 
     def send_on(self, message: Message, channel: int) -> MessageFormat:
         number, message_format, description = self._formats.find(message)
         slot, file = _NO_SLOT, None
         if message_format.payload_bytes:
             if self._slots is None or message_format.payload_bytes > self._slots.slot_bytes:
-                file = self._grow(message_format.payload_bytes)
+                file = self._allocate_larger(message_format.payload_bytes)
             assert self._slots is not None
             slot = self._free_slot()
             write(message.tensors, self._slots.tensors(slot, message_format))
@@ -241,39 +241,39 @@ class SharedMemorySender(ConnectionSender):
         header.write(self._head, (), b"")
         self._send_packet(_SLOT.size + header.head_bytes)
 
-    def _grow(self, payload_bytes: int) -> int:
-        """Takes new memory with larger slots; returns its file."""
+    def _allocate_larger(self, payload_bytes: int) -> int:
+        """Allocates memory with larger slots; returns its file."""
         if self._slots is not None:
-            self._read_from_old += self._count - len(self._free) - len(self._unused)
+            self._old_slots_unread += self._count - len(self._free_slots) - len(self._unused_slots)
         slot_bytes = -(-payload_bytes // _PAGE_BYTES) * _PAGE_BYTES
         file = os.memfd_create("pipedream")
         os.ftruncate(file, self._count * slot_bytes)
         self._slots = _Slots(file, self._count, slot_bytes)
-        self._free, self._unused = [], list(range(self._count))
+        self._free_slots, self._unused_slots = [], list(range(self._count))
         return file
 
     def _free_slot(self) -> int:
-        """Returns one that was read, if possible: the kernel gives memory to a slot when it is first used."""
-        while not self._free:
+        """Returns a slot, if possible one that was used: the kernel allocates a slot when it is first used."""
+        while not self._free_slots:
             try:
-                self._take_back(socket.MSG_DONTWAIT if self._unused else 0)
+                self._receive_free_slot(socket.MSG_DONTWAIT if self._unused_slots else 0)
             except BlockingIOError:
-                return self._unused.pop()
-        return self._free.pop()
+                return self._unused_slots.pop()
+        return self._free_slots.pop()
 
-    def _take_back(self, flags: int) -> None:
-        """Takes the number of a slot that has been read."""
+    def _receive_free_slot(self, flags: int) -> None:
+        """Receives the number of a slot that has been read."""
         try:
-            if not self._connection.recv_into(self._number, 0, flags):
+            if not self._connection.recv_into(self._slot_buffer, 0, flags):
                 raise _make_lost_error(self._peer)
         except BlockingIOError:
             raise
         except OSError as error:
             raise _make_lost_error(self._peer) from error
-        if self._read_from_old:
-            self._read_from_old -= 1
+        if self._old_slots_unread:
+            self._old_slots_unread -= 1
         else:
-            self._free.append(_SLOT.unpack(self._number)[0])
+            self._free_slots.append(_SLOT.unpack(self._slot_buffer)[0])
 
 
 class SharedMemoryReceiver(ConnectionReceiver):
@@ -281,7 +281,7 @@ class SharedMemoryReceiver(ConnectionReceiver):
 
     Args:
         peer: the other end's rank.
-        device: to which tensors return that were not in the memory of the CPU.
+        device: where received tensors go that were not in the memory of the CPU.
     """
 
     def __init__(self, connection: socket.socket, peer: int, device: torch.device | None = None) -> None:
@@ -296,7 +296,7 @@ class SharedMemoryReceiver(ConnectionReceiver):
         self._read_slot = _NO_SLOT
 
     def take(self) -> tuple[Message, MessageFormat, int]:
-        self._give_back()
+        self._release_slot()
         header, extra = self._receive_header()
         head = self._head
         if extra:
@@ -310,7 +310,7 @@ class SharedMemoryReceiver(ConnectionReceiver):
             tensors = [None if t is None else t.clone() for t in self._slots.tensors(slot, message_format)]
             self._read_slot = slot
         tensors = restore_device(tensors, message_format, self._device)
-        return header.message(message_format, tuple(tensors), header.numbers_in(head)), message_format, header.channel
+        return header.message(message_format, tuple(tensors), header.read_numbers(head)), message_format, header.channel
 
     def _receive_header(self) -> tuple[Header, list[tuple[int, int, bytes]]]:
         try:
@@ -321,11 +321,11 @@ class SharedMemoryReceiver(ConnectionReceiver):
             raise _make_lost_error(self._peer)
         return Header.read(self._head), extra
 
-    def _give_back(self) -> None:
-        """Gives the last message's slot back, when the next message may have to be waited for."""
+    def _release_slot(self) -> None:
+        """Sends the number of the last message's slot back, before waiting for the next message."""
         slot, self._read_slot = self._read_slot, _NO_SLOT
         if slot != _NO_SLOT:
-            with suppress(OSError):  # of a sender that has ended, nobody needs it
+            with suppress(OSError):  # a sender that has ended does not need it
                 self._connection.send(_SLOT.pack(slot))
 
     def _map_memory(self, descriptor: bytes, count: int, slot_bytes: int) -> _Slots:

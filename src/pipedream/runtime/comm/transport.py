@@ -1,4 +1,4 @@
-"""The transport of each channel between processes: this module alone chooses it.
+"""Chooses the transport of each channel between processes.
 
 | a message | transport |
 | --- | --- |
@@ -66,10 +66,10 @@ class Transport:
 
     def open_channels(self) -> tuple[dict[int, Sender], dict[int, Receiver]]:
         """Returns this worker's ends of the program's channels, by the channel's number."""
-        worker, max_unread = self._connections.rank, self._count_unread()
+        worker, max_unread = self._connections.worker_number, self._count_unread()
         senders: dict[int, dict[int, Sender]] = {}  # channel -> rank of the other worker -> end
         receivers: dict[int, dict[int, Receiver]] = {}
-        linked: dict[tuple[int, int], list[int]] = {}
+        numbers_by_pair: dict[tuple[int, int], list[int]] = {}
         for number, channel in enumerate(self._channels):
             if worker not in (channel.sender, channel.receiver):
                 continue
@@ -82,16 +82,16 @@ class Transport:
                 if channel.carries != Carries.INPUT and self._make_pair(peer, sends) in self._links
             ]
             for peer in on_link:
-                linked.setdefault(self._make_pair(peer, sends), []).append(number)
+                numbers_by_pair.setdefault(self._make_pair(peer, sends), []).append(number)
             others = [peer for peer in peers if peer not in on_link]
-            to_others = {p: self._connect(p, number, channel.depth, max_unread[number]) for p in others}
+            connections = {p: self._connect(p, number, channel.depth, max_unread[number]) for p in others}
             if sends:
-                senders[number] = {p: connection.open_sender() for p, connection in to_others.items()}
+                senders[number] = {p: connection.open_sender() for p, connection in connections.items()}
             else:
-                receivers[number] = {p: connection.open_receiver() for p, connection in to_others.items()}
-        for pair, numbers in linked.items():
-            # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
-            # oldest, and with it all that were sent before.
+                receivers[number] = {p: connection.open_receiver() for p, connection in connections.items()}
+        for pair, numbers in numbers_by_pair.items():
+            # If more messages are under way than all channels together may have unread, one channel has too many: its
+            # oldest one has been read, and so has all that was sent before.
             depth, unread = sum(self._channels[n].depth for n in numbers), sum(max_unread[n] for n in numbers)
             self._open_link(pair, numbers, depth, unread, senders, receivers)
         messages, channels = self._messages, self._channels
@@ -105,8 +105,8 @@ class Transport:
         )
 
     def open_result_channels(self) -> tuple[dict[int, Sender], dict[int, Receiver]]:
-        """Returns how workers of the last stage hand out results: senders by worker, there; receivers by theirs."""
-        connections, placement, worker = self._connections, self._placement, self._connections.rank
+        """Returns the channels for results: (receiving worker -> sender, last-stage worker -> receiver)."""
+        connections, placement, worker = self._connections, self._placement, self._connections.worker_number
         senders: dict[int, Sender] = {}
         receivers: dict[int, Receiver] = {}
         for owner in placement.ranks[-1]:
@@ -127,7 +127,7 @@ class Transport:
 
     def open_data_channels(self) -> tuple[dict[int, GlooSender], dict[int, GlooReceiver]]:
         """Returns how a replica of the input stage hands out data: senders by later, receivers by earlier replica."""
-        worker, leaders = self._connections.rank, self._connections.leaders
+        worker, leaders = self._connections.worker_number, self._connections.leaders
         ranks = self._placement.readers
         senders: dict[int, GlooSender] = {}
         receivers: dict[int, GlooReceiver] = {}
@@ -144,8 +144,8 @@ class Transport:
         return senders, receivers
 
     def open_mesh_data_channels(self) -> tuple[list[GlooSender], GlooReceiver | None]:
-        """Returns how the first rank of a worker hands out data: the senders, there; the receiver, elsewhere."""
-        group = self._connections.worker
+        """Returns the channels for data within a worker: at its first rank the senders, elsewhere the receiver."""
+        group = self._connections.worker_group
         if group is None:
             return [], None
         if group.rank():
@@ -184,29 +184,29 @@ class Transport:
     def _join_senders(self, worker: int, ends: Mapping[int, Sender]) -> Sender:
         """Returns the sending end of a channel to another worker, from those to its ranks."""
         meshes, first = self._connections.meshes, min(ends)
-        pair = MeshPair(meshes[self._connections.rank], meshes[worker])
+        pair = MeshPair(meshes[self._connections.worker_number], meshes[worker])
         if pair.sender == pair.receiver:
             return ends[first]
-        return MeshSender(pair, self._connections.place, {peer - first: end for peer, end in ends.items()})
+        return MeshSender(pair, self._connections.rank_in_worker, {peer - first: end for peer, end in ends.items()})
 
     def _join_receivers(self, worker: int, ends: Mapping[int, Receiver]) -> Receiver:
         """Returns the receiving end of a channel from another worker, from those of its ranks."""
         meshes, first = self._connections.meshes, min(ends)
-        pair = MeshPair(meshes[worker], meshes[self._connections.rank])
+        pair = MeshPair(meshes[worker], meshes[self._connections.worker_number])
         if pair.sender == pair.receiver:
             return ends[first]
-        return MeshReceiver(pair, self._connections.place, {peer - first: end for peer, end in ends.items()})
+        return MeshReceiver(pair, self._connections.rank_in_worker, {peer - first: end for peer, end in ends.items()})
 
     def _open_data_sender(self, peer: int, number: int, group: dist.ProcessGroup) -> GlooSender:
-        most = max(max(*program.plan.in_flight, program.microbatches) for program in self._programs)
-        return GlooSender(GlooEndpoint(peer, number, _DEPTH, group), most * max(self._placement.replicas) + 2)
+        max_in_flight = max(max(*program.plan.in_flight, program.microbatches) for program in self._programs)
+        return GlooSender(GlooEndpoint(peer, number, _DEPTH, group), max_in_flight * max(self._placement.replicas) + 2)
 
     def _count_unread(self) -> list[int]:
         """Returns how many messages of each channel may be unread.
 
         A replica that begins a forward has finished all backwards except those in flight, so the next stage has
-        received their activations. The end of a stream is one more message. So waiting for an older message never
-        waits for work still to be done.
+        received the activations of the others. The end of a stream is one more message. So a wait for an older message
+        never depends on work that is still to be done.
         """
         in_flight = [max(counts) for counts in zip(*map(count_most_in_flight, self._programs), strict=True)]
         return [in_flight[min(channel.source, channel.target)] + 1 for channel in self._channels]
@@ -214,10 +214,10 @@ class Transport:
 
 @dataclass(frozen=True)
 class PeerConnection:
-    """A connection to another rank, whose ends either side opens.
+    """A connection to another rank; each side opens its own end.
 
     Attributes:
-        number: the number of its (first) channel.
+        number: of its (first) channel.
         separate: type of device whose tensors are not sent here.
     """
 

@@ -7,8 +7,8 @@ list that begins with a tag:
     m  meta tensor   shape, dtype, requires_grad, strides  c        another container: class, content, attributes
     e  enum          class, name                           =        the item of the same name in the content
 
-Classes are sent by name, and only containers are made from them, without running their code: named tuples, dataclasses,
-subclasses of tuple, list, dict and UserDict (such as the outputs and batches of Hugging Face).
+Classes are sent by name. The receiver makes only containers of them, without running their code: named tuples,
+dataclasses, subclasses of tuple, list, dict and UserDict (such as the outputs and batches of Hugging Face).
 
 A tensor on the meta device stands for one that is not sent: it has no payload.
 """
@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _CONTAINERS = (tuple, list, dict, UserDict)
-_LONGEST_KEPT = 1 << 14  # characters of a structure whose builder is kept
+_MAX_CACHED_CHARACTERS = 1 << 14  # characters of a structure whose builder is kept
 _TO_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
@@ -44,11 +44,11 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
-def _name_of_torch(value: Any) -> str:
+def _name_torch_object(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-_DTYPE_NAMES = {dtype: _name_of_torch(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPE_NAMES = {dtype: _name_torch_object(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def _find_in_torch(name: str) -> Any:
@@ -58,12 +58,12 @@ def _find_in_torch(name: str) -> Any:
     return member
 
 
-# Type -> its tag, its numbers and texts, and how it is made from them.
+# Type -> its tag, the function to its numbers and texts, and the function from them.
 _ATOMS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] = {
     torch.Size: ("size", list, lambda *sizes: torch.Size(sizes)),
-    torch.dtype: ("torch", lambda value: [_name_of_torch(value)], _find_in_torch),
-    torch.layout: ("torch", lambda value: [_name_of_torch(value)], _find_in_torch),
-    torch.memory_format: ("torch", lambda value: [_name_of_torch(value)], _find_in_torch),
+    torch.dtype: ("torch", lambda value: [_name_torch_object(value)], _find_in_torch),
+    torch.layout: ("torch", lambda value: [_name_torch_object(value)], _find_in_torch),
+    torch.memory_format: ("torch", lambda value: [_name_torch_object(value)], _find_in_torch),
     torch.device: ("device", lambda value: [str(value)], torch.device),
     complex: ("complex", lambda value: [value.real, value.imag], complex),
     range: ("range", lambda value: [value.start, value.stop, value.step], range),
@@ -84,23 +84,23 @@ def flatten(value: Any, *, opaque_as_none: bool = False) -> tuple[str, tuple[tor
         opaque_as_none: objects that cannot be sent, such as a cache of keys and values, become None.
 
     Raises:
-        TypeError: an object cannot be sent; names its type and its place in the value.
+        TypeError: an object cannot be sent; the error names its type and its place in the value.
     """
     if isinstance(value, torch.Tensor) and not value.is_meta:
         return "", (value,)
     nodes = _Nodes(opaque_as_none)
     try:
-        node = nodes.of(value)
+        node = nodes.encode(value)
     except _OpaqueError:
         raise TypeError(_explain_refusal(value)) from None
     return _ENCODER.encode(node), tuple(nodes.tensors)
 
 
 def unflatten(structure: str, tensors: Sequence[torch.Tensor]) -> Any:
-    """Inverse of `flatten`."""
+    """Returns the value that `flatten` took."""
     if not structure:
         return tensors[0]
-    if len(structure) > _LONGEST_KEPT:
+    if len(structure) > _MAX_CACHED_CHARACTERS:
         return _make_builder(json.loads(structure))(tensors)
     return _build_cached(structure)(tensors)
 
@@ -127,13 +127,13 @@ def map_tensors(
 
     Args:
         leaves: types that the function is applied to.
-        replaced: id of a tensor or container -> what takes its place.
+        replaced: id of a tensor or container -> its replacement.
     """
     return _map_item(value, function, leaves if isinstance(leaves, tuple) else (leaves,), dict(replaced or {}))
 
 
 def _map_item(item: Any, function: Callable[[Any], Any], leaves: tuple[type, ...], replaced: dict[int, Any]) -> Any:
-    # Not a function inside the one above: one that calls itself is a cycle, which would keep its tensors in memory.
+    # Not nested in `map_tensors`: a closure that calls itself is a cycle, which would keep its tensors in memory.
     if type(item) in _PLAIN:
         return item
     if id(item) in replaced:
@@ -160,8 +160,8 @@ def _map_item(item: Any, function: Callable[[Any], Any], leaves: tuple[type, ...
 def to_device(value: Any, device: torch.device) -> Any:
     """Moves the tensors of a value; those on the meta device stay there, and a PackedSequence's sizes on the CPU.
 
-    To a GPU, the host does not wait: the tensors are copied from pinned memory while the GPU computes. Tensors that are
-    pinned must not be written until then.
+    The host does not wait for a GPU: tensors are copied from pinned memory while it computes. A tensor that is pinned
+    already must not be written until it is copied.
     """
     if isinstance(value, torch.Tensor):
         return _move_leaf(value, device)
@@ -172,7 +172,7 @@ def _move_leaf(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, PackedSequence):
         data, sizes, *orders = leaf
         moved = _move_leaf(data, device), sizes, *[_move_leaf(order, device) for order in orders]
-        # Not by its class, which looks at the tensors: what a call returns as it is has something in their place.
+        # Not by its class, which inspects the tensors: a recorded call may have something else in their place.
         return tuple.__new__(type(leaf), moved)
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -185,15 +185,15 @@ def _move_leaf(leaf: Any, device: torch.device) -> Any:
 
 
 def _copy_to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy from pageable memory would make the host wait for all that the stream has to do.
+    """Copies from pinned memory: from pageable memory the host would wait for everything in the stream.
 
-    The host runs ahead of the GPU, so that a stream of its own copies while earlier microbatches are computed.
+    The host runs ahead of the GPU, so a separate stream copies while earlier microbatches are computed.
     """
     stream, compute = _make_copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
         copy = tensor.pin_memory().to(device, non_blocking=True)
     compute.wait_stream(stream)
-    copy.record_stream(compute)  # or the next copy may be written to its memory as soon as it is dropped
+    copy.record_stream(compute)  # otherwise its memory may be used again for a copy as soon as it is dropped
     return copy
 
 
@@ -264,18 +264,18 @@ def _assemble_container(kind: type, content: Any, attributes: Mapping[str, Any])
 
 
 @cache
-def _sent_classes() -> dict[str, type]:
-    """Returns the classes that this process has sent, by name: what a function has made is found nowhere else."""
+def _list_sent_classes() -> dict[str, type]:
+    """Returns the classes that this process has sent, by name: a class made in a function is found nowhere else."""
     return {}
 
 
 def _name_class(kind: type) -> str:
     """Returns "module:qualname", by which the receiver finds a class.
 
-    A class that cannot be found by its name, because a function has made it, gets a number, and is found only where it
-    has been sent from.
+    A class that was made in a function cannot be found by that name. It gets a number too, and only the process that
+    has sent it finds it.
     """
-    name, classes = f"{kind.__module__}:{kind.__qualname__}", _sent_classes()
+    name, classes = f"{kind.__module__}:{kind.__qualname__}", _list_sent_classes()
     if _import_item(name) is not kind:
         name += f"#{sum(other.split('#')[0] == name for other in classes)}"
     elif name in classes:  # defined again, as in a notebook
@@ -284,7 +284,7 @@ def _name_class(kind: type) -> str:
     return name
 
 
-_name_of: Callable[[type], str] = cache(_name_class)
+_find_name: Callable[[type], str] = cache(_name_class)
 
 
 def _import_item(name: str) -> Any:
@@ -301,7 +301,7 @@ def _import_item(name: str) -> Any:
 
 
 def _find_class(name: str, is_allowed: Callable[[type], bool]) -> type:
-    kind = _sent_classes().get(name) or _import_item(name)
+    kind = _list_sent_classes().get(name) or _import_item(name)
     if not isinstance(kind, type):
         raise TypeError(
             f"a value of class {name} was received, which this process does not find by that name; define the class at "
@@ -323,30 +323,30 @@ class _Nodes:
         self._indices: dict[int, int] = {}
         self._opaque_as_none = opaque_as_none
 
-    def of(self, item: Any) -> Any:
+    def encode(self, item: Any) -> Any:
         kind = type(item)
         if kind in _PLAIN:
             return item
         if isinstance(item, torch.Tensor):
             return self._encode_tensor(item)
         if kind is tuple:
-            return ["u", *[self.of(part) for part in item]]
+            return ["u", *[self.encode(part) for part in item]]
         if kind is list:
-            return ["l", *[self.of(part) for part in item]]
+            return ["l", *[self.encode(part) for part in item]]
         if kind is dict:
             return self._encode_dict(item)
         if kind in _ATOMS:
             tag, take_apart, _ = _ATOMS[kind]
             return [tag, *take_apart(item)]
         if kind is slice:
-            return ["slice", self.of(item.start), self.of(item.stop), self.of(item.step)]
+            return ["slice", self.encode(item.start), self.encode(item.stop), self.encode(item.step)]
         if isinstance(item, Enum):
-            return ["e", _name_of(kind), item.name] if item.name in kind.__members__ else self._refuse_opaque()
+            return ["e", _find_name(kind), item.name] if item.name in kind.__members__ else self._refuse_opaque()
         if isinstance(item, np.generic):
-            return self.of(item.item())
-        for plain, plain_of in _TO_PLAIN.items():
+            return self.encode(item.item())
+        for plain, convert in _TO_PLAIN.items():
             if isinstance(item, plain):
-                return plain_of(item)
+                return convert(item)
         if _list_fields(kind) is not None:
             return self._encode_container(item)
         return self._encode_dict(dict(item)) if isinstance(item, Mapping) else self._refuse_opaque()
@@ -364,42 +364,42 @@ class _Nodes:
 
     def _encode_dict(self, item: Mapping[Any, Any], drops_opaque: bool = False) -> Any:
         keys = [key if type(key) is str else self._encode_key(key) for key in item]
-        nodes = [self.of(part) for part in item.values()]
+        nodes = [self.encode(part) for part in item.values()]
         if drops_opaque and self._opaque_as_none:
             pairs = zip(keys, nodes, item.values(), strict=True)
-            kept = [(key, node) for key, node, part in pairs if part is None or node is not None]
-            keys, nodes = [key for key, _ in kept], [node for _, node in kept]
+            sent = [(key, node) for key, node, part in pairs if part is None or node is not None]
+            keys, nodes = [key for key, _ in sent], [node for _, node in sent]
         return ["d", keys, *nodes]
 
     def _encode_key(self, key: Any) -> Any:
         if not _is_key(key):
             raise _OpaqueError
-        return self.of(key)
+        return self.encode(key)
 
     def _encode_container(self, item: Any) -> Any:
         kind = type(item)
         content, attributes = _split_container(item)
         names = _list_fields(kind) or ()
         # Fields of a ModelOutput that are None are not among its items.
-        inside = self._encode_dict(content, bool(names)) if isinstance(content, dict) else self.of(content)
-        node = ["c", _name_of(kind), inside, list(attributes)]
+        content_node = self._encode_dict(content, bool(names)) if isinstance(content, dict) else self.encode(content)
+        node = ["c", _find_name(kind), content_node, list(attributes)]
         items = content if isinstance(content, dict) else {}
         for name, part in attributes.items():
             if part is not None and items.get(name) is part:
                 node.append(["="])
             else:
-                node.append(self.of(part) if name in names else self._encode_extra(part))
+                node.append(self.encode(part) if name in names else self._encode_extra(part))
         return node
 
     def _encode_extra(self, item: Any) -> Any:
-        """An attribute that is no data, such as a tokenizer's own notes on its batch: None if it cannot be sent."""
-        before, self._opaque_as_none = self._opaque_as_none, False
+        """Encodes an attribute that is not data, such as a tokenizer's notes on a batch; None if it cannot be sent."""
+        old_setting, self._opaque_as_none = self._opaque_as_none, False
         try:
-            return self.of(item)
+            return self.encode(item)
         except _OpaqueError:
             return None
         finally:
-            self._opaque_as_none = before
+            self._opaque_as_none = old_setting
 
     def _refuse_opaque(self) -> None:
         if not self._opaque_as_none:
@@ -427,7 +427,7 @@ def _explain_refusal(value: Any) -> str:
 
 
 def _find_opaque(item: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Finds again, slowly, what `_Nodes` has refused."""
+    """Yields (where, item) of what `_Nodes` has refused, by a slower search."""
     kind = type(item)
     content: Any = None
     attributes: dict[str, Any] = {}
@@ -443,7 +443,7 @@ def _find_opaque(item: Any, where: str) -> Iterator[tuple[str, Any]]:
         content = (item.start, item.stop, item.step)
     else:
         try:
-            _Nodes(False).of(item)
+            _Nodes(False).encode(item)
         except _OpaqueError:
             yield where, item
     for name, part in attributes.items():
@@ -506,16 +506,16 @@ def _make_meta_builder(
 
 
 def _make_container_builder(name: str, content: Any, names: list[str], *nodes: Any) -> Build:
-    kind, inside = _find_class(name, lambda kind: _list_fields(kind) is not None), _make_builder(content)
+    kind, build_content = _find_class(name, lambda kind: _list_fields(kind) is not None), _make_builder(content)
     attributes = [
         (attribute, None if node == ["="] else _make_builder(node))
         for attribute, node in zip(names, nodes, strict=True)
     ]
 
     def build(tensors: Sequence[torch.Tensor]) -> Any:
-        new_content = inside(tensors)
+        new_content = build_content(tensors)
         if issubclass(kind, PackedSequence):
-            # Recurrent layers want the sizes on the CPU. (While a model is recorded, they are no tensor.)
+            # Recurrent layers need the sizes on the CPU. (While a model is recorded, they are not a tensor.)
             sizes = new_content[1]
             if isinstance(sizes, torch.Tensor) and not sizes.is_meta:
                 sizes = sizes.cpu()

@@ -184,11 +184,11 @@ def _check_activations(local: LocalWorkers) -> None:
 
 def _build_all(local: LocalWorkers, weights: Weights) -> None:
     blueprint, model, names = local.blueprint, local.model, local.names
-    names.here = {name for list_stage_names in names.by_stage for name in list_stage_names}
+    names.here = {name for stage_names in names.by_stage for name in stage_names}
     _read_weights(local, weights)
     materialise(model, names.here, blueprint.weights_device, blueprint.settings.seed)
     local.store = HostStore(None, blueprint.device, blueprint.placement.workers)
-    trained = [parameters.select_trained(model, list_stage_names) for list_stage_names in names.by_stage]
+    trained = [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
     local.workers = make_local_workers(blueprint, trained, local.store)
     settings = blueprint.settings
     local.data = DataSources(
@@ -226,8 +226,8 @@ def _join_others(
 ) -> None:
     blueprint = local.blueprint
     connections = _connect(local, processes)
-    _check_host_memory(local, free_host_bytes, [connections.rank])
-    local.worker_rank = connections.rank
+    _check_host_memory(local, free_host_bytes, [connections.worker_number])
+    local.worker_rank = connections.worker_number
     local.workers = [_build_worker(local, graph, connections, weights)]
     optimizers = {
         f"stage {stage}'s optimizer": describe_optimizer(stage_state.optimizer.optimizer)
