@@ -527,7 +527,7 @@ def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None
 
 @pytest.mark.slow
 def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_MOST_KEPT", 40)  # as in a long run: the second phase pushes out the first's
+    monkeypatch.setattr(recorder, "_TABLE_ROWS", 40)  # as in a long run: the second phase pushes out the first's
     options: dict[str, Any] = {"quiet": True, "evaluate_every": 0}
     summary = train_recipe(make, phases="1f1b/2:20,pipedream", out=tmp_path / "run", **options)
     assert [phase["end"] - phase["begin"] for phase in summary["phases"]] == [20, 10]

@@ -150,7 +150,7 @@ class BackwardRunner:
             return None
         message = self._mailbox.take(Carries.GRADIENT, stage, index)
         if message.numbers:
-            self._results.arrived(index, message)
+            self._results.accept_carried(index, message)
         return message
 
     def _send_back(
@@ -165,7 +165,7 @@ class BackwardRunner:
         if not stage:
             return
         self._stage_states[stage].observer.before_send_back(index, input_gradients)
-        results = self._results.carried(index) if received is None else received
+        results = self._results.take_carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
         gradients = Message(
             index, content, tuple(input_gradients), saved.gradient_crossings, loss_weight=saved.loss_weight

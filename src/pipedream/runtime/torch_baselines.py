@@ -217,7 +217,7 @@ class Baseline:
 
     def _measure_peak(self) -> int | None:
         """Returns the bytes of the fullest worker, if they are known."""
-        rise = self.task.meter.at_drain().rise_bytes
+        rise = self.task.meter.measure_peak().rise_bytes
         peak_bytes = 0 if rise is None else rise + tensor_bytes(self.module, self.optimizer) + self.buffer_bytes
         peak = torch.tensor([peak_bytes], device=self.task.device)
         if self.task.workers > 1:

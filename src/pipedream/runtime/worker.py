@@ -127,7 +127,7 @@ class Worker:
         self.recorder = Recorder(rank, device)
         for sharding in (stage_state.module.sharding for stage_state in stage_states.values()):
             if sharding is not None:
-                sharding.look = self.recorder.memory.look
+                sharding.look = self.recorder.memory.read_heap
         self._activity = activity
         self.stop_requested: Callable[[], bool] = lambda: False
         self.stop_reason = StopReason.DATA

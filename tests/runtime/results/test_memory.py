@@ -43,23 +43,23 @@ def test_heap_rises_with_tensors_and_not_with_what_stays() -> None:
     block = torch.ones(4 * MB)
     meter.sample(False)
     del block
-    rise_bytes = meter.at_drain().rise_bytes
+    rise_bytes = meter.measure_peak().rise_bytes
     assert rise_bytes is not None
     assert 16 * MB <= rise_bytes < 17 * MB, "not the 4 MiB that stay"
     meter.reset()
     meter.sample(False)
-    assert 0 <= (meter.at_drain().rise_bytes or 0) < MB, f"of a new phase, with {len(stays)} numbers"
+    assert 0 <= (meter.measure_peak().rise_bytes or 0) < MB, f"of a new phase, with {len(stays)} numbers"
 
 
 def test_an_evaluation_after_a_drain_does_not_count() -> None:
     meter = MemoryMeter(CPU)
     meter.sample(True)
-    assert (meter.at_drain().rise_bytes or 0) < MB
+    assert (meter.measure_peak().rise_bytes or 0) < MB
     block = torch.ones(4 * MB)
     meter.sample(True)
     del block
     meter.sample(False)
-    assert (meter.at_drain().rise_bytes or 0) < MB
+    assert (meter.measure_peak().rise_bytes or 0) < MB
 
 
 def test_reading_the_heap_takes_a_bounded_share_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_slow_reads_before_those_that_count_do_not_prevent_them(monkeypatch: pyt
     for _ in range(60):
         meter.sample(False)
     heap_bytes = 40
-    assert meter.at_drain().rise_bytes == 60
+    assert meter.measure_peak().rise_bytes == 60
 
 
 def test_what_an_evaluation_leaves_in_the_heap_does_not_hide_an_earlier_rise() -> None:
@@ -108,10 +108,10 @@ def test_what_an_evaluation_leaves_in_the_heap_does_not_hide_an_earlier_rise() -
     block = torch.ones(4 * MB)
     meter.sample(False)
     del block
-    rises_bytes = [meter.at_drain().rise_bytes or 0]
+    rises_bytes = [meter.measure_peak().rise_bytes or 0]
     stays = torch.ones(5 * MB)
     meter.sample(False)
-    rises_bytes.append(meter.at_drain().rise_bytes or 0)
+    rises_bytes.append(meter.measure_peak().rise_bytes or 0)
     assert 16 * MB <= rises_bytes[0] <= rises_bytes[1] < 17 * MB, f"with {len(stays)} numbers more"
 
 
@@ -121,7 +121,7 @@ def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch)
     meter = MemoryMeter(GPU)
     assert cuda.resets == 1, "in the first phase too"
     meter.sample(False)
-    assert meter.at_drain() == (40, 200), "100 at most, 60 now; 200 reserved"
+    assert meter.measure_peak() == (40, 200), "100 at most, 60 now; 200 reserved"
     meter.reset()
     assert cuda.resets == 2
 

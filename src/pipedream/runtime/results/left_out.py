@@ -1,8 +1,8 @@
-"""Checks that the parts of minibatches count by their samples, as a loss that is written by hand is taken to.
+"""Checks that a hand-written loss is a mean over samples, as is assumed: then parts of minibatches count by samples.
 
 The first minibatch confirms it, and later ones may refute it. If the loss leaves something out (padding, ignored
-labels, what a mask hides), all parts must have as much of it. If it weights samples or tokens, which the first
-minibatch cannot show where all weights were equal, a later part must not weigh more than its samples.
+labels, masked elements), all parts must have the same share of it. If it weights samples or tokens, which the first
+minibatch cannot show if all its weights are equal, no later part may weigh more than its samples.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pipedream.runtime.comm.values import map_tensors, tensors_in
 MARKS = (0, -1, -100, 255)
 """Values of labels and masks that losses leave out."""
 
-_ALWAYS = 8  # parts that are compared before only every power of two is
-_MOST_BY_RANGE = 64  # comparisons of parts because their numbers are new: some grow from batch to batch
-_MOST_IN_DOUBLE = 2**24  # elements of an output
+_ALWAYS_COMPARED = 8  # the first parts; after them those whose number is a power of two
+_MAX_RANGE_COMPARISONS = 64  # of parts with numbers in a new range: some numbers grow from batch to batch
+_MAX_DOUBLE_ELEMENTS = 2**24  # of an output that is computed in double precision
 WEIGHT_ADVICE = (
     "give weight=..., a function from a batch to the amount that the loss is a mean over, let the loss return "
     "(sum, weight), or train with microbatches=1"
@@ -32,8 +32,8 @@ class LeftOut(NamedTuple):
     """A value of the targets that a loss does not count like others.
 
     Attributes:
-        leaf: number of the tensor.
-        share: how often it is in the tensor, per sample.
+        leaf: index of the tensor.
+        share: how often the value is in the tensor, per sample.
     """
 
     leaf: int
@@ -42,14 +42,14 @@ class LeftOut(NamedTuple):
 
 
 class PartsCheck:
-    """Checks the parts of minibatches one after the other, the first minibatch's without a comparison.
+    """Checks the parts of minibatches one after the other; those of the first minibatch are not compared.
 
-    A part is joined with the targets of an earlier one, and the loss should be the mean of both losses, weighted by
-    their samples. This costs three calls of the loss: for the first parts, then more and more rarely, and for each part
-    that has what was not compared: a new extreme among whole numbers and masks, or among numbers that were all equal.
+    A part is joined with the targets of an earlier one: the loss should be the mean of both losses, weighted by their
+    samples. This costs three calls of the loss. It is done for the first parts, then more and more rarely, and for each
+    part with a new extreme among whole numbers and masks, or among numbers that were all equal.
 
     Args:
-        evaluate: from output and targets to the loss.
+        evaluate: returns the loss for output and targets.
     """
 
     def __init__(self, evaluate: Callable[[Any, Any], Any]) -> None:
@@ -57,7 +57,7 @@ class PartsCheck:
         self._left_out: list[LeftOut] | None = None
         self._first_minibatch = -1
         self._parts = 0
-        self._by_range = 0
+        self._range_comparisons = 0
         self._is_due = False
         self._ranges: dict[int, tuple[float, float]] = {}
         self._earlier: list[tuple[Any, int]] = []  # targets and samples of the first part and of the one before
@@ -80,10 +80,10 @@ class PartsCheck:
             if all(len(t) == samples for t in outputs if t.ndim) and self._is_mean(output, targets, samples):
                 self._earlier = [(targets, samples)] * 2
         for leaf, value, share in self._left_out:
-            here = count_share(received, leaf, value, samples)
-            if here != share:
+            share_here = count_share(received, leaf, value, samples)
+            if share_here != share:
                 raise ValueError(
-                    f"the loss leaves out targets that are {value}, and there are {here:g} of them per sample in "
+                    f"the loss leaves out targets that are {value}, and there are {share_here:g} of them per sample in "
                     f"this part of a minibatch but {share:g} in the first part, so parts cannot be weighted by their "
                     f"numbers of samples; {WEIGHT_ADVICE}"
                 )
@@ -92,9 +92,9 @@ class PartsCheck:
         is_new = self._widen_ranges(received)
         if minibatch != self._first_minibatch:
             self._parts += 1
-            is_new = is_new and self._by_range < _MOST_BY_RANGE
-            self._by_range += is_new
-            self._is_due |= is_new or self._parts <= _ALWAYS or not self._parts & (self._parts - 1)
+            is_new = is_new and self._range_comparisons < _MAX_RANGE_COMPARISONS
+            self._range_comparisons += is_new
+            self._is_due |= is_new or self._parts <= _ALWAYS_COMPARED or not self._parts & (self._parts - 1)
             self._is_due = self._is_due and not self._compare(output, targets, samples)
         self._earlier[1] = targets, samples
 
@@ -104,19 +104,19 @@ class PartsCheck:
 
     def _widen_ranges(self, received: Any) -> bool:
         """Returns whether a part has numbers beyond those before."""
-        before = self._ranges
+        old_ranges = self._ranges
         tensors = tensors_in(received)
-        for number, (least, most) in before.items():
+        for number, (least, most) in old_ranges.items():
             low, high = _measure_range(tensors[number]) if number < len(tensors) else (least, most)
             self._ranges = {**self._ranges, number: (min(low, least), max(high, most))}
-        return self._ranges != before
+        return self._ranges != old_ranges
 
     def _compare(self, output: Any, targets: Any, samples: int) -> bool:
-        """Returns whether an earlier part could be joined with this one; raises ValueError if it does not count."""
-        for others, other_samples in self._earlier:
-            if _list_shapes(others) != _list_shapes(targets):  # as of other lengths
+        """Returns whether an earlier part could be joined; raises ValueError if this part does not count by samples."""
+        for earlier_targets, earlier_samples in self._earlier:
+            if _list_shapes(earlier_targets) != _list_shapes(targets):  # as of other lengths
                 continue
-            joined = self._join_losses(output, targets, samples, others, other_samples)
+            joined = self._join_losses(output, targets, samples, earlier_targets, earlier_samples)
             if joined is not None and not joined.is_mean:
                 raise ValueError(
                     f"the loss is taken for a mean over samples, as in the first minibatch, but a part of {samples} "
@@ -130,32 +130,32 @@ class PartsCheck:
     def _join_losses(self, output: Any, targets: Any, samples: int, others: Any, other_samples: int) -> _Joined | None:
         """Joins a part with other targets; returns None if the loss cannot be computed for them.
 
-        Where rounding may decide, and the loss computes in double precision, it is computed in that.
+        If rounding may decide, the loss is computed in double precision, if it can be.
         """
         count = min(samples, other_samples)
-        narrow = any(t.is_floating_point() and torch.finfo(t.dtype).eps > 1e-5 for t in tensors_in(output))
-        widens = sum(tensor.numel() for tensor in tensors_in(output)) <= _MOST_IN_DOUBLE
+        is_narrow = any(t.is_floating_point() and torch.finfo(t.dtype).eps > 1e-5 for t in tensors_in(output))
+        can_widen = sum(tensor.numel() for tensor in tensors_in(output)) <= _MAX_DOUBLE_ELEMENTS
         joined = None
-        for change in (torch.Tensor.detach, _widen)[narrow and widens : 1 + widens]:
+        for change in (torch.Tensor.detach, _widen)[is_narrow and can_widen : 1 + can_widen]:
             a, b, c = (map_tensors(value, change) for value in (output, targets, others))
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     first, other = _take_first(a, samples, count), _take_first(c, other_samples, count)
                     pairs = [(a, b), (first, other), (_join(a, first, samples), _join(b, other, samples))]
                     losses = [self._evaluate(*pair) for pair in pairs]
-                mine, theirs, both = map(float, losses)
+                part_loss, other_loss, joined_loss = map(float, losses)
             except Exception:
                 continue
-            if math.isfinite(mine + theirs + both):
-                mean = (samples * mine + count * theirs) / (samples + count)
-                joined = _Joined(both, mean, _choose_tolerance(losses[0]) * max(abs(mine), abs(theirs)))
+            if math.isfinite(part_loss + other_loss + joined_loss):
+                mean = (samples * part_loss + count * other_loss) / (samples + count)
+                joined = _Joined(joined_loss, mean, _choose_tolerance(losses[0]) * max(abs(part_loss), abs(other_loss)))
                 if joined.is_mean:
                     break
         return joined
 
 
 class _Joined(NamedTuple):
-    """The loss of two parts together, their mean by samples, and how far the two may be apart."""
+    """The loss of two joined parts, the mean of their losses by samples, and how far the two may differ."""
 
     loss: float
     mean: float
@@ -199,22 +199,22 @@ def _measure_range(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int) -> list[LeftOut]:
-    """Returns the values that stop a loss from being a mean over samples.
+    """Returns the values that keep a loss from being a mean over samples.
 
-    A part is joined with a copy in which half of a tensor's elements have the value. The loss should be the mean of the
-    losses of both.
+    A part is joined with a copy in which half of a tensor's elements have the value. The loss should be the mean of
+    both losses.
 
     Args:
-        evaluate: from output and targets to the loss.
+        evaluate: returns the loss for output and targets.
         samples: of the part; tensors with another size in dimension 0 are shared.
     """
     left_out: list[LeftOut] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        twice = _join(output, output, samples)
+        doubled_output = _join(output, output, samples)
         try:
             loss = evaluate(output, targets)
             first, tolerance = float(loss), _choose_tolerance(loss)
-            if not is_close(float(evaluate(twice, _join(targets, targets, samples))), first, tolerance):
+            if not is_close(float(evaluate(doubled_output, _join(targets, targets, samples))), first, tolerance):
                 return []  # the samples depend on each other, as the first minibatch shows
         except Exception:  # it takes parts of this size only
             return []
@@ -225,10 +225,10 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
                 others = map_tensors(targets, partial(_replace, leaf, changed))
                 try:
                     second = float(evaluate(output, others))
-                    both = float(evaluate(twice, _join(targets, others, samples)))
+                    joined = float(evaluate(doubled_output, _join(targets, others, samples)))
                 except Exception:  # the loss does not know the value
                     continue
-                if math.isfinite(both) and not is_close(both, (first + second) / 2, tolerance):
+                if math.isfinite(joined) and not is_close(joined, (first + second) / 2, tolerance):
                     left_out.append(LeftOut(number, value, count_share(targets, number, value, samples)))
     return left_out
 

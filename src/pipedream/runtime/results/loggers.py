@@ -29,10 +29,10 @@ _SPEED_EVERY_S = 1.0
 
 
 class Logger(Protocol):
-    """Protocol of a logger, that of Lightning's loggers; rank 0 alone calls it.
+    """Protocol of a logger, that of Lightning's loggers; only rank 0 calls it.
 
     It may also have ``log_hyperparams(params)``, called before the first minibatch, and ``finalize(status)``, called
-    when the pipeline closes, with 'success' or 'failed'. An object with ``log(done)`` gets each `Done` by that instead.
+    when the pipeline closes, with 'success' or 'failed'. If it has ``log(done)``, that gets each `Done` instead.
     """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -40,11 +40,11 @@ class Logger(Protocol):
 
 
 class Loggers:
-    """All loggers of a run. Every rank makes one and calls it, for the busy shares; only rank 0 logs.
+    """All loggers of a run. Every rank makes one and calls it, because of the busy shares; only rank 0 logs.
 
     Args:
-        loggers: the same number on all ranks.
-        status: returns rank -> its recent busy share, as far as known here.
+        loggers: as many on each rank.
+        status: returns rank -> its recent busy share, for the ranks that are known here.
 
     Raises:
         PipelineError: an object is not a logger.
@@ -103,7 +103,7 @@ class Loggers:
                 logger.log_metrics({f"{name}/{metric}": value for metric, value in metrics.items()}, step)
 
     def pause(self) -> None:
-        """Leaves out of the throughput what comes before the next minibatch: a drain, an evaluation."""
+        """Leaves the time until the next minibatch, of a drain or an evaluation, out of the throughput."""
         self._since_s = None
 
     def finalize(self, status: str) -> None:
@@ -112,25 +112,25 @@ class Loggers:
                 logger.finalize(status)
 
     def _measure_speed(self, done: Done) -> dict[str, float]:
-        """Returns throughput and bubble since the last time, if it is time."""
-        now = time.perf_counter()
+        """Returns throughput and bubble since the last call that returned them, about every second."""
+        now_s = time.perf_counter()
         self._samples += done.samples
         if self._since_s is None:
             self._status()
-        elif now - self._since_s < _SPEED_EVERY_S and not done.ends_epoch:
+        elif now_s - self._since_s < _SPEED_EVERY_S and not done.ends_epoch:
             return {}
         speed: dict[str, float] = {}
-        if self._since_s is not None and now > self._since_s:
-            speed["train/samples_per_s"] = self._samples / (now - self._since_s)
+        if self._since_s is not None and now_s > self._since_s:
+            speed["train/samples_per_s"] = self._samples / (now_s - self._since_s)
             shares = [row["busy_share"] for row in self._status().values()]
             if len(shares) == self._workers:
                 speed["train/bubble"] = 1.0 - mean(shares)
-        self._since_s, self._samples = now, 0
+        self._since_s, self._samples = now_s, 0
         return speed
 
 
 class _Closable:
-    """A logger that its first log opens, so that only rank 0 opens it."""
+    """A logger that opens with its first log, so only at rank 0."""
 
     def finalize(self, status: str) -> None:
         """Closes it; a later log opens it again."""
@@ -151,8 +151,8 @@ class _Closable:
 class CSVLogger(_Closable):
     """Writes one row per minibatch: number, epoch, loss, weight, samples, rate, metrics; then what else is logged.
 
-    A number that was logged for some minibatches alone is empty elsewhere. The file is written anew, and its folder
-    created, unless the first minibatch is not number 0: then the rows before it are kept, as a resumed run needs.
+    A number that was logged for some minibatches only is empty in the other rows. The file is overwritten, and its
+    folder created; if the first minibatch is not number 0, as in a resumed run, earlier rows are kept.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -186,11 +186,11 @@ class CSVLogger(_Closable):
     def _open(self, row: Mapping[str, Any]) -> None:
         """Opens the file with columns for the row, after the rows before it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        before: list[dict[str, str]] = []
+        earlier_rows: list[dict[str, str]] = []
         if row["number"] and self._path.exists():
             with open(self._path, newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
-                before = [row_before for row_before in reader if int(row_before["number"]) < row["number"]]
+                earlier_rows = [earlier_row for earlier_row in reader if int(earlier_row["number"]) < row["number"]]
                 self._columns = list(reader.fieldnames or ())
         else:
             self._columns = []
@@ -200,7 +200,7 @@ class CSVLogger(_Closable):
         self._file = open(self._path, "w", buffering=1, newline="", encoding="utf-8")  # noqa: SIM115 - until finalize()
         writer = csv.DictWriter(self._file, self._columns)
         writer.writeheader()
-        writer.writerows(before)
+        writer.writerows(earlier_rows)
 
 
 class TensorBoardLogger(_Closable):
@@ -241,7 +241,7 @@ class WandbLogger(_Closable):
     """Logs to Weights & Biases, by its own package.
 
     Args:
-        init: arguments of ``wandb.init``, such as project and name; `wandb login` and its environment variables count
+        init: arguments of ``wandb.init``, such as project and name; `wandb login` and its environment variables apply
             too (``WANDB_MODE=offline`` needs no network). A run that is active already is used, and stays open.
 
     Raises:
@@ -280,7 +280,7 @@ class MLFlowLogger(_Closable):
     """Logs to MLflow, by its own package.
 
     Args:
-        start: arguments of ``mlflow.start_run``, such as run_name; MLflow's environment variables count too
+        start: arguments of ``mlflow.start_run``, such as run_name; MLflow's environment variables apply too
             (``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME``). A run that is active already is used, and stays open.
 
     Raises:

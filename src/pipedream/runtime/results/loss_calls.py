@@ -2,14 +2,14 @@
 
 Life of a forward that is watched:
 
-1. A call of a loss of `torch.nn.functional` is noted with its arguments, and its result is known to be a mean over
-   some amount, a sum, or a tensor of elements (``reduction='none'``).
+1. A call of a loss of `torch.nn.functional` is noted with its arguments: its result is a mean over some amount, a sum,
+   or a tensor of elements (``reduction='none'``).
 2. What the model then computes from it is followed: casts, reshapes, factors, sums of losses, means and sums of
    elements, and the division of a sum by a count. Any other function of a loss ends the trail.
-3. If the model's loss is at the end of a trail, `amounts` computes what it is a mean over. This alone reads tensors.
+3. If the model's loss is at the end of a trail, `amounts` computes what it is a mean over. Only this reads tensors.
 
-To see every function costs 2 us for each, so only the first forward does. It shows whether all losses are called by
-their names in `torch.nn.functional`. If so, later forwards watch these names, and the functions after the first loss.
+Watching every function costs 2 us for each, so only the first forward does. It shows whether all losses are called by
+their names in `torch.nn.functional`. If so, later forwards watch these names, and all functions after the first loss.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Amounts(NamedTuple):
     """The amounts that a loss is a mean over.
 
     Attributes:
-        values: several if it is a sum of means; none if it is itself a sum.
-        terms: what is added to the losses of torch, as regularisers and losses of the user's own; read only where its
-            values matter, because they may be on a GPU.
-        full: as `values`, if no target were ignored and all classes had weight 1; empty if that is unknown, as of a sum
-            that is divided by a count.
+        values: several for a sum of means; empty for a sum.
+        terms: what is added to torch's losses, such as regularisers and the user's own losses; read only if the values
+            matter, because they may be on a GPU.
+        full: what `values` would be if no target were ignored and all classes had weight 1; empty if that is unknown,
+            as for a sum that is divided by a count.
     """
 
     is_sum: bool
@@ -48,23 +48,23 @@ class Amounts(NamedTuple):
     full: tuple[float, ...] = ()
 
     def read_terms(self) -> tuple[float, ...]:
-        """Returns the values of the terms but for zeros, from which many sums of losses start."""
+        """Returns the values of the terms, except zeros, with which many sums of losses start."""
         return tuple(value for value in map(float, self.terms) if value)
 
     def fits(self, other: Amounts) -> bool:
-        """Returns whether weights of these two parts give the loss of both.
+        """Returns whether the loss of both parts together is a weighted mean of their losses.
 
-        None do for a sum of means over amounts whose ratio differs. A term that is not torch's is taken for a mean over
-        samples, unless it has the same value in both parts.
+        It is not for a sum of means over amounts in different ratios. A term that is not torch's is taken for a mean
+        over samples, unless it has the same value in both parts.
         """
         if len(self.values) != len(other.values):
             return False
-        mine, others = max(self.values, default=0.0), max(other.values, default=0.0)
-        if not mine or not others:
+        own_amount, other_amount = max(self.values, default=0.0), max(other.values, default=0.0)
+        if not own_amount or not other_amount:
             return True
 
         def has_ratio(here: float, there: float) -> bool:
-            return abs(here / mine - there / others) <= 1e-9 * here / mine
+            return abs(here / own_amount - there / other_amount) <= 1e-9 * here / own_amount
 
         if not all(map(has_ratio, self.values, other.values)):
             return False
@@ -74,7 +74,7 @@ class Amounts(NamedTuple):
         return not any(abs(a - b) > 1e-5 * abs(a) for a, b in terms)
 
 
-class _Noted(NamedTuple):
+class _Note(NamedTuple):
     kind: str  # "mean", "sum" or "elements"
     amounts: tuple[_Amount, ...] = ()
     terms: tuple[torch.Tensor, ...] = ()
@@ -82,7 +82,7 @@ class _Noted(NamedTuple):
 
 
 def class_amount(targets: torch.Tensor, ignore_index: int = -100, classes: torch.Tensor | None = None) -> float:
-    """Returns the counted targets of a loss on classes, or the sum of their classes' weights."""
+    """Returns how many targets of a loss on classes count, or the sum of their classes' weights."""
     if targets.is_floating_point():  # probabilities
         return float(targets.numel() // targets.shape[1] if targets.ndim > 1 else 1)
     counts = targets != ignore_index
@@ -125,7 +125,7 @@ def _count_rows(name: str) -> Callable[[_Arguments], float]:
     return lambda arguments: float(math.prod(arguments[name].shape[:-1]))
 
 
-_pair = _count_elements("input", "target")
+_count_pairs = _count_elements("input", "target")
 _AMOUNTS: dict[Any, Callable[[_Arguments], float]] = {
     F.cross_entropy: _count_classes,
     F.nll_loss: _count_classes,
@@ -145,13 +145,13 @@ _AMOUNTS |= dict.fromkeys(
         F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
         F.poisson_nll_loss, F.gaussian_nll_loss, F.soft_margin_loss, F.hinge_embedding_loss,
     ),
-    _pair,
+    _count_pairs,
 )  # fmt: skip
 if hasattr(F, "linear_cross_entropy"):
     _AMOUNTS[F.linear_cross_entropy] = _count_classes
-_OF_CLASSES = frozenset(function for function, amount in _AMOUNTS.items() if amount is _count_classes)
-OF_ELEMENTS = tuple(
-    function for function, amount in _AMOUNTS.items() if amount in (_pair, _weigh_elements, _count_divergence)
+_CLASS_LOSSES = frozenset(function for function, amount in _AMOUNTS.items() if amount is _count_classes)
+ELEMENT_LOSSES = tuple(
+    function for function, amount in _AMOUNTS.items() if amount in (_count_pairs, _weigh_elements, _count_divergence)
 )
 _DEFAULTS = {
     function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
@@ -159,7 +159,7 @@ _DEFAULTS = {
 }
 
 # Functions whose result is their first argument in another form, or parts of it.
-_FORMS = frozenset((
+_FORM_CHANGES = frozenset((
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "cuda", "cpu", "clone", "contiguous", "detach",
     "alias", "requires_grad_", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze",
     "unsqueeze", "expand", "expand_as", "permute", "transpose", "t", "neg", "neg_", "nan_to_num", "nan_to_num_",
@@ -175,7 +175,7 @@ class LossCalls(TorchFunctionMode):
     """Watches the forwards of a model; use it as a context around each, then call `amounts`.
 
     Attributes:
-        recognised: whether the first loss was; None before it.
+        recognised: whether the first loss was recognised; None before it.
     """
 
     def __init__(self) -> None:
@@ -184,8 +184,8 @@ class LossCalls(TorchFunctionMode):
         self._sees_all = True
         self._only_by_name = True
         self._by_name = False
-        self._pushed = False
-        self._noted: dict[int, tuple[torch.Tensor, _Noted]] = {}
+        self._is_active = False
+        self._notes: dict[int, tuple[torch.Tensor, _Note]] = {}
         # By id; the values keep the tensors, so that no id is used again.
         self._inputs: dict[int, torch.Tensor] = {}
         self._input_numbers: set[float] = set()
@@ -193,23 +193,23 @@ class LossCalls(TorchFunctionMode):
         self._samples = 1
         self._thread = 0
         self._names = {function.__name__: (function, self._watch_function(function)) for function in _AMOUNTS}
-        # While it is watched, a function names itself by what watches it.
+        # While a function is watched, its wrapper passes itself to the mode as the function.
         self._functions = {key: function for function, watched in self._names.values() for key in (function, watched)}
 
     def watch(self, inputs: Any, samples: int, targets: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> Self:
-        """Takes the coming forward's inputs: a sum that is divided by a number among them remains a sum.
+        """Takes the next forward's inputs: a sum that is divided by a number among them remains a sum.
 
-        Such a number is not split with the batch, as Hugging Face's ``num_items_in_batch``.
+        Such a number, like Hugging Face's ``num_items_in_batch``, is not split with the batch.
 
         Args:
-            targets: on a GPU and on the CPU, where they are counted, so that no host waits for the GPU.
+            targets: (on the device, on the CPU); they are counted on the CPU, so that no host waits for a GPU.
         """
         self.clear()
         self._samples = samples
         self._targets = [
-            (there, here, there._version)
-            for there, here in targets
-            if there is not here and there.layout is torch.strided and not there.is_inference()
+            (on_device, on_cpu, on_device._version)
+            for on_device, on_cpu in targets
+            if on_device is not on_cpu and on_device.layout is torch.strided and not on_device.is_inference()
         ]
         for item in iterate_leaves(inputs):
             if isinstance(item, torch.Tensor):
@@ -220,13 +220,13 @@ class LossCalls(TorchFunctionMode):
         return self
 
     def end(self) -> None:
-        """Ends a forward whose loss is no scalar; if it is the first, the losses are not recognised."""
+        """Ends a forward whose loss is not a scalar; if it is the first, the losses are not recognised."""
         if self.recognised is None:
             self.recognised = False
         self.clear()
 
     def clear(self) -> None:
-        self._noted.clear()
+        self._notes.clear()
         self._inputs.clear()
         self._input_numbers.clear()
         self._targets.clear()
@@ -236,20 +236,20 @@ class LossCalls(TorchFunctionMode):
         for name, (_, watched) in self._names.items():
             setattr(F, name, watched)
         if self._sees_all:
-            self._push()
+            self._activate()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._thread = 0
-        if self._pushed:
-            self._pushed = False
+        if self._is_active:
+            self._is_active = False
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         for name, (function, _) in self._names.items():
             setattr(F, name, function)
 
     def amounts(self, loss: torch.Tensor) -> Amounts | None:
         """Returns what the loss of the watched forward is a mean over, if it was recognised."""
-        entry = self._noted.get(id(loss))
+        entry = self._notes.get(id(loss))
         amounts = None if entry is None or entry[1].kind == "elements" else _evaluate_note(entry[1], self._samples)
         if self.recognised is None:
             self._sees_all = not self._only_by_name
@@ -257,23 +257,23 @@ class LossCalls(TorchFunctionMode):
         self.clear()
         return amounts
 
-    def _push(self) -> None:
+    def _activate(self) -> None:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._pushed = True
+        self._is_active = True
 
     def _watch_function(self, function: Any) -> Any:
         @wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
             if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
                 return function(*args, **keywords)
-            if self._pushed:
+            if self._is_active:
                 # Below another mode, this one could not have been pushed here.
                 self._by_name = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
                 return function(*args, **keywords)
             result = function(*args, **keywords)
             self._note_call(function, args, keywords, result)
-            if not self._pushed:  # one loss may have called another
-                self._push()
+            if not self._is_active:  # one loss may have called another
+                self._activate()
             return result
 
         return call
@@ -288,17 +288,17 @@ class LossCalls(TorchFunctionMode):
             result = function(*args, **kwargs)
             self._note_call(function, args, kwargs, result)
             return result
-        if not self._noted:
+        if not self._notes:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         derive = self._derive_note(name, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
-            noted = None if derive is None else derive(result)
-            if noted is not None:
-                self._noted[id(result)] = (result, noted)
+            note = None if derive is None else derive(result)
+            if note is not None:
+                self._notes[id(result)] = (result, note)
             elif name != "__get__":
-                self._noted.pop(id(result), None)  # changed in place
+                self._notes.pop(id(result), None)  # changed in place
         return result
 
     # -- what is noted ------------------------------------------------------------------------------
@@ -310,46 +310,46 @@ class LossCalls(TorchFunctionMode):
             return
         reduction = arguments["reduction"]
         if reduction == "none":
-            noted = _Noted("elements")
+            note = _Note("elements")
         elif reduction == "sum":
-            noted = _Noted("sum")
+            note = _Note("sum")
         else:
-            if function in _OF_CLASSES and arguments["weight"] is None:
+            if function in _CLASS_LOSSES and arguments["weight"] is None:
                 arguments["target"] = self._find_on_cpu(arguments["target"])
             amount = partial(_AMOUNTS[function], arguments)
-            noted = _Noted(
-                "mean", (amount,), full=(partial(_count_targets, arguments) if function in _OF_CLASSES else amount,)
+            note = _Note(
+                "mean", (amount,), full=(partial(_count_targets, arguments) if function in _CLASS_LOSSES else amount,)
             )
-        self._noted[id(result)] = (result, noted)
+        self._notes[id(result)] = (result, note)
 
     def _find_on_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what is equal on the CPU to one of the targets, or to a view of one; else the tensor itself."""
-        for there, here, version in self._targets:
-            if there._version != version:  # the loss has written into it
+        """Returns the copy on the CPU of one of the targets, or of a view of one; else the tensor itself."""
+        for on_device, on_cpu, version in self._targets:
+            if on_device._version != version:  # the loss has written into it
                 continue
-            if tensor is there:
-                return here
-            if _is_part(tensor, there) and tensor._version == version and here.is_contiguous():
-                offset = here.storage_offset() + tensor.storage_offset() - there.storage_offset()
-                return here.as_strided(tensor.shape, tensor.stride(), offset)
+            if tensor is on_device:
+                return on_cpu
+            if _is_part(tensor, on_device) and tensor._version == version and on_cpu.is_contiguous():
+                offset = on_cpu.storage_offset() + tensor.storage_offset() - on_device.storage_offset()
+                return on_cpu.as_strided(tensor.shape, tensor.stride(), offset)
         return tensor
 
-    def _find_note(self, item: Any) -> _Noted | None:
-        entry = self._noted.get(id(item)) if isinstance(item, torch.Tensor) else None
+    def _find_note(self, item: Any) -> _Note | None:
+        entry = self._notes.get(id(item)) if isinstance(item, torch.Tensor) else None
         return None if entry is None else entry[1]
 
     def _derive_note(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Callable[[torch.Tensor], _Noted | None] | None:
-        """Returns from a function's result to its note; called before the function, which may write in place."""
+    ) -> Callable[[torch.Tensor], _Note | None] | None:
+        """Returns how to note a function's result; called before the function, which may write in place."""
         operands = [*iterate_leaves(args), *kwargs.values()]
-        notes = [noted for noted in map(self._find_note, operands) if noted is not None]
+        notes = [note for note in map(self._find_note, operands) if note is not None]
         if not notes:
-            if name in _FORMS and args and id(args[0]) in self._inputs:
+            if name in _FORM_CHANGES and args and id(args[0]) in self._inputs:
                 return self._note_input
             return None
         first = notes[0]
-        if name in _FORMS:
+        if name in _FORM_CHANGES:
             return lambda result: first
         if name in ("sum", "mean"):
             return lambda result: _reduce_note(first, name, args[0], result)
@@ -374,81 +374,81 @@ class LossCalls(TorchFunctionMode):
     def _note_input(self, result: torch.Tensor) -> None:
         self._inputs[id(result)] = result
 
-    def _divide_note(self, noted: _Noted, divided: torch.Tensor, divisor: Any) -> _Noted | None:
-        if noted.kind == "elements":
-            return noted
+    def _divide_note(self, note: _Note, divided: torch.Tensor, divisor: Any) -> _Note | None:
+        if note.kind == "elements":
+            return note
         if not _is_number(divisor):
             return None
         if isinstance(divisor, torch.Tensor):
             if id(divisor) in self._inputs:
-                return noted
-            if noted.kind == "mean":
-                return _scale_amounts(noted, divisor, 1)
+                return note
+            if note.kind == "mean":
+                return _scale_amounts(note, divisor, 1)
             count, total = divisor.detach().clone(), divided.detach().clone()
-            return _Noted("mean", (lambda: _read_count(count, total),))
-        if noted.kind == "mean":
-            return noted
+            return _Note("mean", (lambda: _read_count(count, total),))
+        if note.kind == "mean":
+            return note
         number = float(divisor)
         if number == self._samples or (number not in self._input_numbers and not number % self._samples):
-            return _Noted("mean", (lambda: number,))
-        return noted  # a factor that has nothing to do with the batch
+            return _Note("mean", (lambda: number,))
+        return note  # a factor that does not depend on the batch
 
 
-def _is_part(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Returns whether a tensor reads no memory but that of a contiguous one of its type."""
-    if tensor.dtype != whole.dtype or tensor.is_inference() or not (whole.is_contiguous() and tensor.numel()):
+def _is_part(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    """Returns whether all of a tensor's memory belongs to `base`, a contiguous tensor of its dtype."""
+    if tensor.dtype != base.dtype or tensor.is_inference() or not (base.is_contiguous() and tensor.numel()):
         return False
     try:
-        if tensor.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        if tensor.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
             return False
     except RuntimeError:  # one without a storage, as within torch.func.vmap
         return False
-    begin = tensor.storage_offset() - whole.storage_offset()
+    begin = tensor.storage_offset() - base.storage_offset()
     last = begin + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin >= 0 and last < whole.numel()
+    return begin >= 0 and last < base.numel()
 
 
-def _reduce_note(noted: _Noted, name: str, argument: Any, result: torch.Tensor) -> _Noted:
-    if noted.kind != "elements" or result.ndim:
-        return noted
+def _reduce_note(note: _Note, name: str, argument: Any, result: torch.Tensor) -> _Note:
+    if note.kind != "elements" or result.ndim:
+        return note
     if name == "sum":
-        return _Noted("sum")
+        return _Note("sum")
     count = float(argument.numel())
-    return _Noted("mean", (lambda: count,))
+    return _Note("mean", (lambda: count,))
 
 
-def _scale_amounts(noted: _Noted, number: torch.Tensor, power: int) -> _Noted:
-    """Returns the note of a mean that is divided by a number, as by the mean of weights, or for -1 multiplied by it."""
-    if noted.kind != "mean":
-        return noted
+def _scale_amounts(note: _Note, number: torch.Tensor, power: int) -> _Note:
+    """Returns the note of a mean that is divided by a number, such as the mean of weights; multiplied, for power -1."""
+    if note.kind != "mean":
+        return note
     copy = number.detach().clone()
 
     def scale(amount: _Amount) -> float:
         return amount() * (abs(float(copy)) or 1.0) ** power
 
-    return noted._replace(amounts=tuple(partial(scale, amount) for amount in noted.amounts), full=())
+    return note._replace(amounts=tuple(partial(scale, amount) for amount in note.amounts), full=())
 
 
-def _join_notes(notes: list[_Noted]) -> _Noted | None:
-    if len({noted.kind for noted in notes}) > 1:
+def _join_notes(notes: list[_Note]) -> _Note | None:
+    if len({note.kind for note in notes}) > 1:
         return None
-    amounts = tuple(amount for noted in notes for amount in noted.amounts)
-    full = tuple(amount for noted in notes for amount in noted.full)
-    return _Noted(notes[0].kind, amounts, tuple(term for noted in notes for term in noted.terms), full)
+    amounts = tuple(amount for note in notes for amount in note.amounts)
+    full = tuple(amount for note in notes for amount in note.full)
+    return _Note(notes[0].kind, amounts, tuple(term for note in notes for term in note.terms), full)
 
 
-def _add_terms(noted: _Noted | None, others: list[Any]) -> _Noted | None:
-    """Returns the note of a sum with what no loss has made."""
-    if noted is None or noted.kind == "elements":
-        return noted
+def _add_terms(note: _Note | None, others: list[Any]) -> _Note | None:
+    """Returns the note of a sum with terms that are not losses of torch."""
+    if note is None or note.kind == "elements":
+        return note
     for other in others:
         if not _is_number(other):
             return None
         if isinstance(other, torch.Tensor):
-            noted = noted._replace(terms=(*noted.terms, other.detach().clone()))
-        elif noted.kind == "sum" and other:
+            note = note._replace(terms=(*note.terms, other.detach().clone()))
+        elif note.kind == "sum" and other:
             return None
-    return noted
+    return note
 
 
 def _read_count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
@@ -456,11 +456,11 @@ def _read_count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
     return float(divisor) if float(divisor) != 1.0 or float(divided) else 0.0
 
 
-def _evaluate_note(noted: _Noted, samples: int) -> Amounts | None:
-    if noted.kind == "mean":
-        values, full = ([amount() for amount in amounts] for amounts in (noted.amounts, noted.full))
-        return Amounts(False, samples, tuple(values), noted.terms, tuple(full if len(full) == len(values) else ()))
-    amounts = Amounts(True, samples, terms=noted.terms)
+def _evaluate_note(note: _Note, samples: int) -> Amounts | None:
+    if note.kind == "mean":
+        values, full = ([amount() for amount in amounts] for amounts in (note.amounts, note.full))
+        return Amounts(False, samples, tuple(values), note.terms, tuple(full if len(full) == len(values) else ()))
+    amounts = Amounts(True, samples, terms=note.terms)
     return None if amounts.read_terms() else amounts
 
 

@@ -1,9 +1,9 @@
 """Finds out on a sample what a model's own loss is a mean over, so that minibatches can be split.
 
-The loss of the sample must follow from the losses of its parts: their mean, weighted by what torch's losses, which the
-model calls, are means over; by the samples; or their sum. Otherwise samples of one batch depend on each other, as in
-contrastive losses. A sample whose weights are all equal, or whose mask hides nothing, cannot show that a mean is over
-these, so it is tried with others, too.
+The loss of the sample must follow from the losses of its parts: as their mean, weighted by what the called losses of
+torch are means over or by the samples, or as their sum. Otherwise samples of one batch depend on each other, as in
+contrastive losses. If all weights of a sample are equal, or its mask hides nothing, it cannot show that the mean is
+over these, so changed ones are tried too.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def probe_weight(
     samples: int | None,
     split: Callable[[Any, int, Sequence[int]], list[Any]],
 ) -> str:
-    """Returns a `LossWeight`; empty if this sample cannot show it: one sample only, no loss, or a loss at random.
+    """Returns a `LossWeight`; empty if this sample cannot show it: only one sample, no loss, or a random loss.
 
     Args:
-        evaluate: from a batch to the model's output, with the model in evaluation mode.
+        evaluate: returns the model's output for a batch, with the model in evaluation mode.
         samples: of the batch, if they are known.
         split: ``split(batch, samples, sizes)`` -> parts of these sizes.
     """
@@ -66,11 +66,11 @@ def _compare_parts(
 ) -> str:
     calls = LossCalls()
     with _WithoutRandomness():
-        again = find_loss(evaluate(batch))
-        if again is None:
+        second_loss = find_loss(evaluate(batch))
+        if second_loss is None:
             return LossWeight.UNKNOWN
-        whole, amounts, tolerance = _evaluate_loss(calls, evaluate, batch, samples)
-        if not is_close(whole, float(again), tolerance):
+        batch_loss, amounts, tolerance = _evaluate_loss(calls, evaluate, batch, samples)
+        if not is_close(batch_loss, float(second_loss), tolerance):
             return LossWeight.UNKNOWN if amounts is None else LossWeight.RECOGNISED
         parts = make_parts()
         try:
@@ -80,26 +80,26 @@ def _compare_parts(
                 raise
             return LossWeight.OTHER  # the model does not take parts of a batch, such as a list with an item per sample
     losses = [loss for loss, _, _ in evaluations]
-    every = [
+    all_amounts = [
         part_amounts
         for part_amounts in (amounts, *(part_amounts for _, part_amounts, _ in evaluations))
         if part_amounts is not None
     ]
-    if amounts is not None and [part_amounts.is_sum for part_amounts in every] == [amounts.is_sum] * (len(parts) + 1):
-        if not all(first.fits(other) for first in every for other in every):
+    if amounts is not None and [a.is_sum for a in all_amounts] == [amounts.is_sum] * (len(parts) + 1):
+        if not all(first.fits(other) for first in all_amounts for other in all_amounts):
             return LossWeight.OTHER
-        shares = [1.0 if part_amounts.is_sum else max(part_amounts.values) for part_amounts in every[1:]]
-        if is_close(whole, sum(losses) if amounts.is_sum else _compute_mean(losses, shares), tolerance):
+        shares = [1.0 if part_amounts.is_sum else max(part_amounts.values) for part_amounts in all_amounts[1:]]
+        if is_close(batch_loss, sum(losses) if amounts.is_sum else _compute_mean(losses, shares), tolerance):
             return LossWeight.RECOGNISED
-    if is_close(whole, _compute_mean(losses, sizes), tolerance):
+    if is_close(batch_loss, _compute_mean(losses, sizes), tolerance):
         return LossWeight.SAMPLES
-    if is_close(whole, sum(losses), tolerance):
+    if is_close(batch_loss, sum(losses), tolerance):
         return LossWeight.SUM
     return LossWeight.OTHER
 
 
 def _change_equal_inputs(batch: Any, samples: int) -> Iterator[Any]:
-    """Yields a batch for each input of equal numbers, a mask or weights, in which half of the first sample differs."""
+    """Yields for each input of equal numbers (a mask or weights) a batch in which half of its first sample differs."""
     for tensor in tensors_in(batch):
         is_plain = tensor.layout is torch.strided and not tensor.is_complex()
         if not (is_plain and tensor.ndim and len(tensor) == samples and tensor.numel()):
@@ -138,7 +138,7 @@ def _compute_mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class _WithoutRandomness(TorchFunctionMode):
-    """Gives constants instead of random numbers, so that a sample does not depend on the batch that it is in."""
+    """Replaces random numbers by constants, so that a sample does not depend on its batch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -4,8 +4,8 @@ A minibatch's loss is a mean over samples, counted tokens or elements, and the m
 of the whole. So each microbatch has a *weight*, the amount that its mean is over; gradients and losses are summed as
 weight x mean and divided once by the summed weight.
 
-If the model returns its own loss, the weight is what the loss that it calls is a mean over (`LossCalls`). A loss that
-is not made of torch's is taken for a mean over samples; on a sample of the data, `probe_weight` finds out if it is one.
+If the model returns its own loss, the weight is what the called loss is a mean over (`LossCalls`). A loss that is not
+made of torch's is taken for a mean over samples; `probe_weight` checks that on a sample of the data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn import _reduction as _Reduction
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.results.left_out import WEIGHT_ADVICE, PartsCheck
-from pipedream.runtime.results.loss_calls import OF_ELEMENTS, Amounts, LossCalls, class_amount
+from pipedream.runtime.results.loss_calls import ELEMENT_LOSSES, Amounts, LossCalls, class_amount
 
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""
@@ -62,11 +62,11 @@ class Loss:
         loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); one of torch's own losses; or None if the
             model's output has a ``.loss``.
         weight: ``weight(batch)`` -> the amount that the loss is a mean over.
-        of_model: what `probe_weight` found for the model's own loss; empty if it was not asked.
+        of_model: what `probe_weight` found for the model's own loss; empty if it was not called.
 
     Attributes:
         function, weight: the arguments `loss` and `weight`.
-        module: the loss itself, if it is one; or None.
+        module: the loss, if it is a module; else None.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Loss:
     ) -> None:
         self.function = loss
         self.weight = weight
-        self._unwrap, self._keywords = _unwrap(loss)
+        self._unwrapped, self._keywords = _unwrap(loss)
         average, reduce = (self._keywords.get(name) for name in ("size_average", "reduce"))  # deprecated
         is_legacy = average is not None or reduce is not None
         self._legacy_reduction = _Reduction.legacy_get_string(average, reduce, emit_warning=False) if is_legacy else ""
         self._is_torch_loss = is_torch_loss(loss)
-        self._is_of_classes = _is_one_of(self._unwrap, _CLASS_LOSSES, _CLASS_MODULES)
-        self._is_of_elements = _is_one_of(self._unwrap, OF_ELEMENTS, _ELEMENT_MODULES)
+        self._is_of_classes = _is_one_of(self._unwrapped, _CLASS_LOSSES, _CLASS_MODULES)
+        self._is_of_elements = _is_one_of(self._unwrapped, ELEMENT_LOSSES, _ELEMENT_MODULES)
         self._of_model = LossWeight(of_model)
-        self.module = self._unwrap if isinstance(self._unwrap, nn.Module) else None
+        self.module = self._unwrapped if isinstance(self._unwrapped, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
         self._user_calls = LossCalls() if loss is not None and weight is None and not self._is_torch_loss else None
@@ -92,8 +92,8 @@ class Loss:
         self._has_checked_pair = False
         self._parts_check = PartsCheck(self._evaluate)
 
-    def anew(self) -> Loss:
-        """Returns the same loss, which has seen no batch."""
+    def copy_unused(self) -> Loss:
+        """Returns the same loss in its initial state."""
         return Loss(self.function, self.weight, of_model=self._of_model)
 
     def check_split(self) -> None:
@@ -108,7 +108,7 @@ class Loss:
             )
 
     def watching(self, inputs: Any, samples: int) -> AbstractContextManager[Any]:
-        """Context of the last stage's forward, from which the next call finds the weight of the model's own loss."""
+        """Context of the last stage's forward; from it the next call finds the weight of the model's own loss."""
         if self._calls is None or (self._calls.recognised is False and self._of_model is LossWeight.UNKNOWN):
             return nullcontext()
         self._is_watched = True
@@ -128,30 +128,30 @@ class Loss:
 
         Args:
             batch: the targets for torch's own losses.
-            share: part of the minibatch's samples that it has.
-            minibatch: whose parts' weights must fit together, where they must.
-            received: the batch on the CPU, from which the weight is found without waiting for a GPU; None if the batch
-                is there itself.
+            share: which part of the minibatch's samples it has.
+            minibatch: number of the minibatch, whose parts' weights must fit together; None if they need not.
+            received: the batch on the CPU, from which the weight is found without waiting for a GPU; None if `batch`
+                is on the CPU.
 
         Raises:
             TypeError: the loss returned neither a scalar tensor nor a pair.
             ValueError: the weight of the model's own loss is unknown.
         """
         received = batch if received is None else received
-        watched = self._user_calls if minibatch is not None else None
-        if watched is not None and watched.recognised is False:
-            watched = None
-        targets = zip(tensors_in(batch), tensors_in(received), strict=True) if watched is not None else ()
-        with nullcontext() if watched is None else watched.watch((), samples, targets):
+        calls = self._user_calls if minibatch is not None else None
+        if calls is not None and calls.recognised is False:
+            calls = None
+        targets = zip(tensors_in(batch), tensors_in(received), strict=True) if calls is not None else ()
+        with nullcontext() if calls is None else calls.watch((), samples, targets):
             result = self._evaluate(output, batch)
         if isinstance(result, tuple):
-            if watched is not None:
-                watched.end()
+            if calls is not None:
+                calls.end()
             return *self._check_pair(result, output, batch), True
-        if watched is not None and minibatch is not None:
+        if calls is not None and minibatch is not None:
             result = self._check_scalar(result)
-            amount, is_sum = self._weigh_user_loss(watched, result, samples, share, minibatch)
-            if watched.recognised is False:
+            amount, is_sum = self._weigh_user_loss(calls, result, samples, share, minibatch)
+            if calls.recognised is False:
                 self._parts_check.check(output, batch, received, samples, minibatch)
             return result, amount, is_sum
         if self.function is None and self.weight is None:
@@ -171,10 +171,10 @@ class Loss:
     def _weigh_user_loss(
         self, calls: LossCalls, loss: torch.Tensor, samples: int, share: float, minibatch: int
     ) -> tuple[float, bool]:
-        """Returns the weight of a loss of the user's own, and whether it is a sum.
+        """Returns the weight of the user's own loss, and whether the loss is a sum.
 
-        It is the number of samples, less those that torch's losses, which it calls, ignore, or what the loss divides
-        by.
+        The weight is the number of samples without those that the called losses of torch ignore, or the divisor of the
+        loss.
         """
         amounts = calls.amounts(loss)
         if amounts is not None and amounts.is_sum:
@@ -184,8 +184,8 @@ class Loss:
         first = self._first_part
         if first is None or first[0] != minibatch or not max(first[1].values):
             self._first_part = first = minibatch, amounts
-        was, per_sample = (max(part.full, default=0.0) / part.samples for part in (first[1], amounts))
-        if not first[1].fits(amounts) or abs(was - per_sample) > 1e-9 * was:
+        per_sample_before, per_sample = (max(part.full, default=0.0) / part.samples for part in (first[1], amounts))
+        if not first[1].fits(amounts) or abs(per_sample_before - per_sample) > 1e-9 * per_sample_before:
             here, before = (", ".join(f"{v:g}" for v in each.values) for each in (amounts, first[1]))
             raise ValueError(
                 f"the loss is a mean over {here} in a part of {samples} samples, and over {before} in a part of "
@@ -193,8 +193,8 @@ class Loss:
                 f"{WEIGHT_ADVICE}"
             )
         full, values = amounts.full or (float(samples),) * len(amounts.values), amounts.values
-        most = max(range(len(full)), key=lambda i: (full[i], values[i]))
-        return samples * values[most] / full[most], False
+        largest = max(range(len(full)), key=lambda i: (full[i], values[i]))
+        return samples * values[largest] / full[largest], False
 
     def _weigh_model_loss(
         self, loss: torch.Tensor, samples: int, share: float, minibatch: int | None
@@ -230,7 +230,7 @@ class Loss:
         return max(amounts.values), False
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
-        """Returns the weight that follows from shapes alone, whatever the targets hold."""
+        """Returns the weight that follows from shapes alone, whatever the targets' values."""
         if self.weight is not None or not self._is_torch_loss:
             return float(samples)
         reduction = self._reduction
@@ -240,7 +240,7 @@ class Loss:
         return float(count if count and count % samples == 0 else samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
-        """Returns the value alone: for the weight, the targets would have to be read."""
+        """Returns the value without the weight, for which the targets would have to be read."""
         result = self._evaluate(output, batch)
         return result[0] if isinstance(result, tuple) else self._check_scalar(result)
 
@@ -260,7 +260,7 @@ class Loss:
         return loss if not loss.ndim else loss.reshape(())
 
     def _check_pair(self, pair: tuple[Any, ...], output: Any, batch: Any) -> tuple[torch.Tensor, float]:
-        """Returns the sum and the weight of a pair; once, it checks that the weight does not follow from the output."""
+        """Returns the sum and the weight of a pair; checks once that the weight does not depend on the output."""
         total: Any
         weight: Any
         total, weight = pair if len(pair) == 2 else (None, None)
@@ -289,7 +289,7 @@ class Loss:
         return class_amount(targets, self._read_option("ignore_index", -100), self._move_class_weights(targets.device))
 
     def _move_class_weights(self, device: torch.device) -> torch.Tensor | None:
-        """The loss's weights of classes on the targets' device, to which they are copied once."""
+        """Returns the loss's weights of classes on the targets' device; copies them there once."""
         weights: torch.Tensor | None = self._read_option("weight", None)
         if weights is None or weights.device == device:
             return weights
@@ -314,8 +314,8 @@ class Loss:
         return self._legacy_reduction or str(self._read_option("reduction", "mean"))
 
     def _read_option(self, name: str, default: Any) -> Any:
-        if isinstance(self._unwrap, nn.Module):
-            return getattr(self._unwrap, name, default)
+        if isinstance(self._unwrapped, nn.Module):
+            return getattr(self._unwrapped, name, default)
         return self._keywords.get(name, default)
 
 
@@ -343,7 +343,7 @@ def metric_scores(
 
 
 def _call_function(function: Callable[[Any, Any], Any], name: str, output: Any, batch: Any) -> Any:
-    """Calls a loss or a metric; an error of one that expects targets where it gets the batch states the rule."""
+    """Calls a loss or a metric; adds a note to its error if it may have expected targets and got the batch."""
     try:
         return function(output, batch)
     except Exception as error:
@@ -357,7 +357,7 @@ def _call_function(function: Callable[[Any, Any], Any], name: str, output: Any, 
 
 
 def _is_amount(value: Any) -> bool:
-    """Returns whether it is a number that is not part of a graph."""
+    """Returns whether a value is a number that is not part of a graph."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.requires_grad
     return hasattr(value, "__float__") and getattr(value, "size", 1) == 1

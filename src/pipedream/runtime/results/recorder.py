@@ -15,29 +15,29 @@ import torch
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
 from pipedream.runtime.results.memory import MemoryMeter, Peak
 
-_MOST_KEPT = 1 << 16
-"""Spans, and gradient versions; the oldest are dropped first."""
+_TABLE_ROWS = 1 << 16
+"""Of spans, and of gradient versions; the oldest are dropped first."""
 
-_MOST_LOOSE = 512
-"""Rows outside of their table, which takes many at a time with less work."""
+_BUFFER_ROWS = 512
+"""Rows that are added to their table at once, which is cheaper than one by one."""
 
 _KINDS = (*WORK, "wait", "send", "step")
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _SPAN = np.dtype([(n, "i4") for n in ("phase", "kind", "stage", "index")] + [("start_s", "f8"), ("end_s", "f8")])
 _VERSIONS = np.dtype([(name, "i4") for name in ("phase", *GradientVersions._fields)])
 
-_MOST_PENDING = 256
-"""Events of the GPU whose time is not read yet, before those that are over are read."""
+_MAX_PENDING = 256
+"""How many events of the GPU wait before the completed ones are read."""
 
 _ORIGIN_S = 10.0
-"""How far an event may lie from the one it is timed against: CUDA's float32 milliseconds then have steps of 1 us."""
+"""How far an event may be from the one it is timed against: CUDA's float32 milliseconds then have steps of 1 us."""
 
 _SAME_MOMENT_S = 20e-6
 """An op that begins this soon after the last one ended shares its event."""
 
 
 class GpuMoment:
-    """A point in the GPU's stream. Of `time.perf_counter`, `seconds` is nan until it is known; then `event` is None."""
+    """A point in the GPU's stream. `seconds`, of `time.perf_counter`, is nan until known; then `event` is None."""
 
     __slots__ = ("event", "seconds")
 
@@ -53,7 +53,7 @@ Moment = float | GpuMoment
 class Recorder:
     """Records one worker's spans and gradient versions, in memory that does not grow.
 
-    `mark` returns the present moment, to be given to `note`. `peaks`: phase -> (most versions of a stage, memory).
+    `mark` returns the present moment, for `note`. `peaks`: phase -> (most versions of a stage, memory).
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -62,46 +62,46 @@ class Recorder:
         self._gpu = GpuTimer(device) if device.type == "cuda" else None
         self.mark: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.begin
         self._end: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.mark
-        self._loose: deque[tuple[int, int, int, int, Any, Any]] = deque()  # phase, kind, stage, index, moments
-        self._spans = _Newest(_SPAN)
-        self._loose_versions: list[tuple[int, ...]] = []
-        self._versions = _Newest(_VERSIONS)
+        self._buffered_spans: deque[tuple[int, int, int, int, Any, Any]] = deque()  # phase, kind, stage, index, moments
+        self._spans = _NewestRows(_SPAN)
+        self._buffered_versions: list[tuple[int, ...]] = []
+        self._versions = _NewestRows(_VERSIONS)
         self._busy: dict[str, tuple[float, float]] = {}
         self._start_s = time.perf_counter()
-        self.phase, self._most_ahead = 0, sys.maxsize
+        self.phase, self._max_queued = 0, sys.maxsize
         self.peaks: dict[int, tuple[int, Peak]] = {}
 
-    def switch_to(self, phase: int, most_ahead: int) -> None:
-        """`most_ahead`: forwards that a GPU may have left to do when a further one has been issued."""
-        self._most_ahead = most_ahead
+    def switch_to(self, phase: int, max_queued: int) -> None:
+        """`max_queued`: how many forwards a GPU may still have to do when another one has been issued."""
+        self._max_queued = max_queued
         if phase != self.phase:
             self.memory.reset()
         self.phase = phase
 
     def note_peak(self, versions: int) -> None:
-        """Called at the end of a stream."""
+        """Records the peaks at the end of a stream."""
         if self._gpu is not None:
             self._gpu.reset()
-        self.peaks[self.phase] = versions, self.memory.at_drain()
+        self.peaks[self.phase] = versions, self.memory.measure_peak()
 
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
         """Records an op that began at `start` and ends now."""
         code = _CODES[kind]
         end = self._end()
-        self._loose.append((self.phase, code, stage, index, start, end))
+        self._buffered_spans.append((self.phase, code, stage, index, start, end))
         if code < len(WORK):
             self.memory.sample(kind == "F")
         if self._gpu is not None and kind == "F" and isinstance(end, GpuMoment):
-            self._gpu.limit(end, self._most_ahead)
-        if len(self._loose) >= _MOST_LOOSE:
-            self._settle(wait=len(self._loose) >= _MOST_KEPT)
+            self._gpu.limit(end, self._max_queued)
+        if len(self._buffered_spans) >= _BUFFER_ROWS:
+            self._flush_spans(wait=len(self._buffered_spans) >= _TABLE_ROWS)
 
     def note_step(self, stage: int, index: int, start_s: float, end_s: float) -> None:
         """Records an optimizer's step that a thread has made."""
-        self._loose.append((self.phase, _CODES["step"], stage, index, start_s, end_s))
+        self._buffered_spans.append((self.phase, _CODES["step"], stage, index, start_s, end_s))
 
     def oldest_mark(self) -> object:
-        """Returns the GPU's oldest mark that is not over, which another thread may ask for; None if all are."""
+        """Returns the GPU's oldest mark that is not completed, or None; another thread may call it."""
         return None if self._gpu is None else self._gpu.oldest()
 
     def note_gradient_versions(
@@ -109,37 +109,37 @@ class Recorder:
     ) -> None:
         """Records a `GradientVersions`."""
         row = self.phase, stage, microbatch, forward_version, backward_version, applied_to
-        self._loose_versions.append(row)
-        if len(self._loose_versions) >= _MOST_LOOSE:
-            self._settle_versions()
+        self._buffered_versions.append(row)
+        if len(self._buffered_versions) >= _BUFFER_ROWS:
+            self._flush_versions()
 
     @property
     def began_s(self) -> float | None:
-        """Begin of the first span, by this machine's clock."""
-        self._settle(wait=True)
+        """Start of the first span, by this machine's clock."""
+        self._flush_spans(wait=True)
         rows = self._spans.rows()
         return float(rows["start_s"][0]) if len(rows) else None
 
     def spans(self, phase: int) -> list[Span]:
         """Returns spans by their start, in seconds of this machine's clock; on a GPU, waits for the last op."""
-        self._settle(wait=True)
+        self._flush_spans(wait=True)
         rows = self._spans.rows()
         phase_rows = rows[rows["phase"] == phase].tolist()
         spans = [Span(self._rank, _KINDS[code], stage, i, start, end) for _, code, stage, i, start, end in phase_rows]
-        return sorted(spans, key=attrgetter("start_s"))  # a step is noted after what was done beside it
+        return sorted(spans, key=attrgetter("start_s"))  # a step is noted after ops that ran meanwhile
 
     def gradient_versions(self, phase: int) -> list[GradientVersions]:
-        self._settle_versions()
+        self._flush_versions()
         rows = self._versions.rows()
         return [GradientVersions(*row[1:]) for row in rows[rows["phase"] == phase].tolist()]
 
     def busy_share(self, reader: str = "") -> float:
         """Returns the computing share of the time since this reader's last call.
 
-        On a GPU the time ends with the last op that is over.
+        On a GPU the time ends with the last completed op.
         """
         begin, last_share = self._busy.get(reader, (self._start_s, 0.0))
-        end = self._settle(wait=False)
+        end = self._flush_spans(wait=False)
         if end <= begin:
             return last_share  # all this time a GPU has run a single op
         rows = self._spans.rows()
@@ -148,40 +148,40 @@ class Recorder:
         self._busy[reader] = end, busy_s / (end - begin)
         return self._busy[reader][1]
 
-    def _settle(self, wait: bool) -> float:
-        """Puts the loose spans that are over, or all, into the table.
+    def _flush_spans(self, wait: bool) -> float:
+        """Adds the buffered spans that are completed, or all, to the table.
 
-        Returns the present moment in seconds; on a GPU that of the last mark that is over.
+        Returns the present moment in seconds; on a GPU that of the last completed mark.
         """
         if self._gpu is None:
-            self._spans.add(list(self._loose))
-            self._loose.clear()
+            self._spans.add(list(self._buffered_spans))
+            self._buffered_spans.clear()
             return time.perf_counter()
         now_s = self._gpu.settle(wait)
-        over = []
-        while self._loose and (end_s := self._loose[0][5].seconds) == end_s:
-            *numbers, start, _ = self._loose.popleft()
-            over.append((*numbers, start.seconds, end_s))
-        self._spans.add(over)
+        completed = []
+        while self._buffered_spans and (end_s := self._buffered_spans[0][5].seconds) == end_s:
+            *numbers, start, _ = self._buffered_spans.popleft()
+            completed.append((*numbers, start.seconds, end_s))
+        self._spans.add(completed)
         return now_s
 
-    def _settle_versions(self) -> None:
-        self._versions.add(self._loose_versions)
-        self._loose_versions.clear()
+    def _flush_versions(self) -> None:
+        self._versions.add(self._buffered_versions)
+        self._buffered_versions.clear()
 
 
-class _Newest:
+class _NewestRows:
     """The newest rows of a table of fixed size."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._table = np.empty(_MOST_KEPT, dtype)
-        self._table.fill(0)  # takes the memory now
+        self._table = np.empty(_TABLE_ROWS, dtype)
+        self._table.fill(0)  # allocates the memory now
         self._count = 0
 
     def add(self, rows: Sequence[tuple[Any, ...]]) -> None:
         rows = rows[-len(self._table) :]
-        places = np.arange(self._count, self._count + len(rows)) % len(self._table)
-        self._table[places] = np.array(rows, self._table.dtype)
+        indices = np.arange(self._count, self._count + len(rows)) % len(self._table)
+        self._table[indices] = np.array(rows, self._table.dtype)
         self._count += len(rows)
 
     def rows(self) -> np.ndarray[Any, np.dtype[Any]]:
@@ -192,9 +192,9 @@ class _Newest:
 
 
 class GpuTimer:
-    """Marks moments in the GPU's stream, which is not waited for.
+    """Marks moments in the GPU's stream, without waiting for it.
 
-    The events that are over are timed and used again as soon as `_MOST_PENDING` are not.
+    Once `_MAX_PENDING` events wait, the completed ones are timed and used again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -217,28 +217,28 @@ class GpuTimer:
             event = self._record()
         moment = GpuMoment(event)
         self._pending.append(moment)
-        if len(self._pending) > _MOST_PENDING:
+        if len(self._pending) > _MAX_PENDING:
             self.settle()
         self._last, self._last_marked_s = moment, time.perf_counter()
         return moment
 
     def begin(self) -> GpuMoment:
-        """Returns the last mark if it was made just now, else a new one."""
+        """Returns the last mark if it is newer than `_SAME_MOMENT_S`, else a new one."""
         if self._last is not None and time.perf_counter() - self._last_marked_s < _SAME_MOMENT_S:
             return self._last
         return self.mark()
 
-    def limit(self, moment: GpuMoment, most: int) -> None:
-        """Waits until at most `most` of the marks that were given here are not over.
+    def limit(self, moment: GpuMoment, max_pending: int) -> None:
+        """Waits until at most `max_pending` of the marks that were passed to it are not completed.
 
-        What is received and sent takes memory from when the host issues it; in a minibatch no result is read.
+        Messages take memory as soon as the host issues them, and within a minibatch nothing else makes the host wait.
         """
         self._forwards.append(moment)
-        if len(self._forwards) > most and (event := self._forwards.popleft().event):
+        if len(self._forwards) > max_pending and (event := self._forwards.popleft().event):
             event.synchronize()
 
     def oldest(self) -> GpuMoment | None:
-        """Returns the oldest mark that is not over; changes nothing."""
+        """Returns the oldest mark that is not completed; changes nothing."""
         for moment in self._pending.copy():
             event = moment.event  # None once the main thread has timed it
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
@@ -246,15 +246,15 @@ class GpuTimer:
         return None
 
     def settle(self, wait: bool = False) -> float:
-        """Times the marks that are over, or all; returns the seconds of the last one."""
+        """Times the completed marks, or all; returns the seconds of the last one."""
         if wait and self._pending and (last := self._pending[-1].event):
-            last.synchronize()  # no wider wait: a receive on another stream may need what this host does next
+            last.synchronize()  # only this event: a receive on another stream may need what this host does next
         while self._pending and (event := self._pending[0].event) and event.query():  # type: ignore[no-untyped-call]
             self._settled_s = self._time(self._pending.popleft(), event)
         return self._settled_s
 
     def reset(self) -> None:
-        """Waits for the last mark; the next one is timed by the host's clock again, from which the GPU's drifts."""
+        """Waits for the last mark; times the next one by the host's clock again, because the GPU's clock drifts."""
         self.settle(wait=True)
         if self._origin is not None:
             self._free.append(self._origin)
@@ -262,7 +262,7 @@ class GpuTimer:
 
     def _record(self) -> torch.cuda.Event:
         event: torch.cuda.Event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        # torch.cuda.current_stream takes longer than the rest of a mark; the raw handle shows if the stream changed.
+        # The raw handle shows if the stream changed: torch.cuda.current_stream takes longer than the rest of a mark.
         number = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
         if self._stream[1] is None or number != self._stream[0]:
             self._stream = number, torch.cuda.current_stream(self._device)

@@ -1,8 +1,8 @@
 """Losses, metrics and outputs: from the workers of the last stage to all ranks.
 
-Off the compute path: a rank reads a minibatch's sums when its own weights contain the minibatch, long after they were
-made. They travel with the gradients of the minibatch's last microbatch, from stage to stage; a rank that does not get
-these gradients, because another replica does, receives a message of its own.
+A rank reads a minibatch's sums when its own weights contain the minibatch, long after they were computed, so that no
+rank waits for them. They travel with the gradients of the minibatch's last microbatch, from stage to stage; a rank that
+does not get these gradients, because another replica does, receives a separate message.
 
 Losses on a GPU are read one minibatch of their rank later (`late`), those of an evaluation at its end, so that no
 worker waits for its GPU.
@@ -135,13 +135,13 @@ class Results:
     Args:
         senders: by rank, at the last stage.
         receivers: by rank of the last stage.
-        raises_on_nan: a loss that is nan, in training.
-        late: losses are read when the rank has made those of its next minibatch, or at the end of an evaluation.
+        raises_on_nan: whether a loss that is nan raises an error in training.
+        late: losses are read once the rank has computed those of its next minibatch, or at the end of an evaluation.
         process: this rank among all ranks of the job, for errors; by default `rank`.
 
     Attributes:
         where: describes the present op.
-        delay: how many minibatches later than its gradients a minibatch's results arrive in this stream.
+        delay: how many minibatches after its gradients a minibatch's results are received in this stream.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Results:
         self._rank = rank
         self._process = rank if process is None else process
         self._placement = placement
-        self._owners = placement.ranks[-1]
+        self._last_stage_ranks = placement.ranks[-1]
         self._first_stages = [min(placement.stage_replicas(r))[0] for r in range(placement.workers)]
         self.senders = senders
         self.receivers = receivers
@@ -171,10 +171,10 @@ class Results:
         self.begin()
 
     def begin(self, microbatches: int = 0) -> None:
-        """Drops what is left of an earlier stream. `microbatches`: of a minibatch; 0 without backwards."""
+        """Begins a stream. `microbatches`: of a minibatch; 0 without backwards."""
         self._split = microbatches
-        self.delay = max(1, -(-len(self._owners) // microbatches)) if self._late and microbatches else 0
-        self._open: dict[int, MinibatchSums] = {}
+        self.delay = max(1, -(-len(self._last_stage_ranks) // microbatches)) if self._late and microbatches else 0
+        self._open_sums: dict[int, MinibatchSums] = {}
         self._unsent: tuple[int, MinibatchSums] | None = None
         self._parts: dict[tuple[int, int], MinibatchSums] = {}
         self._carried: dict[int, Message] = {}
@@ -187,14 +187,14 @@ class Results:
     # -- at the last stage --------------------------------------------------------------------------
 
     def add(self, key: int, message: Message, scores: Sequence[Score]) -> None:
-        """`key` is the minibatch's number in this stream.
+        """Adds a microbatch's scores; `key` is the minibatch's number in this stream.
 
         Raises:
             WorkerError: the loss is nan.
         """
-        sums = self._open.get(key)
+        sums = self._open_sums.get(key)
         if sums is None:
-            sums = self._open[key] = MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH)
+            sums = self._open_sums[key] = MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH)
         sums.samples += message.samples
         if self.delay:
             sums.unread.append(scores)
@@ -204,8 +204,8 @@ class Results:
             self._add(sums, [float(value) * factor for value, factor in scores])
 
     def complete(self, key: int, index: int = 0) -> None:
-        """Hands out the sums of a minibatch; its last forward here was that of microbatch `index`."""
-        sums = self._open.pop(key, None) or MinibatchSums(numbers=[0.0] * len(self.zeros))
+        """Ends a minibatch after its last forward here, of microbatch `index`; with a delay, sends the previous one."""
+        sums = self._open_sums.pop(key, None) or MinibatchSums(numbers=[0.0] * len(self.zeros))
         if self._late:
             sums.begin_reading()
         if not self.delay:
@@ -216,7 +216,7 @@ class Results:
         self._unsent = key, sums
 
     def finish(self) -> None:
-        """Hands out the last sums, at a drain."""
+        """Sends the last sums, at a drain."""
         if self._unsent is not None:
             self._send(*self._unsent, None)
             self._unsent = None
@@ -226,14 +226,14 @@ class Results:
             for numbers in sums.read():
                 self._add(sums, numbers)
         message = sums.message()
-        by_gradients = frozenset() if index is None else self._find_reached(index)
-        if by_gradients:
+        reached_ranks = frozenset() if index is None else self._find_reached(index)
+        if reached_ranks:
             assert index is not None
             self._carried[index] = message
         for rank, sender in self.senders.items():
-            if rank not in by_gradients:
+            if rank not in reached_ranks:
                 sender.send(message)
-        self._parts[self._owners.index(self._rank), key] = sums
+        self._parts[self._last_stage_ranks.index(self._rank), key] = sums
 
     def _add(self, sums: MinibatchSums, numbers: Sequence[float]) -> None:
         if numbers[0] != numbers[0] and self.raises_on_nan and self._split:
@@ -247,17 +247,17 @@ class Results:
 
     # -- on the way ---------------------------------------------------------------------------------
 
-    def carried(self, index: int) -> Message | None:
+    def take_carried(self, index: int) -> Message | None:
         """Returns the results that travel with the last stage's gradients of a microbatch."""
         return self._carried.pop(index, None)
 
-    def arrived(self, index: int, message: Message) -> None:
-        """Takes the results that travelled with the gradients of a microbatch, if they are for this rank."""
+    def accept_carried(self, index: int, message: Message) -> None:
+        """Takes the results that came with the gradients of a microbatch, if they are for this rank."""
         if self._rank not in self._find_reached(index):
             return
-        replica = index % len(self._owners)
+        replica = index % len(self._last_stage_ranks)
         first = self._find_first(replica, index // self._split)
-        key = (first - len(self._owners)) // self._split if self.delay else index // self._split
+        key = (first - len(self._last_stage_ranks)) // self._split if self.delay else index // self._split
         self._parts[replica, key] = MinibatchSums.of(message)
 
     def _find_reached(self, index: int) -> frozenset[int]:
@@ -275,11 +275,11 @@ class Results:
     def _find_first(self, replica: int, key: int) -> int:
         """Returns the first microbatch of a replica of the last stage from the minibatch `key` on."""
         begin = key * self._split
-        return begin + (replica - begin) % len(self._owners)
+        return begin + (replica - begin) % len(self._last_stage_ranks)
 
     def _find_carrier(self, replica: int, key: int) -> int:
         """Returns the microbatch whose gradients carry a replica's part of a minibatch."""
-        count = len(self._owners)
+        count = len(self._last_stage_ranks)
         if self.delay:
             key = self._find_first(replica, key + 1) // self._split
         last = (key + 1) * self._split - 1
@@ -289,13 +289,13 @@ class Results:
 
     def _list_replicas(self, key: int) -> Sequence[int]:
         """Returns the replicas of the last stage that have a part of a minibatch; in an evaluation all have."""
-        count = len(self._owners)
+        count = len(self._last_stage_ranks)
         if not self._split:
             return range(count)
         return sorted({k % count for k in range(key * self._split, (key + 1) * self._split)})
 
     def collect(self, key: int, rate: float, total: int | None = None) -> Waiting[Done]:
-        """Adds in the order of the replicas, so that all ranks get the same.
+        """Returns a minibatch's results, added in the order of the replicas, so that all ranks get the same.
 
         Args:
             total: microbatches of the stream, once it has ended.
@@ -307,7 +307,7 @@ class Results:
                 if self._split:
                     carrier = self._find_carrier(replica, key)
                     assert self._rank not in self._find_reached(carrier) or (total is not None and carrier >= total)
-                part = MinibatchSums.of((yield from self._receive(self._owners[replica])))
+                part = MinibatchSums.of((yield from self._receive(self._last_stage_ranks[replica])))
             if sums is None:
                 sums = part
             else:

@@ -1,4 +1,4 @@
-"""From output and targets to loss, weight and metrics."""
+"""Computes loss, weight and metrics from output and targets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Targets(NamedTuple):
     """The loss's argument besides the output.
 
     Attributes:
-        received: on the CPU; read to find the weight of the loss, so that no worker waits for its GPU.
+        received: on the CPU; the weight of the loss is found here, so that no worker waits for its GPU.
         value: the same on the stage's device.
     """
 
@@ -42,7 +42,7 @@ class Scorer:
     def switch_to(self, program: Program) -> None:
         updates = program.updates
         self._mean_of_rounds = updates.mean_of_rounds
-        # All gradients of one update have the minibatch's unit.
+        # Whether all gradients of an update can have the minibatch's unit.
         self._has_units = all(program.microbatches % count == 0 for count in updates.per_update)
         self._needs_weights = needs_weights(program)
 
@@ -51,15 +51,15 @@ class Scorer:
         return self._loss.watching(inputs, samples) if self._needs_weights or not trains else nullcontext()
 
     def score(
-        self, key: int, message: Message, output: Any, targets: Targets, again: bool = False
+        self, key: int, message: Message, output: Any, targets: Targets, recomputes: bool = False
     ) -> tuple[torch.Tensor, float, float]:
         """Returns the loss to differentiate, its weight, and the scale of its gradient, in the minibatch's unit.
 
-        An update's sum is divided by its weights only at the update. To keep the gradients before that no larger than
-        those of the mean, which low precision can represent, the unit is a power of two near the minibatch's weight;
-        dividing by it is exact. In a round, whose minibatches all count alike, and where an update has one microbatch,
-        the weight is 1, or 0 if nothing counts: the gradient is then rounded as in a plain loop.
-        A recomputation (`again`) records nothing.
+        An update's sum is divided by its weights only at the update. Until then the gradients must be no larger than
+        those of the mean, which low precision can represent. So the unit is a power of two near the minibatch's weight:
+        dividing by it is exact. In a round, whose minibatches count equally, and where an update has one microbatch,
+        the weight is 1, or 0 if nothing counts; then the gradient is rounded as in a plain loop.
+        A recomputation (`recomputes`) records nothing.
         """
         minibatch = message.minibatch if self._needs_weights else None
         value, weight, is_sum = self._loss(
@@ -67,11 +67,11 @@ class Scorer:
         )
         loss = value
         if not weight:
-            # Nothing counts here (e.g. all tokens are padding), and 0/0 is not a number.
+            # Nothing counts here (e.g. all tokens are padding): the loss is 0/0.
             value = _make_zero(output, value)
-        if not again:
-            seen = map_tensors(output, torch.Tensor.detach) if self._metrics else None
-            self._record(key, message, seen, targets.value, loss, weight, is_sum)
+        if not recomputes:
+            detached = map_tensors(output, torch.Tensor.detach) if self._metrics else None
+            self._record(key, message, detached, targets.value, loss, weight, is_sum)
         if self._mean_of_rounds or not self._needs_weights:  # the gradient of each minibatch's mean
             return value, float(weight > 0), 1.0 / weight if is_sum and weight else 1.0
         unit = self._choose_unit(message, output, targets.received)
@@ -85,7 +85,7 @@ class Scorer:
         return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
-        """Records an evaluation's batch; all have the key 0."""
+        """Records a batch of an evaluation, all of which have the key 0."""
         value, weight, is_sum = self._loss(
             output, targets.value, message.samples, message.share, received=targets.received
         )
