@@ -161,7 +161,7 @@ class Pipeline:
         """Begins a call that every rank must make at the same place: drains, and waits for the others."""
         self._local.note_call(name, self._training.number - len(self.ready))
         self.drain()
-        self._local.meet()
+        self._local.await_same_call()
 
     def _finish(self) -> None:
         """Ends a stream that its loop has left by a `break`."""
@@ -354,7 +354,7 @@ class Pipeline:
         if error is None or (isinstance(error, KeyboardInterrupt) and self._training.is_interrupted):
             self._finish()
             self._local.note_call("close()", self._training.number)
-            self._local.meet()
+            self._local.await_same_call()
             self._session.close(failed=False)
             self._loggers.finalize("success")
         else:
@@ -447,7 +447,7 @@ def _build_session(
         blueprint,
         stuck_after_s=options.stuck_after_s,
         weights=options.weights,
-        plain=None
+        user_model=None
         if not options.check or styles_apply
         else PlainModel(model, captured, [stage.first for stage in plan.stages[1:]]),
         free_bytes=lambda: available_bytes(blueprint.device, 1),

@@ -157,7 +157,7 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
         Loss(mse),
         rank=0,
         split=1,
-        base=0,
+        first_minibatch=0,
         seed=0,
         device=torch.device("cuda", 0),
         autocast=None,

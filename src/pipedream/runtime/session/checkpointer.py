@@ -52,15 +52,15 @@ class Checkpointer:
         loss = local.blueprint.settings.loss.module
         self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
         self._generators = find_generators({name: vars(module) for name, module in self._model.named_modules()})
-        self._owners: dict[str, int] = {}
-        self._checked = False  # by `check_savable`
+        self._file_owners: dict[str, int] = {}
+        self._is_checked = False  # by `check_savable`
         self.writer = writer.Writer(local.rank, local.distributed, self._device)
 
     def check_savable(self) -> None:
-        """Raises a `PipelineError` if the optimizer or scheduler of a stage here cannot be saved, also after a step."""
-        self._checked, settings = True, self._local.blueprint.settings
+        """Raises a `PipelineError` if a local stage's optimizer or scheduler cannot be saved, now or after a step."""
+        self._is_checked, settings = True, self._local.blueprint.settings
         make = partial(Optimizer, optimizer=settings.optimizer, scheduler=settings.scheduler)
-        with self._local.reporting("looking at what a checkpoint would hold"):
+        with self._local.reporting("checking what a checkpoint would hold"):
             for stage, stage_state in self._local.stage_states:
                 optimizer_state.collect_tensors(stage_state.optimizer)
                 optimizer_state.to_saved_stage(stage_state.optimizer)
@@ -84,12 +84,12 @@ class Checkpointer:
             extra: of the training loop, in JSON; rank 0's is written.
             keep: complete checkpoints to keep; None keeps all.
             wait: False writes a copy in the background.
-            is_snapshot: into the memory of each machine, and of the next one.
+            is_snapshot: writes into the memory of each machine, and of the next one.
 
         Raises:
-            WorkerError: it, or the one before, could not be written.
+            WorkerError: this checkpoint, or the previous one, could not be written.
         """
-        if not self._checked:
+        if not self._is_checked:
             self.check_savable()
         with self._local.reporting("saving a checkpoint"):
             self.writer.finish()
@@ -97,9 +97,9 @@ class Checkpointer:
             wait_for_copies = None
             if not wait:
                 tensors, wait_for_copies = pieces.copy_for_writing(tensors)
-            mine = [stages, save_rng(self._device)] if self._is_first else None
-            rows = [row for row in gather_json(mine, self._local.group) if row is not None]
-            every = {
+            own_stages = [stages, save_rng(self._device)] if self._is_first else None
+            rows = [row for row in gather_json(own_stages, self._local.group) if row is not None]
+            states = {
                 (stage, replica): decode(SavedStage, state, "a stage")
                 for saved_stages, _ in rows
                 for stage, replica, state in saved_stages
@@ -110,7 +110,7 @@ class Checkpointer:
                 schedule=self._program.name,
                 microbatches=self._program.microbatches,
                 compensation=self._program.updates.compensation,
-                stages=tuple(replica_state.join(every, stage) for stage in range(len(self._names.by_stage))),
+                stages=tuple(replica_state.join(states, stage) for stage in range(len(self._names.by_stage))),
                 random=tuple(random for _, random in rows),
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
@@ -137,16 +137,16 @@ class Checkpointer:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
         folders.warn_of_unfinished(path, folder, self._local.rank)
         with self._local.activity.at("reading a checkpoint"):
-            manifest, self._owners = folders.read_shared_manifest(path, self._local.group)
+            manifest, self._file_owners = folders.read_shared_manifest(path, self._local.group)
         if not manifest.has_checksums and self._local.rank == 0:
             text = f"the checkpoint {path} has no checksums, so damage may go unnoticed"
-            warnings.warn(text, stacklevel=3)  # where the user loads it
+            warnings.warn(text, stacklevel=3)  # the user's call
         return path, manifest
 
     def restore(self, path: AnyPath, manifest: Checkpoint) -> None:
         """Restores a checkpoint saved under any plan and schedule.
 
-        Every rank raises the same `ArtifactError` if it is damaged or of another model or optimizer.
+        Every rank raises the same `ArtifactError` if it is damaged or belongs to another model or optimizer.
         """
         with self._local.activity.at("reading a checkpoint"):
             names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(path, manifest)))
@@ -167,7 +167,7 @@ class Checkpointer:
                 self.writer.check()
 
     def _run_on_every_rank(self, action: Callable[[], T]) -> T:
-        """If the action fails at some ranks, every rank raises the first failure."""
+        """Runs an action; if it fails at some ranks, every rank raises the first failure."""
         failure, result = "", None
         try:
             result = action()
@@ -188,7 +188,7 @@ class Checkpointer:
         return all(sharding.is_first for sharding in self._local.shardings.values())
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Place], list[tuple[int, int, Any]]]:
-        """Returns what this rank saves: tensors, the places of those that are parts, and its stages."""
+        """Returns what this rank saves: tensors, the boxes of those that are parts, and its stages."""
         state = named_state(self._model)
         tensors = {f"model/{name}": state[name].detach() for name in self._names.unused}
         places: dict[str, Place] = {}
@@ -211,12 +211,12 @@ class Checkpointer:
             tensors |= stage_tensors
             if replica and stage_state.optimizer.average is None:
                 continue
-            drawn = set(map(id, stage_state.module.own_generators))
+            own_ids = set(map(id, stage_state.module.own_generators))
             saved = replace(
                 replica_state.to_saved_stage(stage_state.optimizer),
                 norm_square=self._local.workers[0].update_barrier.norm_square,
                 modules={} if replica else extra_states[stage],
-                generators={name: read_state(g) for name, g in self._generators.items() if id(g) in drawn},
+                generators={name: read_state(g) for name, g in self._generators.items() if id(g) in own_ids},
             )
             stages.append((stage, replica, encode(saved)))
             if not replica and stage == len(self._names.by_stage) - 1 and self._is_first:
@@ -236,22 +236,22 @@ class Checkpointer:
         return next((box for box in boxes if box != whole), whole)
 
     def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
-        """Returns parts of tensors from this machine's files, and those that others have from them."""
-        elsewhere = folders.find_file_problems(path, manifest)
+        """Returns parts of tensors, read from this machine's files or received from ranks that have the files."""
+        missing_files = folders.find_file_problems(path, manifest)
         shares = pieces.list_shares(manifest, boxes)
-        here = [share for share in shares if share.stored_in(manifest).file not in elsewhere]
-        lacking = [
+        here = [share for share in shares if share.stored_in(manifest).file not in missing_files]
+        missing = [
             (name, number, [(side.start, side.stop) for side in box])
-            for name, number, box in (share for share in shares if share.stored_in(manifest).file in elsewhere)
+            for name, number, box in (share for share in shares if share.stored_in(manifest).file in missing_files)
         ]
         requests = [
             (rank, pieces.Share(name, number, tuple(range(*side) for side in box)))
-            for rank, rows in enumerate(gather_json(lacking, self._local.group))
+            for rank, rows in enumerate(gather_json(missing, self._local.group))
             for name, number, box in rows
         ]
-        mine = {share for _, share in requests if self._find_owner(manifest, share) == self._local.rank}
+        requested = {share for _, share in requests if self._find_owner(manifest, share) == self._local.rank}
 
-        parts = self._run_on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*here, *mine})))
+        parts = self._run_on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*here, *requested})))
         for rank, share in requests:
             owner = self._find_owner(manifest, share)
             if rank == self._local.rank:
@@ -262,8 +262,8 @@ class Checkpointer:
         return pieces.assemble(manifest, boxes, ((share, parts.pop(share)) for share in shares))
 
     def _find_owner(self, manifest: Checkpoint, share: pieces.Share) -> int:
-        """Returns the rank that reads a share for those whose machines lack its file."""
-        return self._owners[share.stored_in(manifest).file]
+        """Returns the rank that reads a share for ranks whose machines lack its file."""
+        return self._file_owners[share.stored_in(manifest).file]
 
     def _restore(self, path: AnyPath, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
@@ -277,14 +277,14 @@ class Checkpointer:
                 if name in tensors:
                     tensor.copy_(tensors[name])
         share_with_replicas(self._local.workers)
-        counts = (self._program.name, self._program.microbatches) == (manifest.schedule, manifest.microbatches)
-        same = counts and _have_same_stages(self._program.plan, manifest.plan)
+        same_method = (self._program.name, self._program.microbatches) == (manifest.schedule, manifest.microbatches)
+        same_stages = same_method and _have_same_stages(self._program.plan, manifest.plan)
         same_replicas = _has_same_replicas(self._program, manifest)
         for stage, replica, stage_state in self._local.replicas:
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
-            alone = len(self._local.workers) == 1 and not list_copies(stage_state)
-            stage_tensors = tensors if alone else {name: tensor.clone() for name, tensor in tensors.items()}
+            is_alone = len(self._local.workers) == 1 and not list_copies(stage_state)
+            stage_tensors = tensors if is_alone else {name: tensor.clone() for name, tensor in tensors.items()}
             if stage_state.predictions is not None:
                 stage_state.predictions.restore(stage_tensors)
             try:
@@ -292,12 +292,12 @@ class Checkpointer:
                     stage_state.optimizer,
                     manifest.stages,
                     stage_tensors,
-                    stage=stage if same else None,
+                    stage=stage if same_stages else None,
                     replica=(stage, replica) if same_replicas else None,
                 )
             except PipelineError:
                 raise
-            except Exception as error:  # the user's optimizer and scheduler check little
+            except Exception as error:  # of the user's optimizer and scheduler, whatever they raise
                 raise ArtifactError(
                     f"the optimizer state in the checkpoint {path} does not fit: {type(error).__name__}: {error}; "
                     "resume with the same optimizer and scheduler"
@@ -305,7 +305,7 @@ class Checkpointer:
         for worker in self._local.workers:
             worker.done_minibatches = manifest.minibatches
             worker.update_barrier.norm_square = manifest.stages[0].norm_square  # of all stages
-            worker.input_updates = manifest.stages[0].updates if same else 0
+            worker.input_updates = manifest.stages[0].updates if same_stages else 0
         if manifest.random:
             restore_rng(manifest.random[self._local.worker_rank % len(manifest.random)], self._device)
 
@@ -322,7 +322,7 @@ class Checkpointer:
             if name in state and (name in saved or f"model/{name}" in manifest.tensors):
                 yield f"model/{name}"
         trained = {name for _, stage_state in self._local.stage_states for name in stage_state.optimizer.named}
-        # A shared weight has its first name, perhaps that of a layer elsewhere.
+        # A shared weight is saved under its first name, perhaps of a layer elsewhere.
         yield from (f"model/{name}" for name in trained - self._names.here if f"model/{name}" in manifest.tensors)
         yield from (name for name in self._loss if name in manifest.tensors)
         yield from (f"model/{name}" for name in self._names.unused if f"model/{name}" in manifest.tensors)

@@ -1,4 +1,4 @@
-"""Compares what a pipeline gives with what the model gives, by fingerprints."""
+"""Compares a pipeline's numbers with those of the model, by fingerprints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
 _log = logging.getLogger("pipedream")
 
 _FLOOR = 0.01
-"""Of the greatest mean gradient: what is smaller by this factor may be a sum that cancels, and differ by rounding."""
+"""A gradient below this share of the greatest mean gradient may be a sum that cancels, and differ by rounding."""
 
 _CAUSES = (
     "the forward does something that the pipeline cannot see: it passes values on through Python objects, decides anew "
@@ -26,14 +26,14 @@ _CAUSES = (
 
 @dataclass
 class Reference:
-    """What the model gives.
+    """The numbers of the model.
 
     Attributes:
         gradients: by each name of a parameter; None where it has none.
         tolerance: relative difference that the precision allows.
-        scale: greatest mean of the sizes of a gradient.
-        incomparable: why the numbers of the pipeline may be others; empty if they may not.
-        parts: why the loss of the minibatch may be another than that of its parts; empty if it may not.
+        scale: greatest mean of the absolute values of a gradient.
+        incomparable: why the pipeline's numbers may differ; empty if they must not.
+        parts: why the loss of the minibatch may differ from that of its parts; empty if it must not.
         encoding: what encoded messages have changed; empty if they are not encoded.
     """
 
@@ -58,11 +58,11 @@ class Reference:
 
 
 class Comparer:
-    """Compares what one rank's stages give with a reference. Each method raises a WorkerError if they differ.
+    """Compares the numbers of one rank's stages with a reference. Each method raises a WorkerError if they differ.
 
     Args:
-        fingerprint: of a dense tensor.
-        receive: returns the JSON of the reference that another rank has made.
+        fingerprint: returns that of a dense tensor.
+        receive: returns the JSON of another rank's reference.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Comparer:
     def compare_values(
         self, stage: int, what: str, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
     ) -> None:
-        """Compares tensors that leave a stage with those that its layers give for the same input."""
+        """Compares tensors that a stage sends with those that its layers compute from the same input."""
         for number, pair in enumerate(zip(expected, actual, strict=False)):
             layers, pipeline = (self.fingerprint(tensor.detach()) for tensor in pair)
             if not is_close(layers, pipeline, self.reference.tolerance):
@@ -112,7 +112,7 @@ class Comparer:
             actual = None if gradient is None else self.fingerprint(gradient, factor)
             count = 0 if gradient is None else gradient.numel()
             if actual is not None and not all(map(isfinite, actual)):
-                continue  # of a scaled loss
+                continue  # the scaled loss has overflowed
             if not is_close(expected, actual, reference.tolerance, count * reference.scale * _FLOOR):
                 raise self.make_error(
                     f"at its first update stage {stage} has another gradient of {name!r} than the model itself "
@@ -121,7 +121,7 @@ class Comparer:
                 )
 
     def compare_stages(self, stages: Reference) -> None:
-        """Compares what the stages give in turn, without a pipeline."""
+        """Compares the numbers of the stages, run in turn without a pipeline."""
         reference = self.reference
         for name, expected in reference.gradients.items():
             actual = stages.gradients[name]
@@ -152,7 +152,7 @@ class Comparer:
                 )
 
     def compare_loss(self, loss: float) -> None:
-        """Compares the loss of the minibatch; says what could not be compared."""
+        """Compares the loss of the minibatch; logs what could not be compared."""
         reference = self.reference
         if self.rank == 0 and reference.encoding:
             _log.warning("%s", reference.encoding)

@@ -2,7 +2,7 @@
 
 1. When the first minibatch is read, the input stage's first worker runs the whole model on it, in the microbatches of
    the pipeline: `ReferenceRun.read`. It also compares the loss of the whole minibatch with those of its parts.
-2. Loss, gradients and buffers become fingerprints, which all ranks get.
+2. All ranks get fingerprints of its loss, gradients and buffers.
 3. The pipeline trains. Each stage compares its buffers after the minibatch's last forward, and its gradients before its
    first update (`StageCheck`). Each rank compares the loss.
 
@@ -43,27 +43,27 @@ class Comparison:
     """The comparison of one process.
 
     Args:
-        plain: the model as the user wrote it.
-        whole_bytes: of the whole model.
+        model: the model as the user wrote it.
+        whole_bytes: bytes of the whole model.
         free_bytes: returns the memory that this process may still take.
     """
 
-    def __init__(self, local: LocalWorkers, plain: UserModel, whole_bytes: int, free_bytes: Callable[[], int]) -> None:
+    def __init__(self, local: LocalWorkers, model: UserModel, whole_bytes: int, free_bytes: Callable[[], int]) -> None:
         self._local = local
-        self._plain = plain
+        self._user_model = model
         self._whole_bytes = whole_bytes
         self._free_bytes = free_bytes
 
     def begin(self, sources: Mapping[int, Source]) -> ReferenceRun | None:
-        """Lets the coming training compare its first minibatch; returns what compares its loss, if the model fits."""
+        """Prepares the comparison of the first minibatch; returns the run that has its loss, if the model fits."""
         local, program = self._local, self._local.program
         if min(program.updates.per_update) < program.microbatches:
             return None
         reader = program.placement.readers[0]
-        if (local.distributed or self._weights_are_apart) and not self._fits(reader):
+        if (local.distributed or self._has_weights_elsewhere) and not self._fits(reader):
             self._check_each_stage()
             return None
-        weights: dict[str, Any] = {"values": named_state(local.model)} if self._weights_are_apart else {}
+        weights: dict[str, Any] = {"values": named_state(local.model)} if self._has_weights_elsewhere else {}
         if local.distributed:
             weights = self._collect_weights(reader)
         run = self._make_reference_run(**weights)
@@ -78,8 +78,8 @@ class Comparison:
         return run
 
     @property
-    def _weights_are_apart(self) -> bool:
-        """Whether the weights are not on the workers' device, where the model is to run."""
+    def _has_weights_elsewhere(self) -> bool:
+        """Whether the weights are not on the workers' device, where the model runs for the comparison."""
         return self._local.blueprint.weights_device != self._local.blueprint.device
 
     def _fits(self, reader: int) -> bool:
@@ -88,7 +88,7 @@ class Comparison:
         return not self._local.any_rank(not fits)
 
     def _collect_weights(self, reader: int) -> dict[str, Any]:
-        """Collects the weights at the reading rank, and returns how it publishes what it has computed."""
+        """Collects the weights at the reading rank; returns them and how the reference is published and received."""
         local = self._local
         store = dist.distributed_c10d._get_default_store()
         key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, local.group)
@@ -111,20 +111,20 @@ class Comparison:
         replicas = local.program.placement.replicas
         is_of_mean = local.program.updates.mean_of_rounds or not needs_weights(local.program)
         return ReferenceRun(
-            self._plain,
+            self._user_model,
             settings.loss,
             rank=local.rank,
             split=local.program.microbatches,
-            base=local.lead.done_minibatches,
+            first_minibatch=local.lead.done_minibatches,
             messages=settings.messages,
-            meshed=any(mesh.dimensions for mesh in local.blueprint.meshes),
+            uses_meshes=any(mesh.dimensions for mesh in local.blueprint.meshes),
             placement=local.program.placement,
             unit=None if is_of_mean else getattr(settings.scaling, "scale", 1.0),
             seed=settings.seed,
             device=local.blueprint.device,
             autocast=settings.autocast,
             compiles=settings.compile is not None,
-            reseeded=list_own_generators(self._plain.model.modules()) if max(replicas) > 1 else (),
+            reseeded=list_own_generators(self._user_model.model.modules()) if max(replicas) > 1 else (),
             **over_ranks,
         )
 
@@ -132,10 +132,10 @@ class Comparison:
         """Lets each stage of this rank compare its first microbatch with its own layers."""
         local, placement = self._local, self._local.program.placement
         if local.rank == 0:
-            is_compared = not (local.shardings or self._weights_are_apart)
+            is_compared = not (local.shardings or self._has_weights_elsewhere)
             how = "compared stage by stage" if is_compared else "not compared with the model's own"
             _log.warning("the first minibatch is %s: the whole model does not fit the worker that reads it", how)
-        if local.shardings or self._weights_are_apart:
+        if local.shardings or self._has_weights_elsewhere:
             return
         for stage, replica in placement.stage_replicas(local.worker_rank):
             stage_state = local.lead.stage_states[stage]
@@ -145,22 +145,22 @@ class Comparison:
 
     def _check_stage(self, run: ReferenceRun, stage: int, replica: int, stage_state: StageState) -> None:
         local, placement = self._local, self._local.program.placement
-        alone = local.program.updates.per_update[stage] == run.split
+        whole_update = local.program.updates.per_update[stage] == run.split
         buffers: list[str] = []
         if not placement.is_remote(stage) and (placement.replicas[stage] == 1 or (run.split == 1 and not replica)):
-            here = dict(local.model.named_buffers(remove_duplicate=False))
-            buffers = [name for name in local.names.by_stage[stage] if name in here]
+            buffers_here = dict(local.model.named_buffers(remove_duplicate=False))
+            buffers = [name for name in local.names.by_stage[stage] if name in buffers_here]
         sharding = local.shardings.get(stage)
-        if alone or (run.split == 1 and not replica and sharding is None):
+        if whole_update or (run.split == 1 and not replica and sharding is None):
             plan = local.program.plan
             holders = {stage, *(s for tied in plan.tied_weights if stage in tied.stages for s in tied.stages)}
-            # Gradients that approximate sums would differ.
+            # Gradients that only approximate the sums would differ.
             is_summed = any(placement.replicas[holder] > 1 for holder in holders)
-            comparable = not (alone and is_summed) or plan.sum_method.is_exact
+            comparable = not (whole_update and is_summed) or plan.sum_method.is_exact
             names = list(stage_state.versions.handles) if comparable else []
             if not comparable and local.rank == replica == 0:
                 _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, plan.sums)
-            stage_state.observer = StageCheck(run, stage, buffers, names, alone=alone, sharding=sharding)
+            stage_state.observer = StageCheck(run, stage, buffers, names, whole_update=whole_update, sharding=sharding)
 
 
 def count_bytes(model: nn.Module) -> int:
@@ -172,10 +172,10 @@ class StageCheck(StageObserver):
     """Compares a stage's buffers and gradients with those of the model, which has run as a whole.
 
     Args:
-        buffers: names of the stage's, of which no other replica has moved others.
+        buffers: names of the stage's buffers, if no other replica has changed its own.
         names: of its trained parameters, in the order of the handles.
-        alone: its first update holds the minibatch alone; otherwise the gradients of the minibatch's only microbatch,
-            0, are compared before they are summed over the replicas.
+        whole_update: the minibatch is its whole first update; otherwise the gradients of the minibatch's only
+            microbatch, 0, are compared before they are summed over the replicas.
         sharding: of a mesh, whose ranks compare whole gradients.
     """
 
@@ -186,16 +186,16 @@ class StageCheck(StageObserver):
         buffers: Sequence[str],
         names: Sequence[str],
         *,
-        alone: bool,
+        whole_update: bool,
         sharding: StageSharding | None = None,
     ) -> None:
         self._run = run
         self._stage = stage
         self._buffers = buffers
         self._names = names
-        self._alone = alone
+        self._is_whole_update = whole_update
         self._sharding = sharding
-        self._ready: dict[int, torch.Tensor] = {}
+        self._ready_gradients: dict[int, torch.Tensor] = {}
 
     def after_forward(self, index: int) -> None:
         if index == self._run.split - 1:
@@ -203,19 +203,19 @@ class StageCheck(StageObserver):
             self._run.comparer.compare_buffers(self._stage, ((name, model.get_buffer(name)) for name in self._buffers))
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._alone:
-            self._ready[index] = gradient.clone()
+        if not self._is_whole_update:
+            self._ready_gradients[index] = gradient.clone()
 
     def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        if self._alone or index or not factor:
+        if self._is_whole_update or index or not factor:
             return
-        present = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None} | self._ready
-        named = {name: present.get(i) for i, name in enumerate(self._names)}
+        by_index = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None} | self._ready_gradients
+        named = {name: by_index.get(i) for i, name in enumerate(self._names)}
         self._run.comparer.compare_gradients(self._stage, named, factor)
-        self._ready.clear()
+        self._ready_gradients.clear()
 
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
-        for name in self._names if self._alone else ():
+        for name in self._names if self._is_whole_update else ():
             gradient = handles[name].grad
             if gradient is not None and self._sharding is not None:
                 gradient = self._sharding.gather([name], gradient)
@@ -225,46 +225,46 @@ class StageCheck(StageObserver):
 class LayersCheck(StageCheck):
     """Compares a stage's first microbatch with its layers, run plainly on what the stage has received.
 
-    The layers run on a copy of the received value, with the user's own parameters, before the stage's own forward;
-    their outputs, and their gradients for the gradients that the stage has received, must be the stage's own. If the
-    memory does not suffice for it, the comparison ends with a warning, and training continues.
+    The layers run on a copy of the received value, with the user's own parameters, before the stage's forward. Their
+    outputs must equal the stage's, and so must their gradients for the output gradients that the stage receives. If the
+    memory does not suffice, the comparison ends with a warning, and training continues.
     """
 
     def __init__(self, run: ReferenceRun, stage: int, module: StageModule, names: Sequence[str]) -> None:
-        super().__init__(run, stage, (), names, alone=False)
+        super().__init__(run, stage, (), names, whole_update=False)
         self._module = module
         self._inputs: list[torch.Tensor] = []
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._input_gradients: list[torch.Tensor | None] = []
-        self._is_ready = self._has_ended = False
+        self._has_reference = self._has_ended = False
 
     def before_forward(
         self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
     ) -> None:
-        self._try(self._run_layers, value, microbatch, is_first, message, targets)
+        self._run_step(self._run_layers, value, microbatch, is_first, message, targets)
 
     def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Compares the outputs, and takes the gradients of the layers for those that the outputs have."""
-        self._try(self._run_backward, saved, gradients)
+        """Compares the outputs, and computes the layers' gradients from those of the outputs."""
+        self._run_step(self._run_backward, saved, gradients)
 
     def after_forward(self, index: int) -> None:
-        """Compares no buffers: those of the layers alone were copies."""
+        """Compares no buffers: the layers ran on copies."""
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        self._try(super().gradient_ready, index, gradient)
+        self._run_step(super().gradient_ready, index, gradient)
 
     def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        if not index and self._is_ready:
-            self._try(super().after_backward, index, gradients, 1.0)
+        if not index and self._has_reference:
+            self._run_step(super().after_backward, index, gradients, 1.0)
 
     def before_send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._try(self._compare_sent_back, index, gradients)
+        self._run_step(self._compare_sent_back, index, gradients)
 
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
         """Ends the comparison, whose memory training may need."""
         self._run.release_memory()
 
-    def _try(self, step: Callable[..., None], *arguments: Any) -> None:
+    def _run_step(self, step: Callable[..., None], *arguments: Any) -> None:
         """Runs a step of the comparison, unless it has ended; ends it if the memory does not suffice."""
         if self._has_ended:
             return
@@ -272,10 +272,10 @@ class LayersCheck(StageCheck):
             step(*arguments)
         except torch.OutOfMemoryError:
             self._has_ended = True
-        if self._has_ended:  # only now is the error gone, whose traceback holds tensors
-            self._is_ready = False
+        if self._has_ended:  # out of the except block, as the error's traceback holds tensors
+            self._has_reference = False
             self._inputs, self._outputs, self._input_gradients = [], (), []
-            self._ready.clear()
+            self._ready_gradients.clear()
             self._run.release_memory()
             _log.warning(
                 "the first microbatch of stage %d is not compared with its layers: the memory does not suffice for "
@@ -291,18 +291,18 @@ class LayersCheck(StageCheck):
             if not tensor.requires_grad:
                 return copy
             self._inputs.append(copy.requires_grad_())
-            return copy.clone()  # into which a layer may write
+            return copy.clone()  # a layer may write into it
 
-        # Within a forward that is to be recomputed, no other graph would be kept.
-        keeping = HooksOutsideFunc(_return_itself, _return_itself)
-        with self._run.restoring_state(), torch.enable_grad(), keeping:
+        # Otherwise, within a forward that is recomputed later, this graph would keep no tensors.
+        keep_tensors = HooksOutsideFunc(_return_itself, _return_itself)
+        with self._run.restoring_state(), torch.enable_grad(), keep_tensors:
             output = self._module.forward(map_tensors(value, enter), dict(self._module.handles), microbatch, is_first)
             if targets is not None:
                 with self._module.autocasting():
-                    output = self._run.loss_of(output, message, targets.value())
+                    output = self._run.compute_loss(output, message, targets.value())
         self._outputs = tensors_in(output)
-        self._run.note_kinds(self._outputs)
-        self._run.refer_to({})
+        self._run.note_dtypes(self._outputs)
+        self._run.set_reference({})
 
     def _run_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
         if saved.microbatch or not self._outputs:
@@ -312,17 +312,17 @@ class LayersCheck(StageCheck):
         handles = [self._module.handles[name] for name in self._names]
         layer_gradients: Sequence[torch.Tensor | None] = [None] * (len(handles) + len(self._inputs))
         if pairs:
-            ends, arrived = zip(*pairs, strict=True)
+            outputs, received = zip(*pairs, strict=True)
             with auxiliary_loss_scale(saved.auxiliary_scale):
-                layer_gradients = torch.autograd.grad(ends, [*handles, *self._inputs], arrived, allow_unused=True)
-        self._run.refer_to(dict(zip(self._names, layer_gradients, strict=False)))
+                layer_gradients = torch.autograd.grad(outputs, [*handles, *self._inputs], received, allow_unused=True)
+        self._run.set_reference(dict(zip(self._names, layer_gradients, strict=False)))
         self._input_gradients = list(layer_gradients[len(handles) :])
         self._inputs, self._outputs = [], ()
-        self._is_ready = True
+        self._has_reference = True
 
     def _compare_sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Compares the gradients of the received tensors, which go to the previous stage."""
-        if index or not self._is_ready or len(gradients) != len(self._input_gradients):
+        if index or not self._has_reference or len(gradients) != len(self._input_gradients):
             return
         pairs = [(a, b) for a, b in zip(self._input_gradients, gradients, strict=True) if a is not None]
         expected, actual = [a for a, _ in pairs], [torch.zeros_like(a) if b is None else b for a, b in pairs]

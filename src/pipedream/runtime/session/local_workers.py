@@ -1,4 +1,4 @@
-"""The workers of one process, and what all parts of a session need of them."""
+"""The workers of one process, and operations on them that all parts of a session need."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from pipedream.sharding.stage import StageSharding
 
 @dataclass
 class ModelNames:
-    """The model's parameters and buffers by their place in the pipeline.
+    """The names of the model's parameters and buffers, by their place in the pipeline.
 
     Attributes:
-        by_stage: those of each stage.
+        by_stage: of each stage.
         shared: name -> all names of the same tensor.
-        unused: those that no stage reads; at rank 0 only.
-        here: those of this process's stages.
+        unused: of those that no stage reads; at rank 0 only.
+        here: of this process's stages.
     """
 
     by_stage: list[list[str]]
@@ -51,8 +51,8 @@ class ModelNames:
     def of(cls, model: nn.Module, graph: LayerGraph, blueprint: Blueprint, rank: int) -> ModelNames:
         stages = blueprint.program.plan.stages
         by_stage = [parameters.list_stage_names(graph, stage.first, stage.last) for stage in stages]
-        every = [name for names in by_stage for name in names]
-        unused = parameters.list_unused_names(model, every) if rank == 0 else []
+        all_names = [name for names in by_stage for name in names]
+        unused = parameters.list_unused_names(model, all_names) if rank == 0 else []
         return cls(by_stage, parameters.find_shared_names(model), unused)
 
     def loaded_from(self, state: Mapping[str, object]) -> set[str]:
@@ -67,9 +67,9 @@ class LocalWorkers:
     Attributes:
         rank: of this process.
         worker_rank: of its worker; 0 if all workers are here.
-        guard, connections, group: None in a single process. The group is of all ranks: the user's after the end.
+        guard, connections, group: None in a single process. The group has all ranks; after the end it is the user's.
         shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
-        store: of weights that a method keeps in the memory of the machine.
+        store: weights that a method keeps in the memory of the machine.
     """
 
     model: nn.Module
@@ -104,9 +104,9 @@ class LocalWorkers:
         return [item for worker in self.workers for item in worker.stage_states.items()]
 
     def switch_optimizers(self, mode: Literal["train", "eval"]) -> None:
-        """Shows the weights that are evaluated, or those that are trained, where they differ; at a drain.
+        """Switches to the weights that are evaluated, or to those that are trained, at a drain.
 
-        They do for schedule-free optimizers, and between averages of the replicas' weights.
+        They differ for schedule-free optimizers, and between averages of the replicas' weights.
         """
         averages = [average for _, stage_state in self.stage_states if (average := stage_state.optimizer.average)]
         if mode == "eval":
@@ -121,7 +121,7 @@ class LocalWorkers:
 
     @property
     def replicas(self) -> list[tuple[int, int, StageState]]:
-        """The stages here, each with the number of its replica."""
+        """The local stages, each with the number of its replica."""
         ranks = self.program.placement.ranks
         return [
             (stage, ranks[stage].index(worker.rank), stage_state)
@@ -131,7 +131,7 @@ class LocalWorkers:
 
     @property
     def first_replicas(self) -> list[tuple[int, StageState]]:
-        """The stages whose replica 0 is here."""
+        """The stages whose replica 0 is local."""
         return [(stage, stage_state) for stage, replica, stage_state in self.replicas if not replica]
 
     @property
@@ -151,11 +151,11 @@ class LocalWorkers:
             stage_state.optimizer.step_after_evaluation(value)
 
     def note_call(self, name: str, minibatches: int) -> None:
-        """Notes a call that every rank must make, after its loop was given so many minibatches."""
+        """Records a call that every rank must make, after its loop has received so many minibatches."""
         self.activity.calls.append((name, minibatches))
 
     def report(self, error: PipelineError) -> PipelineError:
-        """Returns the error to raise here: it, or its cause elsewhere."""
+        """Reports an error; returns the error to raise: this one, or its cause at another rank."""
         self.activity.stop()
         return error if self.guard is None else self.guard.first_cause(error, self.lead.where)
 
@@ -171,18 +171,18 @@ class LocalWorkers:
         except PipelineError as error:
             raise self.report(error) from error.__cause__
 
-    def meet(self, settings: Mapping[str, str] | None = None) -> None:
-        """Waits until every rank has made the call that was noted last, with the same settings."""
+    def await_same_call(self, settings: Mapping[str, str] | None = None) -> None:
+        """Waits until every rank has made the last recorded call, with the same settings."""
         name, minibatches = self.activity.calls[-1] if self.activity.calls else ("calibration", 0)
         call = {CALL: f"{name} after {minibatches} minibatches"}
         try:
             check_same_settings(call | dict(settings or {}), self.group)
         except (PipelineError, RuntimeError) as error:
-            assert self.guard is not None, "a single process has nobody to differ from"
+            assert self.guard is not None, "a single process cannot differ from others"
             raise self.guard.first_cause(error, self.lead.where) from error
 
     def any_rank(self, wish: bool) -> bool:
-        """Returns whether a rank asks for something; every rank calls it."""
+        """Returns whether `wish` is true at any rank; every rank calls it."""
         return "yes" in gather_texts("yes" if wish else "", self.group)
 
     def gather_counts(self, counts: Mapping[int, int]) -> dict[int, int]:
@@ -213,14 +213,14 @@ class LocalWorkers:
         return parameters.collect(local_tensors, state, self.names.by_stage, placement, self.worker_rank, leaders, to)
 
     def _gather(self, parts: Mapping[str, torch.Tensor], *, keeps: bool) -> dict[str, torch.Tensor]:
-        """Returns tensors from the parts of this worker's ranks, on the CPU; nothing where they are not kept.
+        """Returns tensors joined from the parts of this worker's ranks, on the CPU; an empty dict without `keeps`.
 
-        No device has more than one whole: a stage may fit only because it is sharded.
+        One at a time is whole on the device: a stage may fit only because it is sharded.
         """
-        whole: dict[str, torch.Tensor] = {}
+        gathered: dict[str, torch.Tensor] = {}
         for name, tensor in parts.items():
             for sharding in self.shardings.values():
                 tensor = sharding.gather(self.names.shared.get(name, (name,)), tensor)
             if keeps:
-                whole[name] = tensor.cpu()
-        return whole
+                gathered[name] = tensor.cpu()
+        return gathered

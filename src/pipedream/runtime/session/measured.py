@@ -1,4 +1,4 @@
-"""What a run has measured, on all ranks; every rank calls these functions, but for `status`."""
+"""Collects what a run has measured from all ranks; every rank calls these functions, except `status`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _PING_TAG = 1
 class ClockOffset:
     """The difference of `time.perf_counter`, which counts from a machine's start, between this process and rank 0.
 
-    It is measured when this is made and at each `measure`, and linear between these, because clocks drift. Of several
-    round trips to rank 0 the shortest counts, which bounds the error by half its length (Cristian 1989). A difference
-    within this bound of 0 is that of one machine's processes, which have the same clock.
+    It is measured at the start and at each `measure`, and interpolated between these, because clocks drift. Of several
+    round trips to rank 0 the shortest is used; it bounds the error by half its length (Cristian 1989). A difference
+    below this bound counts as 0: processes of one machine have the same clock.
 
     Args:
         group: gloo group of all ranks, each of which makes a ClockOffset; None in a single process.
@@ -44,11 +44,11 @@ class ClockOffset:
         self.measure(group)
 
     def measure(self, group: dist.ProcessGroup | None) -> None:
-        """Every rank calls it."""
+        """Measures the difference; every rank calls it."""
         self._measured.append((time.perf_counter(), 0.0 if group is None else _measure_offset_s(group)))
 
     def to_rank_0(self, seconds: Sequence[float]) -> list[float]:
-        """Returns these moments of this process's clock by that of rank 0."""
+        """Converts seconds of this process's clock to rank 0's."""
         at, offsets = zip(*self._measured, strict=True)
         moments: list[float] = (np.asarray(seconds) + np.interp(seconds, at, offsets)).tolist()
         return moments
@@ -111,10 +111,10 @@ def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch:
             }
         )
     gathered = [part for text in gather_texts(json.dumps(rows), local.group) for part in json.loads(text)]
-    first = {part["rank"]: part for part in reversed(gathered)}  # of a mesh
-    parts = [first[rank] for rank in sorted(first)]
+    part_by_rank = {part["rank"]: part for part in reversed(gathered)}  # of a mesh
+    parts = [part_by_rank[rank] for rank in sorted(part_by_rank)]
     start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
-    moved = tuple(
+    all_spans = tuple(
         Span(rank, kind, stage, index, begin - start, end - start)
         for part in parts
         for rank, kind, stage, index, begin, end in part["spans"]
@@ -123,7 +123,7 @@ def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch:
         name=program.name,
         source="measured",
         workers=program.placement.workers,
-        spans=moved,
+        spans=all_spans,
         microbatches=workers[0].trained.get(phase, (0, 0))[1] * program.microbatches,
         minibatch_microbatches=program.microbatches,
         batch=batch,
@@ -136,7 +136,7 @@ def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch:
 
 
 def _find_peaks(workers: Sequence[Worker], phase: int) -> tuple[int | None, int | None]:
-    """Returns the most bytes of tensors, and the most reserved, of all workers of this process."""
+    """Returns the peak of the tensors' bytes, and of the reserved bytes, of all workers of this process."""
     peaks = [worker.recorder.peaks[phase][1] for worker in workers if phase in worker.recorder.peaks]
     rises = [peak.rise_bytes for peak in peaks if peak.rise_bytes is not None]
     tensors_bytes = tensor_bytes(
@@ -146,7 +146,7 @@ def _find_peaks(workers: Sequence[Worker], phase: int) -> tuple[int | None, int 
 
 
 def _require_all(sizes: Iterable[int | None]) -> tuple[int, ...]:
-    """Returns the bytes of each rank, or () if one does not know them."""
+    """Returns the bytes of each rank, or () if one of them is unknown."""
     rows = list(sizes)
     return tuple(size for size in rows if size is not None) if None not in rows else ()
 
@@ -154,47 +154,47 @@ def _require_all(sizes: Iterable[int | None]) -> tuple[int, ...]:
 def status(local: LocalWorkers, reader: str = "") -> dict[int, dict[str, float]]:
     """Returns rank -> busy share since the reader's last call and peak bytes; rank 0 has other processes' too."""
     recorders = {worker.rank: worker.recorder for worker in local.workers}
-    mine = {
+    rows = {
         rank: {"busy_share": recorder.busy_share(reader), "peak_bytes": float(recorder.memory.reserved_bytes)}
         for rank, recorder in recorders.items()
     }
     if not local.distributed:
-        return mine
+        return rows
     store = dist.distributed_c10d._get_default_store()
     if local.worker_rank != 0:
-        store.set(f"pipedream/status/{reader}/{local.worker_rank}", json.dumps(mine[local.worker_rank]))
-        return mine
+        store.set(f"pipedream/status/{reader}/{local.worker_rank}", json.dumps(rows[local.worker_rank]))
+        return rows
     for other in range(1, local.program.placement.workers):
         if store.check([f"pipedream/status/{reader}/{other}"]):
-            mine[other] = json.loads(store.get(f"pipedream/status/{reader}/{other}"))
-    return mine
+            rows[other] = json.loads(store.get(f"pipedream/status/{reader}/{other}"))
+    return rows
 
 
 def count_sent_bytes(local: LocalWorkers) -> dict[int, int]:
-    """Returns worker -> payload bytes, of its first rank."""
+    """Returns worker -> payload bytes that its first rank has sent."""
     return local.gather_counts(
         {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in local.workers}
     )
 
 
 def count_skipped_updates(local: LocalWorkers) -> tuple[int, ...]:
-    """Returns each stage's number."""
+    """Returns the number of skipped updates of each stage."""
     skipped = local.gather_counts({stage: state.optimizer.skipped for stage, state in local.stage_states})
     return tuple(skipped[stage] for stage in sorted(skipped))
 
 
 def collect_collectives(local: LocalWorkers) -> tuple[StageCollectives | None, ...]:
-    """Returns each stage's collectives, after training; None for one on a single rank, or without an update."""
-    mine: dict[int, Any] = {}
+    """Returns each stage's collectives, after training; None for a stage on a single rank, or without an update."""
+    local_stages: dict[int, Any] = {}
     for worker in local.workers:
         for stage, stage_state in worker.stage_states.items():
             sharding = stage_state.module.sharding
             if sharding is not None and sharding.is_first and sharding.collectives:
                 program = local.blueprint.programs[min(worker.trained)]
                 needs_norms = worker.update_barrier.needs_norms
-                mine[stage] = encode(stage_state.collectives(program, stage, needs_norms))
+                local_stages[stage] = encode(stage_state.collectives(program, stage, needs_norms))
     by_stage: dict[int, StageCollectives] = {}
-    for text in gather_texts(json.dumps(mine), local.group):
+    for text in gather_texts(json.dumps(local_stages), local.group):
         for stage, data in json.loads(text).items():
             by_stage.setdefault(int(stage), decode(StageCollectives, data, "collectives"))
     for stage, collectives in sorted(by_stage.items()) if local.rank == 0 else ():
@@ -206,5 +206,5 @@ def collect_collectives(local: LocalWorkers) -> tuple[StageCollectives | None, .
 def compute_learning_rates(local: LocalWorkers, schedule: Schedule) -> tuple[float, ...]:
     """Returns each stage's learning rate."""
     rate, rounds = local.rate
-    factor, late = schedule.updates.rate_factor, schedule.weights.mean_staleness
-    return tuple(rate * factor(s, late(s), rounds) for s in range(len(schedule.plan.stages)))
+    factor, staleness = schedule.updates.rate_factor, schedule.weights.mean_staleness
+    return tuple(rate * factor(s, staleness(s), rounds) for s in range(len(schedule.plan.stages)))

@@ -27,7 +27,7 @@ from pipedream.runtime.session.comparer import Comparer, Reference
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators
 
-_LEAST = 1e-6  # a part of the model may compute in single precision
+_MIN_TOLERANCE = 1e-6  # a part of the model may compute in single precision
 
 
 class UserModel(Protocol):
@@ -58,7 +58,7 @@ class _Run:
         loss: of the minibatch.
         weight: of its parts, summed.
         divisor: of the gradients.
-        losses: of the parts; sums if the loss says that it is a sum.
+        losses: of the parts; sums if the loss is a sum.
         outputs: of the parts.
     """
 
@@ -73,11 +73,11 @@ class _ModelRunner:
     """Runs the model on parts of a minibatch.
 
     Args:
-        split: microbatches of a minibatch.
-        base: minibatches before.
-        placement: which says what is sent to another worker.
-        unit: by which gradients are multiplied when they are sent; None if they are those of a mean. Encodings, and
-            layers in low precision, may round others differently.
+        split: microbatches per minibatch.
+        first_minibatch: number of the minibatch, for the seeds.
+        placement: shows which values are sent to another worker.
+        unit: factor of the gradients when they are sent; None if they are those of a mean. Without it encodings, and
+            layers in low precision, might round differently.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _ModelRunner:
         loss: Loss,
         *,
         split: int,
-        base: int,
+        first_minibatch: int,
         seed: int,
         device: torch.device,
         autocast: torch.dtype | None,
@@ -98,41 +98,39 @@ class _ModelRunner:
         self.modules_of_loss = _list_modules(loss.function)
         self.device = device
         self.split = split
-        self._base = base
+        self._first_minibatch = first_minibatch
         self._placement = placement
         self._unit = unit
         self._generators = LayerGenerators(seed, device)
         self._autocast = autocast
-        self._kinds = set() if autocast is None else {autocast}  # of floating-point numbers
+        self._dtypes = set() if autocast is None else {autocast}  # floating-point dtypes that were computed with
 
     def restoring_state(self, values: Mapping[str, torch.Tensor], **how: bool) -> AbstractContextManager[Any]:
-        """A context after which the model, whose missing weights are `values`, the loss and the generators are as
-        before.
-        """
+        """Context in which `values` are the model's missing weights; restores model, loss and generators after it."""
         buffers = dict(self.plain.model.named_buffers(remove_duplicate=False))
-        copies = {id(value): value.clone() for name, value in values.items() if name in buffers}  # a run writes them
+        copies = {id(value): value.clone() for name, value in values.items() if name in buffers}  # runs write buffers
         values = {name: copies.get(id(value), value) for name, value in values.items()}
         return self.plain.restoring_state(values, [self.loss.function, *self.modules_of_loss], **how)
 
     def run(
         self, parts: Sequence[tuple[Message, Message]], *, backward: bool, messages: Messages | None = None
     ) -> _Run:
-        """Runs the model on each part; with `messages` its stages in turn."""
-        loss = self.loss.anew()
+        """Runs the model on each part; with `messages`, stage by stage."""
+        loss = self.loss.copy_unused()
         total = weights = divisor = 0.0
         losses, outputs = [], []
-        for message, aim in parts:
+        for message, target_message in parts:
             value = to_device(map_tensors(message.value(), _clone), self.device)
-            targets = map_tensors(aim.value(), _clone)
+            targets = map_tensors(target_message.value(), _clone)
             with self._enter_autocast():
                 with loss.watching(value, message.samples):
                     send = None if messages is None else partial(self._send, messages, message.microbatch)
                     output = self.plain.forward(value, self._reseed(message.microbatch), send)
-                placed = to_device(targets, self.device)
+                targets_on_device = to_device(targets, self.device)
                 part_loss, weight, is_sum = loss(
-                    output, placed, message.samples, message.share, message.minibatch, received=targets
+                    output, targets_on_device, message.samples, message.share, message.minibatch, received=targets
                 )
-            self.note_kinds((part_loss, *tensors_in(output)))
+            self.note_dtypes((part_loss, *tensors_in(output)))
             factor = 1.0 if is_sum else weight
             weights += weight
             if weight:
@@ -150,7 +148,7 @@ class _ModelRunner:
         return _Run(mean, weights, divisor, tuple(losses), tuple(outputs))
 
     def _send(self, messages: Messages, microbatch: int, stage: int, value: Any) -> Any:
-        """Returns what arrives at the next stage."""
+        """Returns a value as the next stage receives it."""
         assert self._placement is not None
         sender, receiver = (self._placement.rank_of(s, microbatch) for s in (stage, stage + 1))
         if sender == receiver:
@@ -165,31 +163,31 @@ class _ModelRunner:
         return map_tensors(value, partial(apply_messages, messages=messages))
 
     def _reseed(self, microbatch: int) -> Callable[[str], None]:
-        return lambda layer: self._generators.seed(self._base * self.split + microbatch, layer)
+        return lambda layer: self._generators.seed(self._first_minibatch * self.split + microbatch, layer)
 
     def _enter_autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
 
     def choose_tolerance(self, inputs: Any) -> float:
         tensors = [*self.plain.model.parameters(), *tensors_in(inputs)]
-        kinds = self._kinds | {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
-        return max([_LEAST, *(sqrt(torch.finfo(kind).eps) for kind in kinds)])
+        dtypes = self._dtypes | {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
+        return max([_MIN_TOLERANCE, *(sqrt(torch.finfo(dtype).eps) for dtype in dtypes)])
 
-    def note_kinds(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes numbers that were computed with, by which the tolerance is chosen."""
-        self._kinds |= {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    def note_dtypes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Records dtypes that were computed with, which determine the tolerance."""
+        self._dtypes |= {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
 
 class ReferenceRun:
     """Runs the model, or helps to run the layers of a stage, for the comparison on one rank.
 
     Args:
-        messages: their encoding, which the reference has at the cuts.
-        meshed: workers are meshes, whose ranks encode parts: in other blocks than those of the whole.
+        messages: encoding of the messages, which the reference applies at the cuts.
+        uses_meshes: workers are meshes, whose ranks encode parts, in other blocks than those of the whole.
         runs: further arguments of `_ModelRunner`.
-        values: parameters and buffers that are on the meta device here, where `read` is called.
-        publish: hands a text to all ranks; None in one process.
-        receive: returns that text elsewhere.
+        values: parameters and buffers that are on the meta device at the rank that calls `read`.
+        publish: sends a text to all ranks; None in one process.
+        receive: returns that text at the other ranks.
         reseeded: generators of the model that a stage with replicas seeds for each microbatch.
     """
 
@@ -201,7 +199,7 @@ class ReferenceRun:
         rank: int,
         compiles: bool,
         messages: Messages | None = None,
-        meshed: bool = False,
+        uses_meshes: bool = False,
         values: Mapping[str, torch.Tensor] = MappingProxyType({}),
         publish: Callable[[str], None] | None = None,
         receive: Callable[[], str] = str,
@@ -211,7 +209,7 @@ class ReferenceRun:
         self._runner = _ModelRunner(plain, loss, **runs)
         self._compiles = compiles
         self._messages = messages or Messages()
-        self._meshed = meshed
+        self._uses_meshes = uses_meshes
         self._values = values
         self._publish = publish
         self._reseeded = reseeded
@@ -232,14 +230,14 @@ class ReferenceRun:
         """Runs the model on the first minibatch; `parts` are its microbatches, inputs and targets.
 
         Raises:
-            WorkerError: the parts do not give the loss of the whole, or the model cannot be trained as it is.
+            WorkerError: the losses of the parts do not give that of the whole, or the model cannot be trained.
         """
         parts = [pair for pair in parts if pair[0].content is Content.DATA]
         try:
             reference = self._run(inputs, targets, parts)
         except PipelineError as error:
             raise error if isinstance(error, WorkerError) else self.comparer.make_error(str(error)) from error
-        except Exception as error:  # which the pipeline should raise itself, at the stage that it concerns
+        except Exception as error:  # let the pipeline raise it, at the stage that it concerns
             self._check_split(inputs, targets, parts, error)
             reference = Reference(incomparable=f"the model raised {with_place(error)}")
         self.comparer.reference = reference
@@ -249,16 +247,16 @@ class ReferenceRun:
             self._publish(reference.to_json())
 
     def release_memory(self) -> None:
-        """Gives a GPU the memory of the comparison back, and lets the reported peak be that of training."""
+        """Returns the comparison's memory to the GPU, and resets the peak, so that training's is reported."""
         if self._runner.device.type == "cuda":
-            torch.cuda.empty_cache()  # first: the peak of what is reserved begins at what is reserved now
+            torch.cuda.empty_cache()  # first, because the peak of the reserved bytes restarts from their present value
             torch.cuda.reset_peak_memory_stats(self._runner.device)
 
     def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> Reference:
         plain = self._runner.plain
         values = self._place_values()
         with self._runner.restoring_state(values), torch.enable_grad():
-            drawn, before = plain.python_draws(), [read_state(generator) for generator in self._reseeded]
+            has_drawn, old_states = plain.python_draws(), [read_state(generator) for generator in self._reseeded]
             run = self._runner.run(parts, backward=True)
             reference = Reference(run.loss, tolerance=self._runner.choose_tolerance(inputs))
             draws = plain.draws
@@ -269,9 +267,9 @@ class ReferenceRun:
                     "the model draws random numbers where it drew none when it was profiled, so that they depend on "
                     "the cuts; profile it as it is trained"
                 )
-            elif drawn():
+            elif has_drawn():
                 reference.incomparable = "the forward draws from the generators of Python or NumPy"
-            elif before != [read_state(generator) for generator in self._reseeded]:
+            elif old_states != [read_state(generator) for generator in self._reseeded]:
                 reference.incomparable = "the model draws from a generator of its own, which replicas seed anew"
             self._check_training(run)
             self._note(reference, run.divisor)
@@ -294,12 +292,12 @@ class ReferenceRun:
         parts: Sequence[tuple[Message, Message]],
         values: Mapping[str, torch.Tensor],
     ) -> Reference:
-        """Returns what the model gives with encoded messages at the cuts, and notes what the encoding changed.
+        """Returns the model's numbers with encoded messages at the cuts, and records what the encoding changed.
 
-        The stages run in turn, first with messages as they are: that must give what the model gives.
+        The stages run in turn, first with plain messages, which must give the model's numbers.
 
         Raises:
-            WorkerError: it does not, or the messages hold nothing that could be encoded.
+            WorkerError: they do not, or the messages hold nothing that can be encoded.
         """
         references = []
         for messages in (Messages(), self._messages):
@@ -309,7 +307,7 @@ class ReferenceRun:
                 self._note(references[-1], run.divisor)
                 encoded_norm = self._measure_gradient(run.divisor)
         stages, encoded = references
-        if self._meshed and not encoded.incomparable:
+        if self._uses_meshes and not encoded.incomparable:
             encoded.incomparable = "each rank of a mesh encodes its own part of a message"
         if not plain.incomparable:
             comparer = Comparer(self.comparer.rank, self._runner.plain.fingerprint, str)
@@ -331,7 +329,7 @@ class ReferenceRun:
         return {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
 
     def _check_training(self, run: _Run) -> None:
-        """Raises a WorkerError if the loss trains nothing, or what no stage trains."""
+        """Raises a WorkerError if the loss trains nothing, or a parameter that no stage has."""
         model_parameters = {id(parameter) for parameter in self.model.parameters()}
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if trained and isfinite(run.loss) and run.weight and all(p.grad is None for p in trained):
@@ -364,7 +362,7 @@ class ReferenceRun:
     def _check_split(
         self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]], error: Exception
     ) -> None:
-        """Raises a WorkerError if the model, which raised an error for a part, runs on the whole minibatch."""
+        """Raises a WorkerError if the model runs on the whole minibatch, after it raised an error for a part."""
         try:
             with self._runner.restoring_state(self._place_values()), torch.enable_grad():
                 self._runner.run(_join_parts(inputs, targets, parts), backward=True)
@@ -384,12 +382,12 @@ class ReferenceRun:
         values: Mapping[str, torch.Tensor],
         draws: bool,
     ) -> str:
-        """Compares the loss of the whole minibatch with those of its parts; returns why it cannot be, or "".
+        """Compares the loss of the whole minibatch with those of its parts; returns why it cannot be compared, or "".
 
-        In evaluation mode, if they may differ by random numbers or by the statistics of a batch.
+        It is computed in evaluation mode if random numbers or the statistics of a batch may make a difference.
         """
         if self._runner.loss.function is None and self._runner.loss.weight is not None:
-            return ""  # by which the user has said how much each part counts
+            return ""  # the user has defined how much each part counts
         model = self.model
         for name, module in model.named_modules():
             if getattr(module, "mixes_samples", False):
@@ -399,15 +397,15 @@ class ReferenceRun:
             with self._runner.restoring_state(values), torch.no_grad():
                 for module in model.modules():
                     module.training = module.training and training
-                before = self._read_state_of_loss()
+                old_state = self._read_state_of_loss()
                 undivided = self._runner.run(whole, backward=False)
                 split = self._runner.run(parts, backward=False)
                 limit = self._runner.choose_tolerance(inputs) * max(map(abs, (undivided.loss, *split.losses)))
                 if not isfinite(undivided.loss) or abs(undivided.loss - split.loss) <= limit:
                     return ""
-                again = self._runner.run([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
-                changed = [name for name, number in self._read_state_of_loss().items() if before.get(name) != number]
-        if abs(undivided.loss - again.loss) > limit:
+                repeated = self._runner.run([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
+                changed = [name for name, number in self._read_state_of_loss().items() if old_state.get(name) != number]
+        if abs(undivided.loss - repeated.loss) > limit:
             if changed:
                 raise self.comparer.make_error(
                     f"the loss changes its {changed[0]!r} whenever it is called, and it is called for each microbatch, "
@@ -420,12 +418,12 @@ class ReferenceRun:
         )
 
     def _read_state_of_loss(self) -> dict[str, Any]:
-        """Returns the buffers, as numbers, and the counters of the loss's modules that are not the model's."""
-        models = {id(module) for module in self.model.modules()}
+        """Returns the counters and buffers, as numbers, of the loss's modules that are not the model's."""
+        model_ids = {id(module) for module in self.model.modules()}
         state: dict[str, Any] = {}
         for root in self._runner.modules_of_loss:
             for path, module in root.named_modules():
-                if id(module) not in models:
+                if id(module) not in model_ids:
                     numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
                     buffers = {name: b.tolist() for name, b in module._buffers.items() if b is not None}
                     state |= {f"{path}.{name}".lstrip("."): value for name, value in (numbers | buffers).items()}
@@ -439,36 +437,36 @@ class ReferenceRun:
                 "are (batch_dim=...), give tensors with one entry per sample instead of lists, or train with "
                 "microbatches=1 and one replica of the last stage"
             )
-        alone = "or, if it compares samples with each other or broadcasts over them, train with microbatches=1"
+        otherwise = "or, if it compares samples with each other or broadcasts over them, train with microbatches=1"
         if abs(undivided.losses[0] - sum(split.losses)) <= limit:
-            return f"the loss is a sum: let it return (sum, weight), for instance (loss, len(targets)), {alone}"
+            return f"the loss is a sum: let it return (sum, weight), for instance (loss, len(targets)), {otherwise}"
         if self._runner.loss.weight is not None:
-            return f"weight=... does not give what the loss is a mean over; correct it, {alone}"
+            return f"weight=... does not give what the loss is a mean over; correct it, {otherwise}"
         return (
             "the loss is not a mean over samples; give weight=..., a function from a batch to the amount that the loss "
-            f"is a mean over (such as the number of counted targets), let the loss return (sum, weight), {alone}"
+            f"is a mean over (such as the number of counted targets), let the loss return (sum, weight), {otherwise}"
         )
 
     # -- one stage alone ----------------------------------------------------------------------------------
 
     def restoring_state(self) -> AbstractContextManager[None]:
-        """A context after which the layers here, the loss and the generators are as before.
+        """Context after which the local layers, the loss and the generators are restored.
 
-        Their weights are copied to the CPU: stages are compared one by one where a GPU's memory is short.
+        Weights are copied to the CPU: stages are compared one by one where a GPU's memory is short.
         """
         return self._runner.restoring_state({}, copies_on_cpu=True)
 
-    def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
-        """Returns the loss of the last stage's output, computed anew; the model's own loss is what it returned."""
-        placed = to_device(map_tensors(targets, _clone), self._runner.device)
-        return self._runner.loss.anew()(output, placed, message.samples, message.share, received=targets)[0]
+    def compute_loss(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
+        """Returns the loss of the last stage's output; of a model that returns its loss, that one."""
+        on_device = to_device(map_tensors(targets, _clone), self._runner.device)
+        return self._runner.loss.copy_unused()(output, on_device, message.samples, message.share, received=targets)[0]
 
-    def note_kinds(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes numbers that a stage computed with, by which the tolerance is chosen."""
-        self._runner.note_kinds(tensors)
+    def note_dtypes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Records dtypes that a stage computed with, which determine the tolerance."""
+        self._runner.note_dtypes(tensors)
 
-    def refer_to(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Takes a stage's own gradients as those that `Comparer.compare_gradients` expects."""
+    def set_reference(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Makes gradients those that `Comparer.compare_gradients` expects."""
         fingerprints = {name: None if g is None else self.comparer.fingerprint(g) for name, g in gradients.items()}
         sizes = [self.comparer.fingerprint(g)[2] / g.numel() for g in gradients.values() if g is not None and g.numel()]
         self.comparer.reference = Reference(
@@ -477,7 +475,7 @@ class ReferenceRun:
 
 
 def _list_modules(function: Any) -> list[nn.Module]:
-    """Returns the modules that a loss is, belongs to, or reads through a closure."""
+    """Returns the modules that a loss is, is a method of, or reads through a closure or its arguments."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
     arguments = [*function.args, *function.keywords.values()] if isinstance(function, partial) else []
     inner = [getattr(function, "func", None), getattr(function, "__self__", None)]
@@ -491,7 +489,7 @@ def _join_parts(inputs: Any, targets: Any, parts: Sequence[tuple[Message, Messag
 
 
 def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
-    """Returns whether the outputs of parts, one after the other, are those of the whole, as far as this can be seen."""
+    """Returns False if the outputs of parts, one after the other, are certainly not those of the whole."""
     for index, tensor in enumerate(tensors_in(whole)):
         pieces = [tensors_in(part)[index] for part in parts if index < len(tensors_in(part))]
         for dim in range(tensor.ndim):

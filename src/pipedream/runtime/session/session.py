@@ -3,7 +3,7 @@
 - `Session` joins the other ranks, and makes the workers of this process (`local_workers`) with their initial values.
 - `streams` runs them: training, evaluations, predictions; `comparison` compares their first minibatch with the model
   (`reference_run`, `comparer`).
-- `checkpointer` saves and restores them; `state` hands their weights out and in.
+- `checkpointer` saves and restores them; `state` collects and loads their weights.
 - `measured` collects what they have measured.
 """
 
@@ -74,12 +74,12 @@ class Session:
         model: in a process group each rank keeps only its stages' parameters.
         stuck_after_s: limit for one op or the loader; 0 for none.
         weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
-        plain: the model as the user wrote it, with which the first minibatch is compared; None compares nothing.
+        user_model: the model as the user wrote it, with which the first minibatch is compared; None compares nothing.
         free_bytes: returns the memory that this process may still take.
-        free_host_bytes: returns what the processes of this machine may still take of its memory.
+        free_host_bytes: returns the memory that the processes of this machine together may still take.
 
     Raises:
-        PlanError: the number of processes is not the plan's, the ranks disagree on the plan, or the machine has too
+        PlanError: the number of processes is not the plan's, the ranks have different plans, or the machine has too
             little memory for weights that are kept there.
         CaptureError: a parameter or buffer is on the meta device and cannot be initialised, or not in `weights`.
     """
@@ -92,7 +92,7 @@ class Session:
         *,
         stuck_after_s: float,
         weights: Weights = None,
-        plain: UserModel | None = None,
+        user_model: UserModel | None = None,
         free_bytes: Callable[[], int] = lambda: sys.maxsize,
         free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
@@ -102,7 +102,8 @@ class Session:
         )
         self.clock = ClockOffset(local.group)
         self.checkpointer = Checkpointer(local)
-        self.streams = Streams(local, None if plain is None else Comparison(local, plain, whole_bytes, free_bytes))
+        comparison = None if user_model is None else Comparison(local, user_model, whole_bytes, free_bytes)
+        self.streams = Streams(local, comparison)
         local.activity.describe_op = lambda: local.lead.where
         local.activity.gpu_mark = lambda: local.lead.recorder.oldest_mark()
 
@@ -218,7 +219,7 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
 def _list_stages_here(local: LocalWorkers, stages: Sequence[int]) -> list[int]:
     """Returns the given stages of all processes of this machine. Every rank calls it."""
     rows = gather_json([read_machine(), list(stages)], local.group)
-    return [stage for machine, others in rows for stage in others if machine == read_machine()]
+    return [stage for machine, stages_there in rows for stage in stages_there if machine == read_machine()]
 
 
 def _join_others(
@@ -245,7 +246,7 @@ def _join_others(
 
 
 def _connect(local: LocalWorkers, processes: int) -> Connections:
-    """Connects to the other ranks; all must be asked to do the same."""
+    """Connects to the other ranks; raises a `PlanError` if their plans or settings differ."""
     check_same_software()
     blueprint = local.blueprint
     program, ranks = blueprint.program, blueprint.program.plan.ranks
@@ -266,7 +267,7 @@ def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connectio
     local_stages = [stage for stage, _ in blueprint.placement.stage_replicas(local.worker_rank)]
     local.names.here = {name for stage in local_stages for name in by_stage[stage]}
     _fill_initial_values(local, connections, weights)
-    # Layers of different stages may share a parameter only until the foreign ones are dropped.
+    # First: once foreign parameters are dropped, layers of different stages no longer share them.
     remote_forwards = _take_remote_forwards(local)
     parameters.drop_foreign(model, local.names.here | set(local.names.unused))
     for remote_forward in remote_forwards.values():
@@ -293,29 +294,29 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
     """Gives this process's parameters and buffers their values: read, drawn, or sent by rank 0."""
     blueprint, model, names = local.blueprint, local.model, local.names
     on_meta = {name for name, tensor in named_state(model).items() if tensor.is_meta}
-    # Rank 0's model counts: what it has on the meta device each owner draws, and the others get what it has.
+    # Rank 0's model decides: each owner draws what rank 0 has on the meta device, and receives the rest from it.
     drawn = set(json.loads(broadcast_text(json.dumps(sorted(on_meta)), connections.everyone)))
     read: set[str] = set()
     failure: PipelineError | None = None
     try:
         read = _read_weights(local, weights)
-        if alone := sorted(drawn & names.here - on_meta - read):
+        if unmatched := sorted(drawn & names.here - on_meta - read):
             raise CaptureError(
-                f"{alone[0]!r} is on the meta device at rank 0 and has values at rank {local.rank}; give every rank "
-                "the same model, or the values to rank 0"
+                f"{unmatched[0]!r} is on the meta device at rank 0 and has values at rank {local.rank}; give every "
+                "rank the same model, or the values to rank 0"
             )
-        arriving = on_meta - drawn - read
-        materialise(model, names.here - arriving, blueprint.weights_device, blueprint.settings.seed)
+        to_receive = on_meta - drawn - read
+        materialise(model, names.here - to_receive, blueprint.weights_device, blueprint.settings.seed)
     except PipelineError as error:
         failure = error
-    # A rank that failed would leave the others waiting for its values.
+    # All ranks stop if one has failed; otherwise they would wait for its values.
     texts = gather_texts("" if failure is None else str(failure), connections.everyone)
     if any(texts):
         raise failure or CaptureError(next(filter(None, texts)))
     placement, rank = blueprint.placement, local.worker_rank
     with peers_may_end():
-        if connections.leaders is None:  # the worker's first rank has the values
-            parameters.allocate(model, arriving & names.here, blueprint.weights_device)
+        if connections.leaders is None:  # the worker's first rank receives them, and shares them later
+            parameters.allocate(model, to_receive & names.here, blueprint.weights_device)
         else:
             parameters.share_initial(
                 model, names.by_stage, placement, rank, connections.leaders, drawn | read, blueprint.weights_device
@@ -335,17 +336,17 @@ def _read_weights(local: LocalWorkers, weights: Weights) -> set[str]:
 
 
 def _take_remote_forwards(local: LocalWorkers) -> dict[int, RemoteForward]:
-    visited = {
+    trained = {
         stage: parameters.select_trained(local.model, local.names.by_stage[stage])
         for stage, _ in local.blueprint.placement.remote_forwards(local.worker_rank)
     }
-    return make_remote_forwards(local.blueprint, local.rank, visited)
+    return make_remote_forwards(local.blueprint, local.rank, trained)
 
 
 def _shard_stage(
     local: LocalWorkers, graph: LayerGraph, connections: Connections, stage: int, trained: dict[str, nn.Parameter]
 ) -> None:
-    """Leaves each rank of a mesh its part of the stage's tensors."""
+    """Divides a stage's tensors among the ranks of a mesh."""
     settings, model = local.blueprint.settings, local.model
     assert connections.mesh is not None
     sharding = local.shardings[stage] = StageSharding(settings.layout, connections.mesh, connections.mesh_group)
@@ -355,7 +356,7 @@ def _shard_stage(
     if settings.parallelize is None:
         sharding.shard_parameters(trained, {})
         return
-    modules, place = dict(model.named_modules()), local.blueprint.program.plan.stages[stage]
-    names = [layer.name for layer in graph.layers[place.first : place.last]]
+    modules, span = dict(model.named_modules()), local.blueprint.program.plan.stages[stage]
+    names = [layer.name for layer in graph.layers[span.first : span.last]]
     layers = [(name, modules[name]) for name in names if name in modules]
     sharding.shard_parameters(trained, parallelize_layers(settings.parallelize, layers, connections.mesh))

@@ -24,30 +24,30 @@ def collect_state_dict(local: LocalWorkers, ema: bool = False, predicted: bool =
         state, local_tensors = named_state(local.model), local.tensors()
         if ema or not predicted:
             optimizers = [stage_state.optimizer for _, stage_state in local.stage_states]
-            others = {
+            replacements = {
                 name: tensor
                 for optimizer in optimizers
                 for name, tensor in (optimizer.ema if ema else optimizer.unpredicted()).items()
             }
-            # A shared weight is trained under one name, and all its names get the other value.
-            same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
-            local_tensors = {name: same.get(id(tensor), tensor) for name, tensor in local_tensors.items()}
-        whole: dict[str, Any] = local.collect_tensors(local_tensors)
-        whole |= {name: state[name].detach().cpu().clone() for name in local.names.unused}
+            # A shared weight is trained under one name; all its names get the replacement.
+            by_id = {id(tensor): replacements[name] for name, tensor in state.items() if name in replacements}
+            local_tensors = {name: by_id.get(id(tensor), tensor) for name, tensor in local_tensors.items()}
+        state_dict: dict[str, Any] = local.collect_tensors(local_tensors)
+        state_dict |= {name: state[name].detach().cpu().clone() for name in local.names.unused}
         for row in gather_json(local.extra_states(), local.group):
             for states in row.values() if local.rank == 0 else ():
-                whole |= key_extra_states(states)
+                state_dict |= key_extra_states(states)
         if local.rank:
             return {}
-        names_by_id = {id(tensor): name for name, tensor in state.items()}  # a hook may have put others into the state
+        names_by_id = {id(tensor): name for name, tensor in state.items()}  # a hook may have changed names
         saved = local.model.state_dict(keep_vars=True)
         saved_names = {name: names_by_id.get(id(value), name) for name, value in saved.items()}
-        # Of the names of a tied weight a layer may have one only, if it calls no other module that holds it.
+        # A stage has a tied weight only under the names of those modules that it calls.
         aliases = {
             name: (name, *local.names.shared.get(saved_name, (saved_name,))) for name, saved_name in saved_names.items()
         }
-        sources = {name: next((alias for alias in each if alias in whole), "") for name, each in aliases.items()}
-        return {name: whole[source] for name, source in sources.items() if source}
+        sources = {name: next((alias for alias in each if alias in state_dict), "") for name, each in aliases.items()}
+        return {name: state_dict[source] for name, source in sources.items() if source}
 
 
 def save_pretrained(local: LocalWorkers, folder: Path, ema: bool, predicted: bool) -> None:
@@ -89,8 +89,8 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
     ranks, by_rank = workers[0].program.placement.ranks, {worker.rank: worker for worker in workers}
     for worker in workers:
         for stage, stage_state in worker.stage_states.items():
-            home = by_rank.get(ranks[stage][0])
-            source = stage_state if home is None else home.stage_states[stage]
+            first_worker = by_rank.get(ranks[stage][0])
+            source = stage_state if first_worker is None else first_worker.stage_states[stage]
             if source is not stage_state:
                 with torch.no_grad():
                     for here, there in zip(_list_tensors(stage_state), _list_tensors(source), strict=True):

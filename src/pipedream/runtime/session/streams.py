@@ -36,7 +36,7 @@ class Streams:
         self._local = local
         self._comparison = comparison
         self._sources: dict[int, Source] = {}
-        self._interrupts_before = 0
+        self._raised_interrupts = 0
         for worker in local.workers:
             worker.stop_requested = self._is_stop_requested
         local.activity.interrupts = lambda: self.interrupts.count
@@ -63,8 +63,8 @@ class Streams:
     ) -> None:
         """Prepares to read a loader for training.
 
-        A map-style DataLoader finds a position without loading what lies before it, and a loader with its own
-        state_dict by that; other iterables are iterated up to it.
+        A map-style DataLoader continues at a position without loading what comes before, and a loader with its own
+        state_dict by that; other iterables are iterated up to the position.
 
         Args:
             adapt: batch -> (inputs, targets).
@@ -76,7 +76,7 @@ class Streams:
         settings = {"epochs": f"{first_epoch} to {epochs}", "finished minibatches of the epoch": str(skip)}
         if local.data.uses_loader:
             settings["the training data"] = describe_data(loader)
-        local.meet(settings)
+        local.await_same_call(settings)
         try:
             self._sources = local.data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
         except PipelineError as error:
@@ -154,7 +154,7 @@ class Streams:
         finally:
             local.data.close_evaluation()
             for end in self._list_channel_ends():
-                if isinstance(end, LocalChannel):  # after an error, or an early end, something may be left there
+                if isinstance(end, LocalChannel):  # messages may be left after an error or an early end
                     end.clear()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
@@ -168,7 +168,7 @@ class Streams:
                 local.activity.place = LOOP
                 yield event
                 local.activity.place = None
-            drain(self._list_channel_ends())  # no message and no posted receive is left between two streams
+            drain(self._list_channel_ends())  # leaves no message and no posted receive
         except PipelineError as error:
             raise local.report(error) from error.__cause__
         except GeneratorExit:
@@ -188,22 +188,22 @@ class Streams:
         return ends
 
     def _is_stop_requested(self) -> bool:
-        # A signal may have been sent to one worker alone, which need not be one that reads the data.
+        # A signal may have been sent to one worker only, perhaps one that does not read the data.
         guard = self._local.guard
-        return self.interrupts.is_interrupted or (guard is not None and guard.interrupts > self._interrupts_before)
+        return self.interrupts.is_interrupted or (guard is not None and guard.interrupts > self._raised_interrupts)
 
-    def forget_interrupt(self) -> None:
-        """Forgets one that was raised: the caller may still want to evaluate or save."""
+    def clear_interrupt(self) -> None:
+        """Clears an interrupt that was raised, as the caller may still want to evaluate or save."""
         guard = self._local.guard
         self.interrupts.is_interrupted = False
-        self._interrupts_before = 0 if guard is None else guard.interrupts
+        self._raised_interrupts = 0 if guard is None else guard.interrupts
 
 
 def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
     """Runs all workers of one process by turns in one thread, deterministically; yields the lead worker's results.
 
     Args:
-        input_ranks: of the input stage, the lead first. None continues after a result before the lead has yielded the
+        input_ranks: of the input stage, the lead first. After a result the others wait until the lead has yielded the
             same one, so that a drain reaches all at the same point.
 
     Raises:
@@ -212,12 +212,12 @@ def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: S
     waiting: dict[int, Pending[Any] | None] = dict.fromkeys(range(len(workers)))
     lead, yielded = input_ranks[0], dict.fromkeys(input_ranks, 0)
     while waiting:
-        moved = False
+        has_progressed = False
         for number in list(waiting):
             pending = waiting[number]
             if (pending is not None and not pending.ready()) or yielded.get(number, 0) > yielded[lead]:
                 continue
-            moved = True
+            has_progressed = True
             for event in workers[number]:
                 if isinstance(event, Pending):
                     waiting[number] = event
@@ -232,5 +232,5 @@ def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: S
                         break
             else:
                 del waiting[number]
-        if not moved:
+        if not has_progressed:
             raise DeadlockError(f"workers {sorted(waiting)} wait for each other")

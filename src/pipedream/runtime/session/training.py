@@ -1,4 +1,4 @@
-"""Training over the phases of a run: where it is, and the results that its loop has yet to get."""
+"""Training over the phases of a run: its position, and the results that its loop has not received yet."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Training:
     """The training stream of a session, which a change of phase drains.
 
     Args:
-        on_done: takes each result before the loop gets it.
-        on_phase: takes the number of the phase that begins.
+        on_done: called with each result before the loop gets it.
+        on_phase: called with the number of the phase that begins.
 
     Attributes:
         is_interrupted: an interrupt was raised.
         is_running: from the first minibatch of `run` until its end, or a `finish`.
         number: minibatches done since the start of training.
-        epoch_batches: minibatches done of the epoch.
-        drains: minibatch numbers.
-        ready: results that a drain has finished and `run` has yet to yield.
+        epoch_batches: minibatches done in this epoch.
+        drains: numbers of minibatches.
+        ready: results that a drain has finished and `run` has not yielded yet.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Training:
         return self.epoch, self.epoch_batches
 
     def _count_epochs(self, epochs: int, until: int | None) -> int:
-        """Returns how many epochs are left; after a `restore` says what that comes to."""
+        """Returns how many epochs are left; after a `restore`, prints what that means."""
         is_resumed, self._is_resumed = self._is_resumed, False
         if until is not None:
             return max(until - self.epoch, 0)
@@ -86,22 +86,22 @@ class Training:
         """Yields each minibatch once its gradients are in the weights.
 
         Args:
-            until_epoch: instead of more epochs, how many shall be done in all.
-            continues: with the data after an earlier run.
+            until_epoch: trains up to this number of epochs in all, instead of `epochs` more.
+            continues: continues with the data after an earlier run.
         """
         self._warn_of_evaluation_mode()
         state, self._data_state = self._data_state, None
         if state is None and continues:
             state = self._streams.data_state(*self.position)
         until = self.epoch + self._count_epochs(epochs, until_epoch)
-        opened: int | None = None
+        opened_end: int | None = None
         while True:
             end = find_next_end(self._phases[self.phase :], self.epoch, until)
-            if end != opened:
+            if end != opened_end:
                 self._streams.open_feed(
                     loader, adapt, first_epoch=self.epoch, epochs=end, skip=self.epoch_batches, state=state
                 )
-                opened, state = end, None
+                opened_end, state = end, None
             self._segment = self._streams.train(self._phases[self.phase].until)
             while self.ready or self._advance():
                 done = self.ready.popleft()
@@ -109,31 +109,31 @@ class Training:
                 yield done
                 if self.should_stop:
                     self._streams.stop(StopReason.STOP)
-            stops = self.stop_reason is StopReason.STOP
+            is_stopped = self.stop_reason is StopReason.STOP
             is_last = self.stop_reason is StopReason.DATA and end == until
-            if stops or is_last or self.stop_reason is StopReason.INTERRUPT:
+            if is_stopped or is_last or self.stop_reason is StopReason.INTERRUPT:
                 break
-            stops = self._session.local.any_rank(self.should_stop)  # set in the phase's last minibatch
-            if stops:
+            is_stopped = self._session.local.any_rank(self.should_stop)  # set in the phase's last minibatch
+            if is_stopped:
                 break
             if self.stop_reason is StopReason.DRAIN:
                 self._streams.resume()
         self._segment = None
         self.is_running = False
-        self.should_stop = stops
+        self.should_stop = is_stopped
         if self.stop_reason is StopReason.INTERRUPT:
-            self._streams.interrupts.is_interrupted = True  # on every rank, also on those that had no signal
+            self._streams.interrupts.is_interrupted = True  # also on ranks that got no signal
             self.raise_interrupt()
 
     def raise_interrupt(self) -> None:
-        """Raises an interrupt from outside of training; within it the stream ends first."""
+        """Raises an interrupt that came outside of training; during training the stream ends first."""
         if self._streams.interrupts.is_interrupted and not self.is_running:
-            self._streams.forget_interrupt()
+            self._streams.clear_interrupt()
             self.is_interrupted = True
             raise KeyboardInterrupt
 
     def _advance(self) -> bool:
-        """Takes the next result, if there is one."""
+        """Takes the next result; returns whether there was one."""
         if self._segment is None:
             return False
         self._session.checkpointer.check_saved(wait=False)
@@ -159,7 +159,7 @@ class Training:
         self._on_phase(phase)
 
     def drain(self) -> None:
-        """Finishes the admitted minibatches, and switches optimizers to the weights that they evaluate."""
+        """Finishes the admitted minibatches, and switches to the weights that are evaluated."""
         self._end_stream()
         self._session.local.switch_optimizers("eval")
 
@@ -176,7 +176,7 @@ class Training:
         self.is_running = False
 
     def abandon(self) -> None:
-        """Forgets the stream, with what it has of the data, after a failure."""
+        """Drops the stream, with the data that it holds, after a failure."""
         self._segment = None
 
     def save(self) -> Position:
