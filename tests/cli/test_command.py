@@ -224,8 +224,8 @@ def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
     )
     saved = SimpleNamespace(phases="1f1b:10,chimera", schedule="1f1b", plan=uniform("1f1b", 2))
     checkpoint = SimpleNamespace(path="run", manifest=saved)
-    monkeypatch.setattr("pipedream.training.train.train_recipe", lambda make, **_: make(0))  # imports resume_point
-    monkeypatch.setattr("pipedream.training.run_folder.resume_point", lambda *_: checkpoint)
+    monkeypatch.setattr("pipedream.training.train.train_recipe", lambda make, **_: make(0))  # imports find_resume_point
+    monkeypatch.setattr("pipedream.training.run_folder.find_resume_point", lambda *_: checkpoint)
     for options, size in ((["--resume", "run"], None), ([], "2")):
         for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)

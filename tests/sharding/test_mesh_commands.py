@@ -115,7 +115,7 @@ def test_each_method_of_a_comparison_is_planned_for_meshes(monkeypatch: pytest.M
         ("train --config 1-1 --mesh model:2/- --workers 1", "with the mesh model:2/- is for 3 ranks, 1 were"),
         ("train --config 1-1 --mesh model:2/x", "the mesh 'x' has 'x', which is not a name and a size"),
         ("compare --mesh model:2/-", "the meshes model:2/- were asked for, but the methods that are compared"),
-        ("compare --mesh model:2 --workers 3", "3 workers were asked for with the mesh model:2, and are ranks then"),
+        ("compare --mesh model:2 --workers 3", "3 workers were asked for with the mesh model:2, so they are ranks"),
         ("compare --mesh model", "the mesh 'model' has 'model', which is not a name and a size"),
         ("profile --mesh model:2 --device meta", "a rank of a mesh can only be measured"),
     ],

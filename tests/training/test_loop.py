@@ -106,7 +106,7 @@ def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -
     log = io.StringIO()
     pipeline: Any = _Pipeline()
     with loop.Progress(Console(file=log, soft_wrap=True), 2, 0) as shown:
-        shown.left = 1000
+        shown.remaining = 1000
         for number in range(100, 200):
             now_s += 1.5
             shown.show(Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1), pipeline)

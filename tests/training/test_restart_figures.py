@@ -31,7 +31,7 @@ def test_each_restart_is_counted_with_what_was_repeated(
             patch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / str(attempt) / "0" / "error.json"))
             patch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
             counted, before = Restarts(0), furthest
-            assert Restarts(1).figures()["seconds_lost"] in (0.0, None)
+            assert Restarts(1).list_figures()["seconds_lost"] in (0.0, None)
             if is_repeating and at == furthest:
                 lost_s += now_s - furthest_s
                 is_repeating = False
@@ -39,7 +39,7 @@ def test_each_restart_is_counted_with_what_was_repeated(
             counted.begin(at)
             for number in range(at, at + trains):
                 now_s += each_s
-                counted.keep(number)  # as a snapshot does
+                counted.note_time(number)  # as a snapshot does
                 counted.finish(number)
                 repeated += number < before
                 if number + 1 == before:
@@ -47,7 +47,7 @@ def test_each_restart_is_counted_with_what_was_repeated(
                     is_repeating = False
                 if number + 1 >= furthest:
                     furthest, furthest_s = number + 1, now_s
-            figures = counted.figures()
+            figures = counted.list_figures()
             assert figures["restarts"] == attempt
             assert figures["minibatches_repeated"] == repeated
             assert figures["each"] == failures
@@ -67,10 +67,10 @@ def test_attempts_that_trained_nothing_are_lost(tmp_path: Path, monkeypatch: pyt
     counted.begin(0)
     expected: dict[str, Any] = {"restarts": 2, "workers_lost": 0, "seconds_lost": 20.0, "minibatches_repeated": 0}
     expected["each"] = [{"minibatches": 0, "resumed_from": 0}]  # the second has not begun
-    assert counted.figures() == expected
+    assert counted.list_figures() == expected
     write_lost(tmp_path / "0", [1, 3])
     write_lost(tmp_path / "2", [0])  # by the next one
-    assert counted.figures() == expected | {"workers_lost": 2}
+    assert counted.list_figures() == expected | {"workers_lost": 2}
 
 
 def test_under_another_launcher_only_restarts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +79,6 @@ def test_under_another_launcher_only_restarts_are_known(monkeypatch: pytest.Monk
     counted.begin(0)
     counted.finish(0)
     expected = {"restarts": 0, "workers_lost": 0, "seconds_lost": 0.0, "minibatches_repeated": 0, "each": []}
-    assert counted.figures() == expected
+    assert counted.list_figures() == expected
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    assert Restarts(0).figures() == expected | {"restarts": 3, "seconds_lost": None, "minibatches_repeated": None}
+    assert Restarts(0).list_figures() == expected | {"restarts": 3, "seconds_lost": None, "minibatches_repeated": None}

@@ -25,7 +25,7 @@ from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure import processes
 from pipedream.training import restarts, snapshots
 from pipedream.training.job import _count_workers
-from pipedream.training.run_folder import resume_point
+from pipedream.training.run_folder import find_resume_point
 
 pytestmark = pytest.mark.processes
 RECIPE = '''
@@ -241,7 +241,7 @@ def test_a_restart_takes_what_is_newest_and_whole(
         at = content.index(next(iter(pipeline.state_dict().values())).numpy().tobytes())
         content[at] ^= 1
         file.write_bytes(content)
-    point = resume_point(None, run)
+    point = find_resume_point(None, run)
     assert point is not None
     assert point.is_snapshot is (case == "newer")
     assert point.manifest.minibatches == (3 if case in ("as new", "damaged") else 6)
@@ -251,7 +251,7 @@ def test_a_restart_takes_what_is_newest_and_whole(
 
 def _find_point(folder: Path) -> int | None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(dist.get_rank())
-    point = resume_point(None, folder)
+    point = find_resume_point(None, folder)
     return None if point is None else point.manifest.minibatches
 
 
@@ -262,7 +262,7 @@ def test_a_machine_that_was_not_restarted_resumes_with_the_others(tmp_path: Path
     with pipedream.Pipeline(model, plan, **options) as pipeline:
         list(pipeline.train(batches))
         pipeline.save(tmp_path / "checkpoints")
-    assert resume_point(None, tmp_path) is None
+    assert find_resume_point(None, tmp_path) is None
     assert worker_processes.results(_find_point, 2, tmp_path) == [3, 3]
 
 
@@ -300,7 +300,7 @@ def test_code_may_not_change_between_attempts(monkeypatch: pytest.MonkeyPatch, t
     restarts.check_code_stays("x = 2\n", 1)  # another rank may come first
     for rank in (0, 1):
         restarts.check_code_stays("x = 1\n", rank)
-    with pytest.raises(RecipeError, match=r"restart 1 was to go on .* its file has changed .'-x = 1'.; put the file"):
+    with pytest.raises(RecipeError, match=r"restart 1 must continue .* its file has changed .'-x = 1'.; put the file"):
         restarts.check_code_stays("x = 2\n", 1)
     before = process_group.name_code()
     for name, value in (("__version__", "0.2"), ("hash_sources", lambda: "0" * 12)):
@@ -308,7 +308,7 @@ def test_code_may_not_change_between_attempts(monkeypatch: pytest.MonkeyPatch, t
         now = process_group.name_code()
         with pytest.raises(RecipeError) as refusal:
             restarts.check_code_stays("x = 1\n", 1)
-        assert f"restart 1 was to go on with {before}, but rank 1 has {now}; install" in str(refusal.value)
+        assert f"restart 1 must continue with {before}, but rank 1 has {now}; install" in str(refusal.value)
 
 
 def test_the_digest_is_of_all_sources(tmp_path: Path) -> None:

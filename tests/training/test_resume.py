@@ -25,7 +25,7 @@ from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.checkpoint.remote import RemotePath
 from pipedream.training import loop
-from pipedream.training.run_folder import CHECKPOINTS, resume_point
+from pipedream.training.run_folder import CHECKPOINTS, find_resume_point
 from pipedream.training.train import train_recipe
 
 EPOCHS = 6
@@ -388,11 +388,11 @@ def test_a_loops_own_values_are_kept(tmp_path: Path) -> None:
 def test_one_command_starts_and_continues_a_run(tmp_path: Path) -> None:
     """Only the folder that the run writes may be without a checkpoint."""
     run = tmp_path / "run"
-    assert resume_point(run, run) is None
-    assert resume_point(str(run), run) is None
+    assert find_resume_point(run, run) is None
+    assert find_resume_point(str(run), run) is None
     for out in (None, tmp_path / "other"):
         with pytest.raises(ArtifactError, match=r"no complete checkpoint in .*run to resume from"):
-            resume_point(run, out)
+            find_resume_point(run, out)
 
 
 @pytest.mark.slow

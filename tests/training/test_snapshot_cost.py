@@ -71,7 +71,7 @@ class Run:
         ends = [self.now_s + self.noise * self._draw.random() for _ in self.costs]
         # Several wait for each other.
         run: Any = map if len(ends) == 1 else self._threads.map
-        list(run(lambda cost, end_s: cost.save(begin_s, copy_s, end_s), self.costs, ends))
+        list(run(lambda cost, end_s: cost.note_snapshot(begin_s, copy_s, end_s), self.costs, ends))
 
 
 seconds = st.floats(0.01, 5.0)

@@ -41,7 +41,7 @@ def checkpoint(
     """
     from pipedream.runtime.checkpoint.folders import gather_parts
     from pipedream.runtime.checkpoint.remote import any_path
-    from pipedream.training.run_folder import CHECKPOINTS, checkpoints_of
+    from pipedream.training.run_folder import CHECKPOINTS, find_checkpoints
 
     if (verb is _Verb.GATHER) != (output is not None):
         raise ArtifactError("gather needs a folder to write into (-o DIR), verify writes nothing")
@@ -51,7 +51,7 @@ def checkpoint(
         with progress("gathering"):
             paths = [gather_parts(places, any_path(output) / CHECKPOINTS)]
     else:
-        paths = [path for folder in locations for path in checkpoints_of(folder)]
+        paths = [path for folder in locations for path in find_checkpoints(folder)]
     _verify(paths, as_json)
 
 

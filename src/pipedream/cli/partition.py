@@ -34,7 +34,7 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
     from pipedream.runtime.comm.values import to_device
     from pipedream.runtime.data.splitter import BatchAdapter
     from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
-    from pipedream.training.job import model_input
+    from pipedream.training.job import make_model_input
 
     recipe = load_recipe(path, seed=seed)
     device = next((parameter.device for parameter in recipe.model.parameters()), None)
@@ -51,7 +51,7 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
         return find_loss(output) if recipe.loss is None else loss.value(output, targets)
 
     with blaming("while its step was described on its first batch"):
-        sample = move(model_input(recipe, batch))
+        sample = move(make_model_input(recipe, batch))
         batch_dim = recipe.batch_dim if isinstance(recipe.batch_dim, int) else 0
         return describe_step(recipe.model, sample, loss=score, optimizer=recipe.optimizer, batch_dim=batch_dim)
 

@@ -227,9 +227,9 @@ def _count_workers(options: TrainingOptions, config: str | None) -> int | None:
         return options.cluster.workers
     if options.resume is None:
         return None
-    from pipedream.training.run_folder import resume_point
+    from pipedream.training.run_folder import find_resume_point
 
-    checkpoint = resume_point(options.resume, options.out)
+    checkpoint = find_resume_point(options.resume, options.out)
     return None if checkpoint is None else checkpoint.manifest.plan.ranks
 
 
@@ -241,9 +241,9 @@ def _list_methods(options: TrainingOptions) -> list[str]:
         return [options.schedule]
     names, source = [] if options.plan is None else [options.plan.method()[0]], "the plan"
     if options.resume is not None:
-        from pipedream.training.run_folder import resume_point
+        from pipedream.training.run_folder import find_resume_point
 
-        if (checkpoint := resume_point(options.resume, options.out)) is not None:
+        if (checkpoint := find_resume_point(options.resume, options.out)) is not None:
             saved, source = checkpoint.manifest, f"the checkpoint {checkpoint.path}"
             names = [phase.name for phase in read_phases(saved.phases)] if saved.phases else names or [saved.schedule]
     for name in names:

@@ -35,8 +35,8 @@ COMPARED = (
 """The methods that are compared by default, with sums or messages, beside one worker."""
 
 _LATENCY_S = 1e-4  # of a message between two hosts of a slow network
-_RUNS, _MORE_RUNS, _WIDE = 10, 40, 0.25  # of the profile; a spread of its seconds that is large
-_LONG_S, _CARRIED_BYTES_PER_S = 0.05, 1e8  # see choose_scales
+_RUNS, _MORE_RUNS, _WIDE_SPREAD = 10, 40, 0.25  # of the profile; relative spread that asks for more runs
+_MIN_SHARE_S, _MAX_TOTAL_BYTES_PER_S = 0.05, 1e8  # see choose_scales
 
 
 def compare_recipe(
@@ -64,7 +64,7 @@ def compare_recipe(
         progress: is called with a line before and after each step.
 
     Raises:
-        PlanError: the folder is used, this machine does not carry a rate, or the mesh does not divide the workers.
+        PlanError: the folder is used, a link is faster than this machine's, or the mesh does not divide the workers.
         WorkerError: a variant failed; the message is that of its worker.
     """
     for text in schedules:
@@ -86,8 +86,8 @@ def compare_recipe(
         runs = Runs(recipe, options, folder, network)
         progress(f"profiling the model, on {workers} workers at once ...")
         profile, notes = profile_together(runs, workers, options.microbatches or workers)
-        seconds = profile.forward_s + profile.backward_s
-        progress(f"profiled: {format_seconds(seconds)} of layers per minibatch of {profile.batch} samples")
+        compute_s = profile.forward_s + profile.backward_s
+        progress(f"profiled: {format_seconds(compute_s)} of layers per minibatch of {profile.batch} samples")
         compared: list[OverLink] = []
         target = None
         for bytes_per_s in links or ((),):
@@ -100,9 +100,9 @@ def compare_recipe(
                     progress(f"measuring messages over {format_link(min(bytes_per_s))} ...")
                     profile = add_message_cost(runs, profile, workers, min(bytes_per_s))
             link = LinkVariants(runs, profile, cluster, options.microbatches, schedules, progress, scales, target)
-            before = compared[0].variants if compared else ()
-            alone = next((variant for variant in before if variant.name == ONE_WORKER), None)
-            compared.append(OverLink(tuple(bytes_per_s), tuple(link.measure_all(alone))))
+            earlier = compared[0].variants if compared else ()
+            one_worker = next((variant for variant in earlier if variant.name == ONE_WORKER), None)
+            compared.append(OverLink(tuple(bytes_per_s), tuple(link.measure_all(one_worker))))
             target = link.target
     notes = (*_describe_setting(options, workers, emulated), *notes)
     comparison = RecipeComparison(Path(recipe).stem, workers, target, tuple(compared), notes, emulated)
@@ -119,20 +119,20 @@ def profile_together(runs: Runs, workers: int, microbatches: int) -> tuple[Profi
 
     Returns the profile, and a note if they still do.
     """
-    together = workers if workers <= count_cores() else 1
+    processes = workers if workers <= count_cores() else 1
     notes: tuple[str, ...] = ()
     for count in (_RUNS, _MORE_RUNS):
         try:
-            file, _ = runs.run_worker("profile", together, "profile", runs=count, microbatches=microbatches)
+            file, _ = runs.run_worker("profile", processes, "profile", runs=count, microbatches=microbatches)
         except RunFailed as failed:
             raise failed.make_error("profile") from None
         profile = Profile.load(file)
-        seconds = profile.forward_s + profile.backward_s
+        compute_s = profile.forward_s + profile.backward_s
         spread = sum(layer.forward_spread_s + layer.backward_spread_s for layer in profile.layers)
-        if spread <= _WIDE * seconds:
+        if spread <= _WIDE_SPREAD * compute_s:
             break
-        how = f"measured again with {_MORE_RUNS} runs" if count == _RUNS else f"also with {_MORE_RUNS} runs"
-        text = f"the profile's seconds vary by {spread / seconds:.0%} ({how}): the machine is not quiet"
+        remark = f"measured again with {_MORE_RUNS} runs" if count == _RUNS else f"also with {_MORE_RUNS} runs"
+        text = f"the profile's seconds vary by {spread / compute_s:.0%} ({remark}): the machine is not quiet"
         notes = (f"{text}, and what is predicted may be off by as much",)
     profile.save(runs.folder / "profile.json")
     return profile, notes
@@ -154,12 +154,12 @@ def add_message_cost(runs: Runs, profile: Profile, workers: int, bytes_per_s: fl
 def choose_scales(profile: Profile, workers: int, bytes_per_s: Sequence[float]) -> Scales:
     """Returns the scales of an emulation with which the cores have little to do but wait.
 
-    A worker's share of a minibatch takes at least `_LONG_S`; the slowest links carry no more than
-    `_CARRIED_BYTES_PER_S` from all workers together.
+    A worker's share of a minibatch takes at least `_MIN_SHARE_S`; the slowest links carry no more than
+    `_MAX_TOTAL_BYTES_PER_S` from all workers together.
     """
     share_s = max(1e-9, profile.forward_s + profile.backward_s) / workers
-    dilation = max(1.0, _LONG_S / share_s)
-    return Scales(dilation, dilation * min(1.0, _CARRIED_BYTES_PER_S / (workers * min(bytes_per_s))))
+    dilation = max(1.0, _MIN_SHARE_S / share_s)
+    return Scales(dilation, dilation * min(1.0, _MAX_TOTAL_BYTES_PER_S / (workers * min(bytes_per_s))))
 
 
 def _limit_network(
@@ -168,7 +168,7 @@ def _limit_network(
     """Gives each level of the network its rate, and returns it as a cluster."""
     for level, rate in enumerate(bytes_per_s):
         network.limit(rate if scales is None else rate * scales.byte_scale / scales.dilation, level=level)
-    latency_s = _LATENCY_S if scales is None else 0.0  # which is not scaled, so next to nothing
+    latency_s = _LATENCY_S if scales is None else 0.0  # the real one is not dilated, so it is negligible
     return Cluster(tuple(Level(width, rate, latency_s) for width, rate in zip(widths, bytes_per_s, strict=True)))
 
 
@@ -193,7 +193,7 @@ def name_folder(recipe: str, out: str | os.PathLike[str] | None, *, may_be_used:
         raise PlanError(f"--out {out} was asked for, but comparisons are written on this machine; name a folder")
     folder = Path(out)
     if not may_be_used and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PlanError(f"{folder} is not empty; name a new folder, or leave --out away for one in runs/")
+        raise PlanError(f"{folder} is not empty; name a new folder, or omit --out for one in runs/")
     return folder
 
 
@@ -212,13 +212,13 @@ def _check_mesh(mesh: str, workers: int, *, emulated: bool) -> None:
     size = _measure_mesh(mesh)
     if workers % size:
         raise PlanError(
-            f"{workers} workers were asked for with the mesh {mesh}, and are ranks then, which its {size} do not "
-            f"divide; give {size}, {2 * size} or another multiple"
+            f"{workers} workers were asked for with the mesh {mesh}, so they are ranks, {size} to a mesh; give {size}, "
+            f"{2 * size} or another multiple"
         )
     if mesh and emulated:
         raise PlanError(
-            f"the mesh {mesh} was asked for over --link by {workers} workers, more than {count_cores()} cores, which "
-            "would be emulated, but an emulation has one rank of each mesh; give fewer, or no --link"
+            f"the mesh {mesh} was asked for over --link with {workers} workers on {count_cores()} cores, which would "
+            "be emulated, but an emulation has one rank of each mesh; give fewer workers, or no --link"
         )
 
 
@@ -228,14 +228,14 @@ def _check_links(links: Sequence[tuple[float, ...]], widths: tuple[int, ...], wo
     if prod(widths) != workers:
         shape = "x".join(map(str, reversed(widths)))
         raise PlanError(f"{workers} workers on {shape} hosts were asked for; the product must be the workers")
-    if wrong := next((rates for rates in links if len(rates) != len(widths)), None):
+    if misfit := next((rates for rates in links if len(rates) != len(widths)), None):
         raise PlanError(
-            f"a link of {len(wrong)} rates was asked for on a network of {len(widths)} levels; give a rate for each, "
+            f"a link of {len(misfit)} rates was asked for on a network of {len(widths)} levels; give a rate for each, "
             "innermost first, as in --link 10gbit/s,400mbit/s --hosts 2x2"
         )
     fastest = max(rate for rates in links for rate in rates)
-    if fastest > (most := loopback_bytes_per_s()):
+    if fastest > (limit := loopback_bytes_per_s()):
         raise PlanError(
-            f"a link of {format_link(fastest)} was asked for, but this machine's loopback carries {format_link(most)} "
+            f"a link of {format_link(fastest)} was asked for, but this machine's loopback carries {format_link(limit)} "
             "(measured now); ask for a slower one"
         )

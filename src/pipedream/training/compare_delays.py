@@ -1,7 +1,7 @@
 """Compares methods by their losses: trains a recipe by each, with its late gradients, in turns in this one process.
 
-In a plain process a `Pipeline` runs all stages, and its gradients are exactly as late as over several machines. So each
-method is a run of ``pipedream train``, with a run folder, that stops and continues where it is drained anyway: its
+In a plain process a `Pipeline` runs all stages, and its gradients are exactly as late as over several machines. Each
+method is a run of ``pipedream train`` with its own run folder. A turn ends where the run is drained anyway, so the
 losses do not depend on the turns.
 """
 
@@ -44,9 +44,9 @@ from pipedream.workflows.plan import make_plan
 from pipedream.workflows.prepare import build_phase
 
 TURN_S = 20.0
-"""A turn ends when a method is drained after so many seconds."""
+"""A turn ends at the method's first drain after so many seconds."""
 
-_EVERY = 100  # minibatches, of a loader that has no length
+_CHECKPOINT_EVERY = 100  # minibatches, if the loader has no length
 _STATE, _PAGE, _PROFILE = "compare.json", "compare.html", "profile.json"
 
 
@@ -62,13 +62,13 @@ def compare_delays(
     turn_s: float = TURN_S,
     progress: Callable[[str], None] = lambda line: None,
 ) -> DelayComparison:
-    """Trains a recipe by each method, and writes the comparison into a folder; continues what it holds.
+    """Trains a recipe by each method, and writes the comparison into a folder; continues one that it already holds.
 
     Args:
         recipe: a recipe's file. Its loggers are left out.
         schedules: methods, each perhaps with a compensation, as phases are written: 'pipedream+spike'. By default
-            1F1B, 2BW and PipeDream, the latter two also with a compensation that fits the optimizer. Without a method
-            that flushes, 1F1B comes first.
+            1F1B, 2BW and PipeDream, the latter two also with a compensation that fits the optimizer. If no method
+            flushes, 1F1B is added as the first.
         options: microbatches, epochs, minibatches, seed, device and checkpoint_every are used. With a test loader a
             turn ends at an evaluation, otherwise at a checkpoint, by default of each epoch.
         cluster: a worker for each stage.
@@ -93,8 +93,8 @@ def compare_delays(
     file = folder / _PROFILE
     if not file.exists():
         with blaming("while its model was profiled on its first batch"):
-            seconds_of = profile or profile_recipe(loaded, device=options.device, microbatches=options.microbatches)
-        seconds_of.save(file)
+            new = profile or profile_recipe(loaded, device=options.device, microbatches=options.microbatches)
+        new.save(file)
     measured = Profile.load(file)
     plans = []
     for phase in phases:
@@ -106,21 +106,21 @@ def compare_delays(
         check_optimizer(build_phase(plan, phase).updates.compensation, optimizer)
     total = count_left(loaded.train, (0, 0), options.epochs or loaded.epochs, options.minibatches)
     if not rows and profile is None:
-        seconds = len(phases) * total * (measured.forward_s + measured.backward_s + measured.update_s)
-        progress(f"{len(phases)} methods of {total or 'all'} minibatches each, {format_seconds(seconds)} of compute")
+        compute_s = len(phases) * total * (measured.forward_s + measured.backward_s + measured.update_s)
+        progress(f"{len(phases)} methods of {total or 'all'} minibatches each, {format_seconds(compute_s)} of compute")
     runs = [_start_run(phase, plan, rows, folder) for phase, plan in zip(phases, plans, strict=True)]
     comparison = DelayComparison(loaded.name, cluster.workers, measured.batch, link, tuple(runs))
     turns = _Turns(recipe, loaded, options, folder, turn_s, total)
-    began_s, before = time.monotonic(), sum(len(run.losses) for run in runs)
+    began_s, earlier_count = time.monotonic(), sum(len(run.losses) for run in runs)
     while unfinished := [number for number, run in enumerate(runs) if not run.is_finished]:
         number = min(unfinished, key=lambda number: len(runs[number].losses))
         runs[number] = run = turns.take(runs[number], phases[number], plans[number])
         comparison = replace(comparison, runs=tuple(runs))
         _write(folder, settings, comparison)
-        done = sum(total if run.is_finished else len(run.losses) for run in runs) - before
-        left = format_time_left(done, total * len(runs) - before, time.monotonic() - began_s)
+        done = sum(total if run.is_finished else len(run.losses) for run in runs) - earlier_count
+        time_left = format_time_left(done, total * len(runs) - earlier_count, time.monotonic() - began_s)
         loss = f", loss {run.losses[-1]:.4f}" if run.losses else ""
-        progress(f"{run.method}: {run.why or f'minibatch {len(run.losses)}{loss}{left}'}")
+        progress(f"{run.method}: {run.why or f'minibatch {len(run.losses)}{loss}{time_left}'}")
     _write(folder, settings, comparison)
     progress(str(folder / _PAGE))
     return comparison
@@ -130,13 +130,13 @@ def read_methods(schedules: Sequence[str]) -> tuple[Phase, ...]:
     """Reads methods with their compensation; one that flushes comes first. Raises a PlanError if all flush."""
     phases = [read_phases(text)[-1] for text in dict.fromkeys(schedules)]
     flushing = [phase for phase in phases if properties_of(phase.name).flushes]
-    late = [phase for phase in phases if phase not in flushing]
-    if not late:
+    delayed = [phase for phase in phases if phase not in flushing]
+    if not delayed:
         raise PlanError(
             f"--emulate-delay was asked for with {', '.join(schedules)}, which flush: no gradient is late, and the "
             "losses are those of one process; name a method with late gradients, such as pipedream"
         )
-    return (*(flushing or [Phase("1f1b")]), *late)
+    return (*(flushing or [Phase("1f1b")]), *delayed)
 
 
 def _choose_methods(recipe: Recipe) -> tuple[str, ...]:
@@ -144,15 +144,15 @@ def _choose_methods(recipe: Recipe) -> tuple[str, ...]:
     compensation = "nesterov" if "momentum" in optimizer else "error_feedback"
     if "adam" in optimizer.lower():
         compensation = "basis_rotation"
-    late = ("pipedream_2bw", "pipedream")
-    return ("1f1b", *late, *(f"{name}+{compensation}" for name in late))
+    delayed = ("pipedream_2bw", "pipedream")
+    return ("1f1b", *delayed, *(f"{name}+{compensation}" for name in delayed))
 
 
 def _read_state(folder: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the rows of the folder's comparison by their methods; none if it has none."""
     try:
         state = json.loads(read_text(folder / _STATE))
-        before, rows = state["settings"], {row["method"]: row for row in state["methods"]}
+        saved, rows = state["settings"], {row["method"]: row for row in state["methods"]}
     except FileNotFoundError:
         if folder.exists() and any(path.name != _PROFILE for path in folder.iterdir()):
             raise PlanError(f"{folder} is not empty, and has no comparison to continue; name a new folder") from None
@@ -160,16 +160,16 @@ def _read_state(folder: Path, settings: Mapping[str, Any]) -> dict[str, dict[str
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise PlanError(f"{folder / _STATE} holds no comparison of methods ({error}); name a new folder") from None
     for name, value in settings.items():
-        if before.get(name) != value:
+        if saved.get(name) != value:
             raise PlanError(
-                f"{folder} has a comparison with {name} {before.get(name)}, and {value} was asked for; give the same "
+                f"{folder} has a comparison with {name} {saved.get(name)}, and {value} was asked for; give the same "
                 "options to continue it, or a new folder"
             )
     return rows
 
 
 def _start_run(phase: Phase, plan: Plan, rows: Mapping[str, Mapping[str, Any]], folder: Path) -> DelayedRun:
-    """Returns a method's run as it was left."""
+    """Returns a method's run after its earlier turns."""
     method = phases_text([phase])
     run = DelayedRun(method, properties_of(phase.name).flushes, predict_samples_per_s(plan))
     if (row := rows.get(method)) is None:
@@ -178,9 +178,9 @@ def _start_run(phase: Phase, plan: Plan, rows: Mapping[str, Mapping[str, Any]], 
     return replace(run, losses=losses, metrics=row["metrics"], is_finished=row["is_finished"], why=row["why"])
 
 
-def _read_losses(folder: Path, most: int | None) -> tuple[float, ...]:
+def _read_losses(folder: Path, max_count: int | None) -> tuple[float, ...]:
     try:
-        return tuple(loss for _, loss in sorted(json.loads(read_text(folder / "losses.json")))[:most])
+        return tuple(loss for _, loss in sorted(json.loads(read_text(folder / "losses.json")))[:max_count])
     except FileNotFoundError:
         return ()
 
@@ -192,10 +192,10 @@ def _write(folder: Path, settings: Mapping[str, Any], comparison: DelayCompariso
 
 
 class _Turn(Callback):
-    """Stops a run where it is drained, once its time is over.
+    """Stops a run at its first drain after the turn's seconds.
 
     Attributes:
-        has_stopped: it did; the run may have ended before.
+        has_stopped: False if the run ended first.
     """
 
     def __init__(self, seconds: float, at_evaluations: bool, advance: Callable[[], None]) -> None:
@@ -206,23 +206,23 @@ class _Turn(Callback):
         self._advance()
 
     def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        self._stop(pipeline, is_place=self._at_evaluations)
+        self._stop(pipeline, is_turn_end=self._at_evaluations)
 
     def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
-        self._stop(pipeline, is_place=not self._at_evaluations)
+        self._stop(pipeline, is_turn_end=not self._at_evaluations)
 
-    def _stop(self, pipeline: Any, *, is_place: bool) -> None:
-        if is_place and time.monotonic() >= self._end_s:
+    def _stop(self, pipeline: Any, *, is_turn_end: bool) -> None:
+        if is_turn_end and time.monotonic() >= self._end_s:
             self.has_stopped = pipeline.should_stop = True
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """What all turns share.
+    """Runs the turns of a comparison.
 
     Attributes:
-        loaded: the recipe, whose model is not trained.
-        minibatches: of a method, in all; 0 if unknown.
+        loaded: the recipe; its own model is not trained.
+        minibatches: all that a method trains; 0 if unknown.
     """
 
     recipe: str
@@ -236,15 +236,15 @@ class _Turns:
         """Trains a method for a turn; a run that fails is finished.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; the run will continue from where it was last drained anyway.
+            KeyboardInterrupt: Ctrl-C; the run will continue from its last regular checkpoint.
         """
-        options, place, begin = self.options, self.folder / make_folder_name(run.method), len(run.losses)
-        before, has_test = list_checkpoints(place / CHECKPOINTS), self.loaded.test is not None
+        options, run_folder, begin_count = self.options, self.folder / make_folder_name(run.method), len(run.losses)
+        earlier, has_test = list_checkpoints(run_folder / CHECKPOINTS), self.loaded.test is not None
         every = options.checkpoint_every
         if every is None and not has_test:
-            every = count_left(self.loaded.train, (0, 0), 1, None) or _EVERY
-        left = self.minibatches - begin if self.minibatches else None
-        with show_progress(f"{run.method} from minibatch {begin}", left) as advance:
+            every = count_left(self.loaded.train, (0, 0), 1, None) or _CHECKPOINT_EVERY
+        remaining = self.minibatches - begin_count if self.minibatches else None
+        with show_progress(f"{run.method} from minibatch {begin_count}", remaining) as advance:
             turn = _Turn(self.turn_s, has_test, advance)
 
             def make(seed: int) -> Recipe:
@@ -262,19 +262,19 @@ class _Turns:
                     checkpoint_every=every,
                     seed=options.seed or 0,
                     device=options.device,
-                    out=place,
-                    resume=place,
+                    out=run_folder,
+                    resume=run_folder,
                     quiet=True,
                 )
             except WorkerError as error:
                 return replace(run, is_finished=True, why=str(error))
             except KeyboardInterrupt:
-                # It was saved where the whole run is not drained.
-                for checkpoint in list_checkpoints(place / CHECKPOINTS)[-1:]:
-                    if checkpoint not in before:
+                # Ctrl-C has saved where an uninterrupted run does not drain.
+                for checkpoint in list_checkpoints(run_folder / CHECKPOINTS)[-1:]:
+                    if checkpoint not in earlier:
                         shutil.rmtree(str(checkpoint))
                 raise
-        losses = _read_losses(place, options.minibatches)
+        losses = _read_losses(run_folder, options.minibatches)
         is_over = not turn.has_stopped or summary["epochs"] >= (options.epochs or self.loaded.epochs)
         is_over = is_over or (options.minibatches is not None and len(losses) >= options.minibatches)
         return replace(run, losses=losses, metrics=summary["metrics"], is_finished=is_over)

@@ -18,10 +18,10 @@ from pipedream.core.plan.plan import Plan
 from pipedream.options import TrainingOptions
 from pipedream.runtime.failure.launch import launch
 from pipedream.slow_links import Network
-from pipedream.training.compare_worker import BEGUN, WorkerJob
+from pipedream.training.compare_worker import BEGIN_SUFFIX, WorkerJob
 
 _GRACE_S = 10.0  # for the other workers, once one has failed
-_PLAN_FILE = "plan.json"  # which a run folder gets between planning and training
+_PLAN_FILE = "plan.json"  # written into a run folder after planning, before training
 
 
 class Scales(NamedTuple):
@@ -83,8 +83,8 @@ class Runs:
         names = ("device", "epochs", "minibatches", "mesh", "layout", "shard_weights")
         fields |= {name: getattr(options, name) for name in names}
         arguments = ["-m", "pipedream.training.compare_worker", json.dumps(asdict(WorkerJob(**(fields | details))))]
-        begun = out.with_name(_PLAN_FILE) if kind == "pipeline" else out.with_suffix(BEGUN)
-        return out, self._run(workers, arguments, begun)
+        begin_file = out.with_name(_PLAN_FILE) if kind == "pipeline" else out.with_suffix(BEGIN_SUFFIX)
+        return out, self._run(workers, arguments, begin_file)
 
     def train(self, plan: Plan, name: str, accumulated: int = 1) -> tuple[dict[str, Any], int | None]:
         """Runs ``pipedream train``, with so many of the recipe's batches in a minibatch; returns its summary."""
@@ -94,8 +94,8 @@ class Runs:
             details: dict[str, Any] = {"accumulated": accumulated, "plan": str(plan_file)}
             if options.minibatches is not None:
                 details["minibatches"] = max(2, options.minibatches // accumulated, count_for_sums(plan))
-            out, sent = self.run_worker("pipeline", plan.ranks, name, **details)
-            return json.loads(out.with_name("summary.json").read_text(encoding="utf-8")), sent
+            out, sent_bytes = self.run_worker("pipeline", plan.ranks, name, **details)
+            return json.loads(out.with_name("summary.json").read_text(encoding="utf-8")), sent_bytes
         flags = ["--workers", plan.ranks, "--seed", options.seed or 0, "--device", options.device]
         flags += ["--checkpoint-every", 0]
         if options.minibatches is not None:
@@ -109,44 +109,44 @@ class Runs:
         """Runs ``pipedream emulate``; returns its summary, without the scales."""
         dilation, byte_scale = scales
         flags = ["--dilation", dilation, "--byte-scale", byte_scale, "--minibatches", minibatches]
-        summary, sent = self._run_command(plan, name, plan.workers, ".lock", "emulate", *flags)
+        summary, sent_bytes = self._run_command(plan, name, plan.workers, ".lock", "emulate", *flags)
         rates = {key: dilation * summary["throughput"][key] for key in ("measured_per_s", "predicted_per_s")}
-        sent = None if sent is None else round(sent / byte_scale)
-        return summary | {"throughput": rates, "stages": (), "seconds_to_target": None}, sent
+        sent_bytes = None if sent_bytes is None else round(sent_bytes / byte_scale)
+        return summary | {"throughput": rates, "stages": (), "seconds_to_target": None}, sent_bytes
 
     def _run_command(
-        self, plan: Plan, name: str, workers: int, begun: str, *words: Any
+        self, plan: Plan, name: str, workers: int, begin_name: str, *words: Any
     ) -> tuple[dict[str, Any], int | None]:
         """Runs a command on a plan, whose file is its last word; returns the summary of its run folder."""
         folder = self.folder / make_folder_name(name)
         plan_file = plan.save(folder.with_suffix(".plan.json"))
         arguments = ["-m", "pipedream", *map(str, words), str(plan_file), "--json", "--out", str(folder)]
-        sent = self._run(workers, arguments, folder / begun)
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8")), sent
+        sent_bytes = self._run(workers, arguments, folder / begin_name)
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8")), sent_bytes
 
-    def _run(self, workers: int, arguments: Sequence[str], begun: Path) -> int | None:
+    def _run(self, workers: int, arguments: Sequence[str], begin_file: Path) -> int | None:
         """Runs ``python ARGUMENTS`` on so many workers; returns the bytes that they sent.
 
         Args:
-            begun: a file that is made when the training begins; what was sent before does not count.
+            begin_file: appears when training begins; bytes sent before that are not counted.
         """
         self.count += 1
-        begun.parent.mkdir(parents=True, exist_ok=True)
+        begin_file.parent.mkdir(parents=True, exist_ok=True)
         if self.network is not None and workers > 1:
-            return self._run_on_hosts(self.network, workers, arguments, begun)
+            return self._run_on_hosts(self.network, workers, arguments, begin_file)
         if status := launch(workers, arguments, silent=True):
             raise RunFailed(status, "")
         return 0 if workers == 1 else None
 
-    def _run_on_hosts(self, network: Network, workers: int, arguments: Sequence[str], begun: Path) -> int:
+    def _run_on_hosts(self, network: Network, workers: int, arguments: Sequence[str], begin_file: Path) -> int:
         processes: list[subprocess.Popen[bytes]] = []
-        outputs = [self.folder / f"{begun.parent.name}.rank{rank}.txt" for rank in range(workers)]
-        before: int | None = None
+        outputs = [self.folder / f"{begin_file.parent.name}.rank{rank}.txt" for rank in range(workers)]
+        sent_before: int | None = None
 
         def watch() -> None:
-            nonlocal before
-            if before is None and begun.exists():
-                before = network.sent_bytes()
+            nonlocal sent_before
+            if sent_before is None and begin_file.exists():
+                sent_before = network.sent_bytes()
 
         try:
             for rank, (host, output) in enumerate(zip(network.hosts, outputs, strict=False)):
@@ -168,22 +168,22 @@ class Runs:
                     process.kill()
                 process.wait()
         if any(statuses):
-            first = next((i for i, status in enumerate(statuses) if status == BAD_CALL), 0)
+            failed_rank = next((i for i, status in enumerate(statuses) if status == BAD_CALL), 0)
             texts = [output.read_text(encoding="utf-8", errors="replace").strip() for output in outputs]
-            raise RunFailed(statuses[first] or 1, texts[first] or "\n".join(filter(None, texts)))
+            raise RunFailed(statuses[failed_rank] or 1, texts[failed_rank] or "\n".join(filter(None, texts)))
         for output in outputs:
             if not output.stat().st_size:
                 output.unlink()
-        return network.sent_bytes() - (before or 0)
+        return network.sent_bytes() - (sent_before or 0)
 
 
 def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None]) -> list[int]:
-    """Waits for all, and watches; once one has failed, the others have `_GRACE_S`. Returns their statuses."""
-    since = None
+    """Waits for all and calls `watch`; kills the others `_GRACE_S` after one failed. Returns their statuses."""
+    failed_at_s = None
     while any(process.poll() is None for process in processes):
-        if since is None and any(process.returncode for process in processes):
-            since = time.monotonic()
-        if since is not None and time.monotonic() - since > _GRACE_S:
+        if failed_at_s is None and any(process.returncode for process in processes):
+            failed_at_s = time.monotonic()
+        if failed_at_s is not None and time.monotonic() - failed_at_s > _GRACE_S:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
@@ -204,11 +204,11 @@ def count_cores() -> int:
 
 @contextmanager
 def limit_threads(workers: int) -> Iterator[None]:
-    """A context in which a worker that runs alone has no more than its share of the cores either."""
-    before = os.environ.get("OMP_NUM_THREADS")
+    """Context in which a worker that runs alone also has only its share of the cores."""
+    previous = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             os.environ.pop("OMP_NUM_THREADS", None)

@@ -47,8 +47,8 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A variant before it is measured: its plan and its kind of training.
+class _Spec:
+    """What to measure: a variant's request for a plan, and its kind of training.
 
     Attributes:
         kind: of a `WorkerJob`, for torch's; '' is ``pipedream train``.
@@ -68,8 +68,8 @@ class LinkVariants:
     """Measures the variants over one link.
 
     Attributes:
-        scales: of several workers, which are emulated; None if they compute.
-        target: of the recipe, once something has been trained.
+        scales: of the emulation of several workers; None if they compute.
+        target: the recipe's, known once something has been trained.
     """
 
     runs: Runs
@@ -81,42 +81,42 @@ class LinkVariants:
     scales: Scales | None = None
     target: tuple[str, float] | None = None
     _minibatches: int = 0
-    _measured: dict[tuple[Any, ...], Variant] = field(default_factory=dict)
+    _variants_by_run: dict[tuple[Any, ...], Variant] = field(default_factory=dict)
 
-    def measure_all(self, alone: Variant | None) -> Iterator[Variant]:
+    def measure_all(self, one_worker: Variant | None) -> Iterator[Variant]:
         """Yields the variants as they are measured.
 
         Args:
-            alone: one worker, if it was measured over another link.
+            one_worker: its measurement over another link, if there is one.
         """
-        if alone is None:
+        if one_worker is None:
             request = PlanRequest(Cluster.flat(1), shape="data-parallel")
             plan = make_plan(self.profile, request)
-            alone = self._measure_torch(Variant(ONE_WORKER, 1), _Way(ONE_WORKER, request, "plain"), plan)
-        yield alone
-        for way in self._list_ways() if self.cluster.workers > 1 else ():
-            yield self._measure(way, alone)
+            one_worker = self._measure_torch(Variant(ONE_WORKER, 1), _Spec(ONE_WORKER, request, "plain"), plan)
+        yield one_worker
+        for spec in self._list_specs() if self.cluster.workers > 1 else ():
+            yield self._measure(spec, one_worker)
 
-    def _list_ways(self) -> Iterator[_Way]:
-        """Yields the ways for several workers."""
+    def _list_specs(self) -> Iterator[_Spec]:
+        """Yields the variants of several workers."""
         mesh = self.runs.options.mesh
-        copies = PlanRequest(self.cluster, shape="data-parallel")
+        replicated = PlanRequest(self.cluster, shape="data-parallel")
         for text in self.schedules:
-            name, _, less = text.partition("+")
+            name, _, exchange = text.partition("+")
             if text == OF_TORCH:
-                yield from self._list_torch(copies)
+                yield from self._list_torch(replicated)
                 continue
-            title = ", ".join(filter(None, (_NAMES.get(name, name), less)))
-            option = "messages" if less.split(",")[0] in ENCODINGS else "sums"
-            sends_less: dict[str, Any] = {option: less} if less else {}
+            title = ", ".join(filter(None, (_NAMES.get(name, name), exchange)))
+            option = "messages" if exchange.split(",")[0] in ENCODINGS else "sums"
+            exchange_options: dict[str, Any] = {option: exchange} if exchange else {}
             if name == "data-parallel":
-                copied = replace(copies, mesh=mesh, **sends_less)
-                yield _Way(title, copied)
-                if less:
-                    yield _Way(f"{title}, accumulating {ACCUMULATED}", copied, accumulated=ACCUMULATED)
+                compressed = replace(replicated, mesh=mesh, **exchange_options)
+                yield _Spec(title, compressed)
+                if exchange:
+                    yield _Spec(f"{title}, accumulating {ACCUMULATED}", compressed, accumulated=ACCUMULATED)
                 continue
             if name == AUTO:
-                yield _Way(title, PlanRequest(self.cluster, schedule=AUTO, allow_asynchronous=True, mesh=mesh))
+                yield _Spec(title, PlanRequest(self.cluster, schedule=AUTO, allow_asynchronous=True, mesh=mesh))
                 continue
             try:
                 microbatches = self.microbatches if properties_of(name).splits_minibatch else None
@@ -129,65 +129,65 @@ class LinkVariants:
                 shape="pipeline",
                 all_workers=True,
                 mesh=mesh,
-                **sends_less,
+                **exchange_options,
             )
             if name != "pipedream":
-                yield _Way(title, pipeline)
+                yield _Spec(title, pipeline)
                 continue
-            for depth in ("full",) if less else ("noam", "full"):
-                yield _Way(f"{title}, {depth}", replace(pipeline, in_flight=depth))
+            for depth in ("full",) if exchange else ("noam", "full"):
+                yield _Spec(f"{title}, {depth}", replace(pipeline, in_flight=depth))
 
-    def _list_torch(self, copies: PlanRequest) -> Iterator[_Way]:
-        """Yields torch's own ways."""
+    def _list_torch(self, replicated: PlanRequest) -> Iterator[_Spec]:
+        """Yields torch's own variants."""
         straight = PlanRequest(self.cluster, schedule="1f1b", shape="straight", microbatches=self.microbatches)
         try:
             parts = make_plan(self.profile, straight).microbatches
         except (PlanError, ScheduleError):
             parts = self.microbatches or self.cluster.workers
-        yield _Way(DDP, copies, "ddp")
-        yield _Way(SHARED, replace(copies, schedule="1f1b", microbatches=parts), "ddp", parts)
-        yield _Way(ACCUMULATING, copies, "ddp", accumulated=ACCUMULATED)
-        yield _Way(HALF, replace(copies, sums="float16"), "ddp")
-        yield _Way(HALF_ACCUMULATING, replace(copies, sums="float16"), "ddp", accumulated=ACCUMULATED)
-        yield _Way(LOCAL_SGD, replace(copies, sums=f"every:{ACCUMULATED}"), "ddp")
-        yield _Way(TORCH[-1], replace(straight, microbatches=parts), "1f1b", parts)
+        yield _Spec(DDP, replicated, "ddp")
+        yield _Spec(SHARED, replace(replicated, schedule="1f1b", microbatches=parts), "ddp", parts)
+        yield _Spec(ACCUMULATING, replicated, "ddp", accumulated=ACCUMULATED)
+        yield _Spec(HALF, replace(replicated, sums="float16"), "ddp")
+        yield _Spec(HALF_ACCUMULATING, replace(replicated, sums="float16"), "ddp", accumulated=ACCUMULATED)
+        yield _Spec(LOCAL_SGD, replace(replicated, sums=f"every:{ACCUMULATED}"), "ddp")
+        yield _Spec(TORCH[-1], replace(straight, microbatches=parts), "1f1b", parts)
 
-    def _measure(self, way: _Way, alone: Variant) -> Variant:
-        variant = Variant(way.name, self.cluster.workers, approximation=_describe_approximation(way.request))
-        if self.scales is not None and way.kind == "1f1b":
+    def _measure(self, spec: _Spec, one_worker: Variant) -> Variant:
+        variant = Variant(spec.name, self.cluster.workers, approximation=_describe_approximation(spec.request))
+        if self.scales is not None and spec.kind == "1f1b":
             return replace(variant, why="it needs the model's layers, which emulated workers do not have")
         try:
-            plan = make_plan(self.profile, way.request)
-            plan = accumulate_minibatches(plan, way.accumulated) if way.accumulated > 1 else plan
+            plan = make_plan(self.profile, spec.request)
+            plan = accumulate_minibatches(plan, spec.accumulated) if spec.accumulated > 1 else plan
         except (PlanError, ScheduleError) as error:
             return replace(variant, why=str(error))
-        if way.kind and self.scales is None:
-            return self._measure_torch(variant, way, plan)
-        is_choice = way.request.schedule == AUTO
-        text = f"{plan.config} {plan.schedule}" if is_choice else f"{plan.config}, {plan.depth_mode}"
-        text = "" if way.kind else text
-        if is_choice and plan.ranks == 1:
-            return replace(alone, name=way.name, plan=text)
+        if spec.kind and self.scales is None:
+            return self._measure_torch(variant, spec, plan)
+        is_auto = spec.request.schedule == AUTO
+        plan_text = f"{plan.config} {plan.schedule}" if is_auto else f"{plan.config}, {plan.depth_mode}"
+        plan_text = "" if spec.kind else plan_text
+        if is_auto and plan.ranks == 1:
+            return replace(one_worker, name=spec.name, plan=plan_text)
         key = _identify_run(plan)
-        if key not in self._measured:
-            measured = self._measure_method(way.name, plan)
-            self._measured[key] = replace(measured, approximation=variant.approximation)
+        if key not in self._variants_by_run:
+            measured = self._measure_method(spec.name, plan)
+            self._variants_by_run[key] = replace(measured, approximation=variant.approximation)
             if not measured.why:
-                self._report(self._measured[key])
-        return replace(self._measured[key], name=way.name, plan=text)
+                self._report(self._variants_by_run[key])
+        return replace(self._variants_by_run[key], name=spec.name, plan=plan_text)
 
-    def _measure_torch(self, variant: Variant, way: _Way, plan: Plan) -> Variant:
+    def _measure_torch(self, variant: Variant, spec: _Spec, plan: Plan) -> Variant:
         bounds = [(stage.first, stage.last) for stage in plan.stages]
-        name = self._label(variant.name)
-        self.progress(f"{name} ...{self._expect(plan)}")
+        name = self._append_link(variant.name)
+        self.progress(f"{name} ...{self._predict_duration(plan)}")
         try:
-            file, sent = self.runs.run_worker(
-                way.kind,
+            file, sent_bytes = self.runs.run_worker(
+                spec.kind,
                 variant.workers,
                 name,
-                parts=way.parts,
-                accumulated=way.accumulated,
-                sums=way.request.sums,
+                parts=spec.parts,
+                accumulated=spec.accumulated,
+                sums=spec.request.sums,
                 bounds=bounds,
             )
         except RunFailed as failed:
@@ -202,18 +202,18 @@ class LinkVariants:
             samples_per_s=figures["samples_per_s"],
             predicted_per_s=predict_samples_per_s(plan),
             samples_per_update=figures["samples_per_update"],
-            bytes_per_sample=self._divide_by_samples(sent, figures["minibatches"]),
+            bytes_per_sample=self._divide_by_samples(sent_bytes, figures["minibatches"]),
             peak_bytes=figures["peak_bytes"],
             seconds_to_target=figures["seconds_to_target"],
             metrics=figures["metrics"],
         )
-        measured = replace(measured, bubble=self._estimate_idle_share(measured, is_replicated=way.kind == "ddp"))
+        measured = replace(measured, bubble=self._estimate_idle_share(measured, is_replicated=spec.kind == "ddp"))
         self._report(measured)
         return measured
 
     def _measure_method(self, name: str, plan: Plan) -> Variant:
-        label, accumulated = self._label(name), plan.batch // self.profile.batch
-        self.progress(f"{label} ...{self._expect(plan)}")
+        label, accumulated = self._append_link(name), plan.batch // self.profile.batch
+        self.progress(f"{label} ...{self._predict_duration(plan)}")
         try:
             if self.scales is None:
                 summary, sent = self.runs.train(plan, label, accumulated)
@@ -242,33 +242,33 @@ class LinkVariants:
             metrics=summary["metrics"],
         )
 
-    def _expect(self, plan: Plan) -> str:
-        """Says how long a run should train, once a first run has shown the number of minibatches."""
+    def _predict_duration(self, plan: Plan) -> str:
+        """Returns words for how long a run should take; '' until a first run has shown its number of minibatches."""
         count = self.runs.options.minibatches or self._minibatches
         rate = predict_samples_per_s(plan) if count and self.scales is None else 0.0
         return f" {count} minibatches, about {format_seconds(count * plan.batch / rate)}" if count and rate else ""
 
-    def _label(self, name: str) -> str:
+    def _append_link(self, name: str) -> str:
         """Returns a variant's name with its link."""
         if self.runs.network is None or name == ONE_WORKER:
             return name
         return f"{name} over {format_link(self.cluster.bandwidth_bytes_per_s)}"
 
     def _report(self, variant: Variant) -> None:
-        self.progress(f"{self._label(variant.name)}: {variant.samples_per_s:.4g} samples/s")
+        self.progress(f"{self._append_link(variant.name)}: {variant.samples_per_s:.4g} samples/s")
 
-    def _divide_by_samples(self, sent: int | None, minibatches: int) -> float | None:
-        return None if sent is None else sent / max(1, minibatches * self.profile.batch)
+    def _divide_by_samples(self, sent_bytes: int | None, minibatches: int) -> float | None:
+        return None if sent_bytes is None else sent_bytes / max(1, minibatches * self.profile.batch)
 
     def _estimate_idle_share(self, variant: Variant, *, is_replicated: bool) -> float | None:
-        """Returns the share of the workers' time beside the profiled seconds of compute and updates."""
-        profile, rate, samples = self.profile, variant.samples_per_s, variant.samples_per_update
-        if not rate or not samples:
+        """Returns the share of the workers' time that is neither profiled compute nor updates."""
+        profile, samples_per_s, samples = self.profile, variant.samples_per_s, variant.samples_per_update
+        if not samples_per_s or not samples:
             return None
         updates = variant.workers if is_replicated else 1
         work_s = (profile.forward_s + profile.backward_s + profile.loss_s) * samples / profile.batch
         work_s += updates * profile.update_s
-        return min(1.0, max(0.0, 1 - work_s * rate / (samples * variant.workers)))
+        return min(1.0, max(0.0, 1 - work_s * samples_per_s / (samples * variant.workers)))
 
 
 def _describe_approximation(request: PlanRequest) -> str:
@@ -303,7 +303,7 @@ def accumulate_minibatches(plan: Plan, accumulated: int) -> Plan:
 
 
 def _identify_run(plan: Plan) -> tuple[Any, ...]:
-    """Returns what distinguishes two plans' runs."""
+    """Returns a key that is the same for plans that run the same."""
     stages = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
     exchanged = plan.messages, plan.sums
     return stages, plan.schedule, plan.batch, plan.microbatches, plan.in_flight, plan.worker_order, exchanged

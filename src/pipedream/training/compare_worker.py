@@ -21,7 +21,7 @@ from pipedream.runtime.torch_baselines import Baseline, Task
 from pipedream.training.job import capture_recipe, profile_recipe, with_layout
 from pipedream.training.train import train_recipe
 
-BEGUN = ".begun"
+BEGIN_SUFFIX = ".begun"
 """Suffix of the file that rank 0 makes when the training begins."""
 
 
@@ -30,10 +30,10 @@ class WorkerJob:
     """The task of a worker; its JSON is the worker's argument.
 
     Attributes:
-        kind: 'profile' measures the recipe on all workers at the same time; 'messages' what a byte of a message takes
-            from compute; 'plain', 'ddp' and '1f1b' train it as torch itself does; 'pipeline' runs `plan` in the folder
-            of `out`.
-        out: the file that rank 0 writes: the profile, the figures, or why this recipe is not trained so.
+        kind: 'profile' measures the recipe on all workers at the same time; 'messages' the seconds of compute that a
+            byte of a message costs; 'plain', 'ddp' and '1f1b' train it as torch itself does; 'pipeline' runs `plan` in
+            the folder of `out`.
+        out: the file that rank 0 writes: the profile, the figures, or why this kind cannot train the recipe.
         runs, microbatches, mesh, layout, shard_weights: of a profile; see `workflows.profile`.
         bytes_per_s: of the link of the messages.
         parts: microbatches of a minibatch.
@@ -64,7 +64,7 @@ class WorkerJob:
 
 
 def run_job(job: WorkerJob) -> None:
-    """Does this rank's part."""
+    """Runs this rank's part of a job; rank 0 writes the file."""
     if job.kind == "pipeline":
         train_recipe(
             lambda seed: torch_baselines.collect_batches(load_recipe(job.recipe, seed=seed), job.accumulated),
@@ -108,7 +108,7 @@ def _train(job: WorkerJob, recipe: Recipe, task: Task) -> dict[str, Any]:
         return {"message_s_per_byte": cost}
     baseline = _make_baseline(job, recipe, task)
     if task.rank == 0:
-        Path(job.out).with_suffix(BEGUN).touch()
+        Path(job.out).with_suffix(BEGIN_SUFFIX).touch()
     return baseline.train(job.epochs or recipe.epochs, job.minibatches) | {"target": recipe.target}
 
 

@@ -25,10 +25,10 @@ from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.training.run_folder import (
     RunFiles,
+    cut_last_segment,
     gather_slowness,
-    last_segment,
+    list_versions,
     locked,
-    software_versions,
     summarise,
     write_run,
 )
@@ -71,31 +71,31 @@ def emulate(
         PlanError: the number of processes is not the plan's number of workers, or a factor makes no sense.
     """
     Plan.check_is(plan)
-    began = time.perf_counter()
+    began_s = time.perf_counter()
     scaled = scale_plan(plan if in_flight is None else plan.with_depth(in_flight), dilation, byte_scale)
     if minibatches < 1:
         raise PlanError(f"{minibatches} minibatches were asked for; run at least 1")
     rank, processes = _join_group(plan)
-    named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
+    default_folder = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
     with guard_job(rank, processes), ExitStack() as stack:
-        folder = Path(process_group.make_on_rank_0(lambda: str(out or named), rank))
+        folder = Path(process_group.make_on_rank_0(lambda: str(out or default_folder), rank))
         name, parts = resolve_method(scaled, schedule, microbatches)
         stack.enter_context(locked(folder, rank))
         with build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:
             if rank == 0 and not quiet:
                 print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
-            losses, before = [], CoreTimes.now()
+            losses, begin_times = [], CoreTimes.now()
             with progress("emulating", minibatches) as advance:
                 for done in pipeline.train(make_emulated_batches(pipeline, minibatches)):
                     losses.append((done.number, done.loss))
                     advance()
-            slowness, measured = gather_slowness(before), pipeline.timeline()
+            slowness, measured = gather_slowness(begin_times), pipeline.timeline()
             sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
             program, drains = pipeline.program, pipeline.drains
-        steady = last_segment(measured, drains)
-        timed = scale_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
+        steady = cut_last_segment(measured, drains)
+        dilated = scale_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
         count = max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight))
-        predicted = simulate_program(replace(program, plan=timed), count)
+        predicted = simulate_program(replace(program, plan=dilated), count)
         summary = summarise(
             plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
         )
@@ -107,7 +107,7 @@ def emulate(
             "epochs": 1,
             "metrics": {},
             "evaluations": [],
-            "seconds": time.perf_counter() - began,
+            "seconds": time.perf_counter() - began_s,
             "slowness": max(slowness),
             "cluster": str(scaled.cluster),
             "configuration": {
@@ -121,7 +121,7 @@ def emulate(
                 "dilation": dilation,
                 "byte_scale": byte_scale,
             },
-            "versions": software_versions(),
+            "versions": list_versions(),
         }
         if rank == 0:
             write_run(folder, RunFiles(summary, scaled, predicted, [measured], steady, losses))
@@ -167,19 +167,19 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
             forward_s=stage.forward_s * dilation,
             backward_s=stage.backward_s * dilation,
             update_s=(stage.update_s - stage.copy_s) * dilation + stage.copy_s * byte_scale,
-            copy_s=stage.copy_s * byte_scale,  # which is not emulated
+            copy_s=stage.copy_s * byte_scale,  # real, so not dilated
             **{name: round(getattr(stage, name) * byte_scale) for name in _SIZES},
             peak_bytes=0,  # an emulated stage has next to no activations
         )
         for number, stage in enumerate(plan.stages)
     )
-    faster = byte_scale / dilation
+    rate_factor = byte_scale / dilation
     return replace(
         plan,
         stages=stages,
-        cluster=plan.cluster.with_links(lambda rate: rate * faster, dilation),
+        cluster=plan.cluster.with_links(lambda rate: rate * rate_factor, dilation),
         bound_s=plan.bound_s * dilation,
-        note=plan.note if dilation == byte_scale == 1 else "",  # its seconds are those of the plan
+        note=plan.note if dilation == byte_scale == 1 else "",  # it names seconds of the unscaled plan
         tied_weights=(),
         graph=None,
     )
@@ -188,10 +188,10 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
 def build_emulated_pipeline(
     plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None, byte_scale: float = 1.0
 ) -> Pipeline:
-    """Returns a pipeline that waits where it should compute, for an `scale_plan`; train it on `make_emulated_batches`.
+    """Returns a pipeline that waits in place of computing a plan of `scale_plan`, for `make_emulated_batches`.
 
     Args:
-        byte_scale: of the `scale_plan`; the buckets of sums are scaled by it, too.
+        byte_scale: that of `scale_plan`; also scales the buckets of sums.
     """
     from pipedream.runtime.stage import emulated  # here, because scaling a plan should not load torch
 
@@ -199,8 +199,8 @@ def build_emulated_pipeline(
     parts = built.microbatches
     if plan.unit == "microbatch":
         names = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "working_bytes")
-        whole = (replace(stage, **{name: getattr(stage, name) * parts for name in names}) for stage in plan.stages)
-        plan = replace(plan, unit="minibatch", stages=tuple(whole))
+        scaled = (replace(stage, **{name: getattr(stage, name) * parts for name in names}) for stage in plan.stages)
+        plan = replace(plan, unit="minibatch", stages=tuple(scaled))
     rank, _ = process_group.join_group("cpu")
     speed = plan.cluster.speeds[sorted(set(plan.worker_order))[rank] if plan.worker_order else rank]
     stages = [replace(stage, **{name: getattr(stage, name) / speed for name in _SECONDS}) for stage in plan.stages]

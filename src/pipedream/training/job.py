@@ -1,4 +1,4 @@
-"""A job: what one run trains, settled from options, checkpoint, plan and recipe; then planned."""
+"""Chooses what a run trains, from options, checkpoint, plan and recipe, and plans it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.restarts import Survivors, find_survivors
-from pipedream.training.run_folder import ResumePoint, resume_point
+from pipedream.training.run_folder import ResumePoint, find_resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.plan import make_plan
@@ -87,7 +87,7 @@ class Process:
     def join(cls, options: TrainingOptions) -> Process:
         began_s = time.perf_counter()
         device = process_group.process_device(options.device)
-        rank, count = process_group.join_group(device, check_software=False)  # once it is watched
+        rank, count = process_group.join_group(device, check_software=False)  # later, under guard_job
         set_threads(count)
         console = Console(quiet=options.quiet or rank != 0, highlight=False, markup=False, soft_wrap=True)
         return cls(rank, count, device, console, began_s)
@@ -99,11 +99,11 @@ class Job:
 
     Attributes:
         resumed: None for a new run.
-        schedule: a method's name or file, or 'auto'; with several phases that of the one planned for.
+        schedule: a method's name or file, or 'auto'; of several phases, the one that is planned for.
         phases: empty if the run has one method.
         compensation: None leaves it to the recipe and the methods.
         place: the run folder, perhaps at a URL.
-        folder: the same on disk; if `place` is a URL, what is copied to it.
+        folder: the run folder on disk, which is copied to `place` if that is a URL.
     """
 
     options: TrainingOptions
@@ -147,7 +147,7 @@ class PlannedJob:
 
 
 def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Process) -> Job:
-    """Settles what is trained: by the options, else the checkpoint, the plan, the recipe, the defaults.
+    """Chooses what is trained: from the options, else the checkpoint, the plan, the recipe, the defaults.
 
     Raises PlanError, RecipeError or ArtifactError if these contradict each other.
     """
@@ -155,7 +155,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     check_options(
         {"plan": options.plan, "recompute": recompute, "activations": options.activations} | options.plan_settings
     )
-    resumed = resume_point(options.resume, options.out)
+    resumed = find_resume_point(options.resume, options.out)
     if options.schedule and options.schedule != "auto":
         options = replace(options, schedule=canonical(options.schedule))
     if resumed is not None and options.weights is not None:
@@ -166,8 +166,8 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     recipe = with_layout(recipe, options.layout, options.shard_weights)
     phases = _choose_phases(options, resumed, recipe)
     if phases:
-        planned = choose_phase_to_plan(phases)
-        schedule, microbatches = planned.name, planned.microbatches
+        phase = choose_phase_to_plan(phases)
+        schedule, microbatches = phase.name, phase.microbatches
     else:
         schedule, microbatches = _choose_method(options, resumed)
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
@@ -176,11 +176,11 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
             "of them, or 'loss'"
         )
 
-    def chosen_folder() -> str:
-        saved = resumed.folder if resumed is not None else None
-        return str(options.out or saved or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
+    def choose_folder() -> str:
+        resumed_folder = resumed.folder if resumed is not None else None
+        return str(options.out or resumed_folder or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
 
-    place = any_path(process_group.make_on_rank_0(chosen_folder, process.rank))
+    place = any_path(process_group.make_on_rank_0(choose_folder, process.rank))
     folder = place if isinstance(place, Path) else Path("runs", str(place).replace("://", "/"))
     make_loggers(options.logs, folder)  # before anything is measured: a package may be missing
     return Job(
@@ -203,12 +203,12 @@ def with_layout(recipe: Recipe, rules: str | None, shard_weights: str | None) ->
     if rules is None and shard_weights is None:
         return recipe
     layout = recipe.layout or Layout()
-    chosen = layout.rules if rules is None else rules
-    return replace(recipe, layout=replace(layout, rules=chosen, shard_weights=shard_weights or layout.shard_weights))
+    new_rules = layout.rules if rules is None else rules
+    return replace(recipe, layout=replace(layout, rules=new_rules, shard_weights=shard_weights or layout.shard_weights))
 
 
 def plan_job(job: Job, process: Process) -> PlannedJob:
-    """Plans a job: the given plan, the checkpoint's, or a new one for a profile; after a restart, that of before.
+    """Plans a job: the given plan, the checkpoint's, or a new one; after a restart, the last one without lost workers.
 
     Raises a `PlanError` if none fits.
     """
@@ -217,14 +217,14 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     if plan is not None and plan.ranks == job.workers:
         if job.resumed is None and job.options.schedule is None:
             job = replace(job, schedule=AUTO)  # the plan's
-        without = f" without rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))}" if lost else ""
+        lost_text = f" without rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))}" if lost else ""
         try:
             planned = _choose_methods(job, plan, job.resumed.profile if job.resumed is not None else None)
             if lost:
-                process.console.print(f"going on with the plan {plan.config},{without}")
+                process.console.print(f"continuing with the plan {plan.config},{lost_text}")
             return replace(planned, lost=lost)
         except (PlanError, ScheduleError) as error:
-            process.console.print(f"the plan {plan.config}{without} is not possible ({error}); planning again")
+            process.console.print(f"the plan {plan.config}{lost_text} is not possible ({error}); planning again")
     return replace(_choose_methods(job, *_choose_plan(job, process, survivors)), lost=lost)
 
 
@@ -236,18 +236,18 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
         if plan is None and saved.ranks == job.workers and not any(options.plan_settings.values()):
             plan = saved
-    # What was measured with the plan is not measured again, nor by the workers that are left of a run.
-    measured = survivors.before or plan
-    runtime = (measured is not None and measured.runtime) or _measure_runtime_costs(recipe, str(process.device))
+    # The runtime's costs are not measured again if a plan has them, given or from before a restart.
+    timed_plan = survivors.last_plan or plan
+    runtime = (timed_plan is not None and timed_plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
     is_given = plan is not None
     if plan is None:
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(_read_mesh(options))} - {""})
         if options.mesh == AUTO:
             meshes = f"{AUTO}:{min(max(job.workers, 2), MOST_RANKS)}"
-            is_measured = profile is not None and bool(profile.ranks)
+            has_meshes = profile is not None and bool(profile.ranks)
         else:
-            is_measured = profile is not None and {rank.mesh for rank in profile.ranks}.issuperset(meshes)
-        if profile is None or not is_measured:
+            has_meshes = profile is not None and {rank.mesh for rank in profile.ranks}.issuperset(meshes)
+        if profile is None or not has_meshes:
             with blaming("while its model was profiled on its first batch"):
                 profile = profile_recipe(
                     recipe,
@@ -281,7 +281,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
         process.console.print(f"\n{profile}")
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
-    plan = _settle_activations(job, _choose_exchange(job, plan), is_given=is_given)
+    plan = _choose_activations(job, _choose_exchange(job, plan), is_given=is_given)
     return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
 
 
@@ -297,27 +297,27 @@ def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob
     return PlannedJob(job, plan, profile, phases, compensation)
 
 
-def _settle_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
-    """Returns the plan with what the run or the recipe asks of its activations, if it was not planned for that."""
+def _choose_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
+    """Returns the plan with activations as the run or the recipe asks, unless it was planned so."""
     if job.options.recompute:
         return replace(plan, stages=tuple(replace(stage, recompute=True, offload=0.0) for stage in plan.stages))
-    place = job.options.activations
-    if place is None and job.resumed is None and not plan.activations:
-        place = job.recipe.activations
-    return plan if place is None or not is_given else move_activations(plan, place)
+    activations = job.options.activations
+    if activations is None and job.resumed is None and not plan.activations:
+        activations = job.recipe.activations
+    return plan if activations is None or not is_given else move_activations(plan, activations)
 
 
 def _choose_exchange(job: Job, plan: Plan) -> Plan:
     """Returns the plan with the sums, messages and place of optimizers of this run, or of its recipe."""
     options, recipe, is_new = job.options, job.recipe, job.resumed is None
-    recipe_counts = is_new and plan.sum_method.is_exact and max(plan.replicas) > 1  # there are replicas to agree
-    if (sums := options.sums or (recipe.sums if recipe_counts else None)) is not None:
+    uses_recipe_sums = is_new and plan.sum_method.is_exact and max(plan.replicas) > 1  # there are replicas to agree
+    if (sums := options.sums or (recipe.sums if uses_recipe_sums else None)) is not None:
         plan = replace(plan, sums=sums)
     messages = options.messages or (recipe.messages if is_new and not plan.messages else None)
     if messages is not None:
         plan = replace(plan, messages=Messages.read(messages, plan.messages.value_bits))
-    state = options.optimizer_state or (recipe.optimizer_state if is_new else None)
-    return plan if state is None else replace(plan, optimizer_state=read_optimizer_state(state))
+    optimizer_state = options.optimizer_state or (recipe.optimizer_state if is_new else None)
+    return plan if optimizer_state is None else replace(plan, optimizer_state=read_optimizer_state(optimizer_state))
 
 
 def _choose_cluster(job: Job, process: Process) -> Cluster:
@@ -325,9 +325,9 @@ def _choose_cluster(job: Job, process: Process) -> Cluster:
     options = job.options
     if options.cluster is not None:
         return options.cluster
-    cluster, measured = detect_cluster(str(process.device), workers=job.workers)
-    if measured:
-        process.console.print(measured)
+    cluster, message = detect_cluster(str(process.device), workers=job.workers)
+    if message:
+        process.console.print(message)
     return cluster if options.memory_bytes is None else cluster.with_memory(lambda _: options.memory_bytes)
 
 
@@ -346,7 +346,7 @@ def profile_recipe(
 ) -> Profile:
     """Profiles a recipe's model on its first training batch, with loss, optimizer, loader and layout.
 
-    `runtime`: costs of the runtime and the loader that were measured before.
+    `runtime`: costs of the runtime and the loader; by default they are measured.
     """
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
@@ -356,7 +356,7 @@ def profile_recipe(
         targets = to_device(targets, process_group.process_device(device))
     profile = profile_model(
         recipe.model,
-        model_input(recipe, batch),
+        make_model_input(recipe, batch),
         loss=None if recipe.loss is None else lambda output: loss.value(output, targets),
         optimizer=recipe.optimizer,
         scheduler=recipe.scheduler,
@@ -386,13 +386,13 @@ def _measure_runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
 def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False) -> Captured:
     """Splits a recipe's model into layers, by running it on its first training batch."""
     with blaming("while its model was run on its first batch"):
-        inputs = to_device(model_input(recipe, recipe.first_batch()), process_group.process_device(device))
+        inputs = to_device(make_model_input(recipe, recipe.first_batch()), process_group.process_device(device))
         if not any(parameter.is_meta for parameter in recipe.model.parameters()):
             recipe.model.to(process_group.process_device(device))
         return capture(recipe.model, inputs, finest=finest)
 
 
-def model_input(recipe: Recipe, batch: Any) -> Any:
+def make_model_input(recipe: Recipe, batch: Any) -> Any:
     """Returns the recipe's sample, else the model's input in a batch."""
     if recipe.sample is not None:
         return recipe.sample
@@ -416,27 +416,27 @@ def _choose_method(options: TrainingOptions, resumed: ResumePoint | None) -> tup
 
 
 def _count_workers(options: TrainingOptions, resumed: ResumePoint | None, processes: int) -> int:
-    """Raises a `PlanError` if options, plan and processes disagree."""
-    requested, config, planned = options.workers, "", 0
+    """Returns the number of ranks. Raises a `PlanError` if options, plan and processes disagree."""
+    requested, config, ranks = options.workers, "", 0
     if options.plan is not None:
-        config, planned = options.plan.config, options.plan.ranks
+        config, ranks = options.plan.config, options.plan.ranks
     elif options.shape not in SHAPES:
         counts = parse_counts(options.shape)
         config = "-".join(map(str, counts))
-        planned = 0 if options.mesh == AUTO else ranks_of(options.mesh, counts)
+        ranks = 0 if options.mesh == AUTO else ranks_of(options.mesh, counts)
     elif options.cluster is not None:
         requested = requested or options.cluster.workers
     elif requested is None and resumed is not None and processes == 1:
         requested = resumed.manifest.plan.ranks
-    count = requested or planned or (processes if processes > 1 else ranks_of(_read_mesh(options)))
+    count = requested or ranks or (processes if processes > 1 else ranks_of(_read_mesh(options)))
     if processes > 1 and count != processes:
-        standby = "; machines that stand by do not count in torchrun's --nnodes" if count < processes else ""
+        hint = "; machines that stand by do not count in torchrun's --nnodes" if count < processes else ""
         raise PlanError(
-            f"{count} workers were asked for, {processes} processes were started; make the numbers equal{standby}"
+            f"{count} workers were asked for, {processes} processes were started; make the numbers equal{hint}"
         )
-    if planned not in (0, count):
-        what = f"with the mesh {options.mesh} is for {planned} ranks" if options.mesh else f"is for {planned} workers"
-        raise PlanError(f"the plan {config} {what}, {count} were asked for; plan again for {count}")
+    if ranks not in (0, count):
+        plan_size = f"with the mesh {options.mesh} is for {ranks} ranks" if options.mesh else f"is for {ranks} workers"
+        raise PlanError(f"the plan {config} {plan_size}, {count} were asked for; plan again for {count}")
     if options.cluster is not None and options.cluster.workers != count:
         raise PlanError(
             f"the cluster has {options.cluster.workers} workers, {count} were asked for; start as many as it has, or "
@@ -456,10 +456,10 @@ def _choose_phases(options: TrainingOptions, resumed: ResumePoint | None, recipe
         # A checkpoint keeps phases as text, which cannot hold a Schedule object: the recipe's are taken if their text
         # is the same. A run of one method has saved none.
         if resumed is not None:
-            saved = resumed.manifest.phases
-            if not phases or phases_text(read_run_phases(None, None, phases)) != saved:
-                phases = saved
-                for phase in read_phases(saved) if saved else ():
+            saved_text = resumed.manifest.phases
+            if not phases or phases_text(read_run_phases(None, None, phases)) != saved_text:
+                phases = saved_text
+                for phase in read_phases(saved_text) if saved_text else ():
                     refuse_code(phase.name, f"the checkpoint {resumed.path}")
     return read_run_phases(options.schedule, options.microbatches, phases) if phases else ()
 

@@ -26,7 +26,7 @@ from pipedream.training.restarts import Restarts
 from pipedream.training.snapshot_cost import SnapshotCost
 from pipedream.training.snapshots import check_memory
 
-_EVERY_S = 0.5
+_REFRESH_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class CheckpointPolicy:
     """When and where checkpoints are made.
 
     Attributes:
-        every: minibatches between them, or 0 for none; by default whenever the pipeline is drained anyway, or
-            snapshots as often as they may cost.
+        every: minibatches between them; 0 for none. None is whenever the pipeline is drained anyway, or for snapshots
+            as often as their cost allows.
         planned_bytes: of two snapshots, on the machine that has most.
     """
 
@@ -56,16 +56,16 @@ class TrainingLoop:
 
     Args:
         began_s: when the run began, by `time.perf_counter`.
-        snapshots: those in memory.
+        snapshots: checkpoints in memory, if they are made.
         evaluate_every: epochs; 0 evaluates only at the end.
 
     Attributes:
         losses: (number, loss) of each minibatch.
         metrics: the last evaluation's.
-        evaluations: metrics of each, with its place in the run.
+        evaluations: metrics of each, with its epoch, minibatches and seconds.
         seconds_to_target: None if it is not reached.
-        began_s: earlier by the seconds before the checkpoint that the run was resumed from.
-        train_s: with evaluations, and those before that checkpoint.
+        began_s: moved back by the seconds before the checkpoint that the run was resumed from.
+        train_s: seconds of training and evaluations, with those before that checkpoint.
         samples_per_s: rate of each epoch, without the minibatches that the drain before it finished.
     """
 
@@ -82,10 +82,10 @@ class TrainingLoop:
         self.pipeline = pipeline
         self.began_s = began_s
         self._checkpoints, self._snapshots = checkpoints, snapshots
-        fill = 2 * max(pipeline.plan.in_flight)
-        self._snapshot_cost = SnapshotCost(fill, lambda text: gather_texts(text, world_group()))
+        fill_minibatches = 2 * max(pipeline.plan.in_flight)
+        self._snapshot_cost = SnapshotCost(fill_minibatches, lambda text: gather_texts(text, world_group()))
         self._snapshot_bytes = 0
-        self._aside_s = 0.0  # in evaluations and checkpoints
+        self._paused_s = 0.0  # in evaluations and checkpoints
         self.recipe = recipe
         self.losses: list[tuple[int, float]] = []
         self._saved_losses = 0  # those in losses.json
@@ -105,16 +105,16 @@ class TrainingLoop:
         """Continues the figures of the checkpoint that the pipeline has loaded; those of version 0.1 have none.
 
         Args:
-            losses: those that are on disk.
+            losses: from disk.
         """
-        before = self.pipeline.extra
+        saved = self.pipeline.extra
         self.losses, self._saved_losses = losses, len(losses)
-        self.losses += [(number, loss) for number, loss in before.get("losses", ())]
-        self.began_s -= before.get("seconds", 0.0)
-        self.train_s = before.get("train_seconds", 0.0)
-        self.evaluations = list(before.get("evaluations", ()))
-        self.seconds_to_target = before.get("seconds_to_target")
-        self.samples_per_s = list(before.get("samples_per_s", ()))
+        self.losses += [(number, loss) for number, loss in saved.get("losses", ())]
+        self.began_s -= saved.get("seconds", 0.0)
+        self.train_s = saved.get("train_seconds", 0.0)
+        self.evaluations = list(saved.get("evaluations", ()))
+        self.seconds_to_target = saved.get("seconds_to_target")
+        self.samples_per_s = list(saved.get("samples_per_s", ()))
 
     def train(self, epochs: int, minibatches: int | None, minibatch_s: float) -> bool:
         """Trains to a total of epochs or minibatches; returns whether Ctrl-C ended it.
@@ -122,40 +122,40 @@ class TrainingLoop:
         Args:
             minibatch_s: predicted seconds of one.
         """
-        start = self._train_began_s = time.perf_counter() - self.train_s
+        begin_s = self._train_began_s = time.perf_counter() - self.train_s
         interrupted = False
         self._restarts.begin(self.pipeline.drain())
-        mark: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
+        rate_begin: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
         until = self.pipeline.position[0] if is_over else epochs
-        left = self._progress.left = count_left(self.recipe.train, self.pipeline.position, until, minibatches)
-        if left > 0:
-            expected = f", predicted to take {format_seconds(left * minibatch_s)}" if minibatch_s else ""
-            self._console.print(f"training {left} minibatches{expected}\n")
+        remaining = self._progress.remaining = count_left(self.recipe.train, self.pipeline.position, until, minibatches)
+        if remaining > 0:
+            expected = f", predicted to take {format_seconds(remaining * minibatch_s)}" if minibatch_s else ""
+            self._console.print(f"training {remaining} minibatches{expected}\n")
         with self._progress:
             try:
                 for done in self.pipeline.train(self.recipe.train, until_epoch=until):
-                    now = time.perf_counter()
-                    is_snapshot_due = self._is_snapshot_due(done.number, now - self._aside_s)
+                    now_s = time.perf_counter()
+                    is_snapshot_due = self._is_snapshot_due(done.number, now_s - self._paused_s)
                     self.losses.append((done.number, done.loss))
                     self._restarts.finish(done.number)
                     samples += done.samples
-                    if mark is None and done.number >= self._evaluated_at:
-                        mark = now, samples
+                    if rate_begin is None and done.number >= self._evaluated_at:
+                        rate_begin = now_s, samples
                     self._progress.show(done, self.pipeline)
                     is_last = minibatches is not None and done.number + 1 >= minibatches
-                    if (done.ends_epoch or is_last) and mark is not None and now > mark[0]:
-                        self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
+                    if (done.ends_epoch or is_last) and rate_begin is not None and now_s > rate_begin[0]:
+                        self.samples_per_s.append((samples - rate_begin[1]) / (now_s - rate_begin[0]))
                     if done.ends_epoch:
-                        self._end_epoch(done, now - start, last=done.epoch + 1 == epochs)
-                        mark = None
+                        self._end_epoch(done, now_s - begin_s, is_last=done.epoch + 1 == epochs)
+                        rate_begin = None
                     is_saved = self._checkpoints.is_due(
                         done.number, done.ends_epoch and self._evaluated_at > done.number
                     )
                     if is_saved:
                         self._save()
-                    self._aside_s += time.perf_counter() - now
+                    self._paused_s += time.perf_counter() - now_s
                     if self._snapshots is not None and is_snapshot_due and not is_saved:
                         self._snapshot(self._snapshots)
                     if is_last:
@@ -167,10 +167,10 @@ class TrainingLoop:
                 self._console.print("interrupted: the pipeline is drained, writing the run folder")
         if self.pipeline.should_stop:
             self._console.print(f"stopped after minibatch {self.pipeline.drain()}: should_stop was set by a callback")
-        self.train_s = time.perf_counter() - start
+        self.train_s = time.perf_counter() - begin_s
         if self.recipe.test is not None and self._evaluated_at != self.pipeline.drain():
-            # The figures should be of the saved weights. After Ctrl-C there is no time: a launcher ends its workers
-            # half a minute later.
+            # The metrics should be those of the saved weights. After Ctrl-C there is no time for them: a launcher ends
+            # its workers half a minute later.
             self.metrics = {} if interrupted else self.pipeline.evaluate(self.recipe.test)
         if self._checkpoints.every != 0:
             self._save()
@@ -184,39 +184,39 @@ class TrainingLoop:
         return self._snapshot_cost.finish_minibatch(now_s, self.pipeline.is_saving())
 
     def _snapshot(self, policy: CheckpointPolicy) -> None:
-        begin_s = time.perf_counter() - self._aside_s
+        begin_s = time.perf_counter() - self._paused_s
         self.pipeline.drain()
         assert isinstance(policy.folder, Path)
-        if not self._snapshot_bytes:  # only now the optimizers have their state
+        if not self._snapshot_bytes:  # optimizers have no state before the first minibatch
             saved_bytes = self.pipeline.saved_bytes()
             self._snapshot_bytes = check_memory(policy.every, policy.folder, saved_bytes, self.pipeline.rank)
-        copy_s = time.perf_counter() - self._aside_s
-        losses = self._all_losses()[self._saved_losses :]
+        copy_s = time.perf_counter() - self._paused_s
+        losses = self._list_losses()[self._saved_losses :]
         wait = policy.every is None and self._snapshot_cost.is_first
-        extra = self._extra() | {"losses": losses}
+        extra = self._make_extra() | {"losses": losses}
         self.pipeline.save(policy.folder, keep=policy.keep, wait=wait, extra=extra, snapshot=True)
         if policy.every is None:
-            self._snapshot_cost.save(begin_s, copy_s, time.perf_counter() - self._aside_s)
+            self._snapshot_cost.note_snapshot(begin_s, copy_s, time.perf_counter() - self._paused_s)
         for done in self.pipeline.ready:
-            self._restarts.keep(done.number)
+            self._restarts.note_time(done.number)
 
-    def _all_losses(self) -> list[tuple[int, float]]:
-        """Returns losses with those that the drain has finished and this loop has yet to be given."""
+    def _list_losses(self) -> list[tuple[int, float]]:
+        """Returns all losses, also of minibatches that a drain has finished and the loop has not yet received."""
         return [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
 
-    def _extra(self) -> dict[str, Any]:
-        now = time.perf_counter()
+    def _make_extra(self) -> dict[str, Any]:
+        now_s = time.perf_counter()
         return {
-            "seconds": now - self.began_s,
-            "train_seconds": now - self._train_began_s,
+            "seconds": now_s - self.began_s,
+            "train_seconds": now_s - self._train_began_s,
             "evaluations": self.evaluations,
             "seconds_to_target": self.seconds_to_target,
             "samples_per_s": self.samples_per_s,
         }
 
     def _save(self) -> None:
-        self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=self._extra())
-        losses = self._all_losses()
+        self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=self._make_extra())
+        losses = self._list_losses()
         self._saved_losses = len(losses)
         if self.pipeline.rank == 0:
             path = self._checkpoints.folder.parent / "losses.json"
@@ -226,7 +226,7 @@ class TrainingLoop:
                 advice = f"checkpoints in {self._checkpoints.folder} are intact: resume from there"
                 raise WorkerError(0, "saving the losses so far", str(error), advice) from None
 
-    def figures(self) -> dict[str, Any]:
+    def list_figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = {
             "drains": self.pipeline.drains,
             "epochs": self.pipeline.position[0],
@@ -235,7 +235,7 @@ class TrainingLoop:
             "evaluations": self.evaluations,
             "train_seconds": self.train_s,
             "seconds_to_target": self.seconds_to_target,
-            "failures": self._restarts.figures(),
+            "failures": self._restarts.list_figures(),
             "snapshots": self._snapshots
             and {
                 "every": self._snapshots.every or self._snapshot_cost.every,
@@ -250,22 +250,22 @@ class TrainingLoop:
             figures["target"] = {"metric": self.recipe.target[0], "value": self.recipe.target[1]}
         return figures
 
-    def _end_epoch(self, done: Done, seconds: float, last: bool) -> None:
+    def _end_epoch(self, done: Done, seconds: float, is_last: bool) -> None:
         every = self._evaluate_every
-        due = last or (every > 0 and (done.epoch + 1) % every == 0)
-        if self.recipe.test is None or not due:
-            self._progress.epoch(done, {})
+        is_due = is_last or (every > 0 and (done.epoch + 1) % every == 0)
+        if self.recipe.test is None or not is_due:
+            self._progress.end_epoch(done, {})
             return
         self.metrics = self.pipeline.evaluate(self.recipe.test)
         self._evaluated_at = self.pipeline.drain()
         self.evaluations.append(
             {"epoch": done.epoch, "minibatches": self._evaluated_at, "seconds": seconds, **self.metrics}
         )
-        self._progress.epoch(done, self.metrics)
+        self._progress.end_epoch(done, self.metrics)
         if self.recipe.target is not None and self.seconds_to_target is None:
             name, value = self.recipe.target
-            reached = self.metrics[name] <= value if name == "loss" else self.metrics[name] >= value
-            self.seconds_to_target = seconds if reached else None
+            is_reached = self.metrics[name] <= value if name == "loss" else self.metrics[name] >= value
+            self.seconds_to_target = seconds if is_reached else None
 
 
 def count_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None) -> int:
@@ -285,7 +285,7 @@ class Progress:
     within an epoch that takes long.
 
     Attributes:
-        left: minibatches of the run when it began; 0 if unknown.
+        remaining: minibatches of the run when it began; 0 if unknown.
     """
 
     left = 0
@@ -299,27 +299,27 @@ class Progress:
         self._live = Live(console=console, auto_refresh=False, transient=True) if shows else None
         self._shown_s = 0.0
         self._shown_number = 0
-        self._rate = 0.0
-        self._epoch_s = 0.0
-        self._epoch_number = -1
-        self._first = 0
+        self._minibatches_per_s = 0.0
+        self._epoch_began_s = 0.0
+        self._epoch_first = -1
+        self._first_number = 0
 
     def show(self, done: Done, pipeline: Pipeline) -> None:
         """Draws the table twice a second. Every rank calls it, to send its busy share if the table is shown."""
-        now = time.perf_counter()
-        if self._epoch_number < 0:
-            self._epoch_s, self._epoch_number = now, done.number
-            self._first = done.number
+        now_s = time.perf_counter()
+        if self._epoch_first < 0:
+            self._epoch_began_s, self._epoch_first = now_s, done.number
+            self._first_number = done.number
         if self._log is not None and not done.ends_epoch and self._log.is_due():
-            seconds, steps = self._log.elapsed_s, done.number + 1 - self._first
-            self._print_line(done, steps / seconds, format_time_left(steps, self.left, seconds).removeprefix(", "))
+            seconds, steps = self._log.elapsed_s, done.number + 1 - self._first_number
+            self._print_line(done, steps / seconds, format_time_left(steps, self.remaining, seconds).removeprefix(", "))
         if not self._is_shown:
             return
-        if now - self._shown_s < _EVERY_S:
+        if now_s - self._shown_s < _REFRESH_S:
             return
         if self._shown_s:
-            self._rate = (done.number - self._shown_number) / (now - self._shown_s)
-        self._shown_s, self._shown_number = now, done.number
+            self._minibatches_per_s = (done.number - self._shown_number) / (now_s - self._shown_s)
+        self._shown_s, self._shown_number = now_s, done.number
         status = pipeline.status()
         if self._live is None:
             return
@@ -331,22 +331,22 @@ class Progress:
             share = row["busy_share"] if row else 0.0
             table.add_row(str(rank), f"{share:.0%}", format_bytes(row["peak_bytes"]) if row else "-")
         table.title = (
-            f"epoch {done.epoch + 1}  minibatch {done.number + 1}  {self._rate:.1f} minibatches/s  "
+            f"epoch {done.epoch + 1}  minibatch {done.number + 1}  {self._minibatches_per_s:.1f} minibatches/s  "
             f"loss {done.loss:.4f}  rate {done.rate:.3g}"
         )
         table.title_justify = "left"
         self._live.update(table, refresh=True)
 
-    def epoch(self, done: Done, result: dict[str, float]) -> None:
-        now = time.perf_counter()
-        rate = (done.number - self._epoch_number) / (now - self._epoch_s) if now > self._epoch_s else 0.0
-        self._epoch_s, self._epoch_number = now, done.number
+    def end_epoch(self, done: Done, result: dict[str, float]) -> None:
+        now_s = time.perf_counter()
+        rate = (done.number - self._epoch_first) / (now_s - self._epoch_began_s) if now_s > self._epoch_began_s else 0.0
+        self._epoch_began_s, self._epoch_first = now_s, done.number
         self._print_line(done, rate, "  ".join(f"test {name} {value:.4f}" for name, value in result.items()))
 
-    def _print_line(self, done: Done, rate: float, rest: str) -> None:
+    def _print_line(self, done: Done, rate: float, suffix: str) -> None:
         self._console.print(
             f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {rate:>7.1f} minibatches/s  "
-            f"loss {done.loss:.4f}  {rest}"
+            f"loss {done.loss:.4f}  {suffix}"
         )
 
     def __enter__(self) -> Self:

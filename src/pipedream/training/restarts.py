@@ -1,4 +1,4 @@
-"""What failures have cost a run, kept by its launcher while it replaces the workers."""
+"""Counts what failures cost a run, in files of its launcher, which outlives the workers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _MINIBATCH = struct.Struct("d")
 
 
 class Restarts:
-    """The restarts of a run by its launcher: seconds lost, minibatches repeated.
+    """Counts a run's restarts by its launcher, the seconds lost and the minibatches repeated.
 
     Rank 0 notes each minibatch, in a microsecond, in a file of the launcher, so a kill at any moment loses nothing.
     Under another launcher only the restarts are counted.
     """
 
     def __init__(self, rank: int) -> None:
-        self._count = _read_count()
-        self._lost_s, self._repeated, self._before = 0.0, 0, 0
+        self._count = _count_restarts()
+        self._lost_s, self._repeated, self._trained_before = 0.0, 0, 0
         self._file: int | None = None
         folder = find_launch_folder()
         if folder is None or rank:
@@ -48,46 +48,46 @@ class Restarts:
         size = os.fstat(self._file).st_size
         if size:
             self._lost_s, self._repeated = _TOTALS.unpack(os.pread(self._file, _TOTALS.size, 0))
-            self._before = (size - _TOTALS.size) // _MINIBATCH.size
-        elif self._count:  # the attempts before have trained nothing
+            self._trained_before = (size - _TOTALS.size) // _MINIBATCH.size
+        elif self._count:  # earlier attempts have trained nothing
             self._lost_s = _read_begin_s(folder / str(self._count)) - _read_begin_s(folder / "0")
 
     def begin(self, number: int) -> None:
-        """Notes that training continues after these minibatches, `number` in all."""
+        """Notes that training continues after `number` minibatches."""
         if self._file is None:
             return
         if self._count:
-            row = {"minibatches": self._before, "resumed_from": number}
-            write_text(_find_begin(self._count), json.dumps(row))
-        if 0 < self._before <= number:
-            self._catch_up()
+            row = {"minibatches": self._trained_before, "resumed_from": number}
+            write_text(_find_begin_file(self._count), json.dumps(row))
+        if 0 < self._trained_before <= number:
+            self._add_lost_seconds()
         self._write_totals()
-        for earlier in range(self._before, number):
-            self.keep(earlier)
+        for earlier in range(self._trained_before, number):
+            self.note_time(earlier)
 
     def finish(self, number: int) -> None:
         """Notes a minibatch that this attempt has trained."""
-        if number < self._before:
+        if number < self._trained_before:
             self._repeated += 1
-            if number + 1 == self._before:
-                self._catch_up()
+            if number + 1 == self._trained_before:
+                self._add_lost_seconds()
             if self._file is not None:
                 self._write_totals()
-        self.keep(number)
+        self.note_time(number)
 
-    def keep(self, number: int) -> None:
-        """Notes when a minibatch was trained, unless training is not yet where it had been."""
-        if self._file is not None and number >= self._before:
+    def note_time(self, number: int) -> None:
+        """Notes when a minibatch was trained, unless an earlier attempt had trained it."""
+        if self._file is not None and number >= self._trained_before:
             os.pwrite(self._file, _MINIBATCH.pack(time.time()), _TOTALS.size + number * _MINIBATCH.size)
 
-    def figures(self) -> dict[str, Any]:
+    def list_figures(self) -> dict[str, Any]:
         """Returns the restarts, the workers lost by them, the seconds until training was where it had been, and the
         minibatches trained again; of each restart that trained, the minibatches before it and those that it kept.
 
         The seconds and the minibatches trained again are None where they are not known.
         """
         has_figures = self._file is not None or not self._count
-        begins = [_find_begin(attempt) for attempt in range(1, self._count + 1)] if self._file is not None else []
+        begins = [_find_begin_file(attempt) for attempt in range(1, self._count + 1)] if self._file is not None else []
         return {
             "restarts": self._count,
             "workers_lost": sum(len(lost) for _, lost in _list_attempts()),
@@ -96,21 +96,21 @@ class Restarts:
             "each": [json.loads(begin.read_text(encoding="utf-8")) for begin in begins if begin.exists()],
         }
 
-    def _catch_up(self) -> None:
+    def _add_lost_seconds(self) -> None:
         assert self._file is not None
-        at = _TOTALS.size + (self._before - 1) * _MINIBATCH.size
-        self._lost_s += time.time() - _MINIBATCH.unpack(os.pread(self._file, _MINIBATCH.size, at))[0]
-        self._before = 0
+        offset = _TOTALS.size + (self._trained_before - 1) * _MINIBATCH.size
+        self._lost_s += time.time() - _MINIBATCH.unpack(os.pread(self._file, _MINIBATCH.size, offset))[0]
+        self._trained_before = 0
 
     def _write_totals(self) -> None:
         assert self._file is not None
         os.pwrite(self._file, _TOTALS.pack(self._lost_s, self._repeated), 0)
 
 
-def _find_begin(attempt: int) -> Path:
+def _find_begin_file(attempt: int) -> Path:
     """Returns the file in which an attempt notes where it began to train."""
     folder = find_launch_folder()
-    assert folder is not None, "it has kept the figures"
+    assert folder is not None, "only attempts of our launcher note this"
     return folder / str(attempt) / _BEGIN
 
 
@@ -122,8 +122,8 @@ def _read_begin_s(folder: Path) -> float:
 def check_code_stays(source: str, rank: int) -> None:
     """Raises a `RecipeError` if the recipe's file, or this library, is not what the run began with.
 
-    Workers are forks of a launcher that has imported the library, where that is possible, but each attempt reads the
-    recipe again.
+    Workers are forks of a launcher that has imported the library, where that is possible; each attempt reads the recipe
+    again.
 
     Args:
         source: the recipe's file.
@@ -131,14 +131,14 @@ def check_code_stays(source: str, rank: int) -> None:
     folder = find_launch_folder()
     if folder is None:
         return
-    restart = f"restart {_read_count()} was to go on with"
+    restart = f"restart {_count_restarts()} must continue with"
     if (library := _keep_first(folder / _LIBRARY, name_code(), rank)) != name_code():
         raise RecipeError(
             f"{restart} {library}, but rank {rank} has {name_code()}; install the first again and give --resume, or "
             "start another run"
         )
-    if (before := _keep_first(folder / _RECIPE, source, rank)) != source:
-        changes = unified_diff(before.splitlines(), source.splitlines(), lineterm="", n=0)
+    if (first_source := _keep_first(folder / _RECIPE, source, rank)) != source:
+        changes = unified_diff(first_source.splitlines(), source.splitlines(), lineterm="", n=0)
         first = next((line for line in changes if line[0] in "+-" and line[:3] not in ("---", "+++")), "")
         raise RecipeError(
             f"{restart} the recipe of the run, but its file has changed ({first!r}); put the file back and give "
@@ -147,7 +147,7 @@ def check_code_stays(source: str, rank: int) -> None:
 
 
 def _keep_first(file: Path, text: str, rank: int) -> str:
-    """Returns the text that rank 0 gave first, or this one before that."""
+    """Returns the text that rank 0 gave in the first attempt; in that one, this text."""
     if file.exists():
         return file.read_text(encoding="utf-8")
     if rank == 0:
@@ -159,7 +159,7 @@ def keep_plan_of_attempt(plan: Plan) -> None:
     """Keeps the plan for `find_survivors`; does nothing under another launcher."""
     folder = find_launch_folder()
     if folder is not None:
-        plan.save(folder / str(_read_count()) / _PLAN)
+        plan.save(folder / str(_count_restarts()) / _PLAN)
 
 
 @dataclass(frozen=True)
@@ -167,46 +167,46 @@ class Survivors:
     """What remains of the attempts before this one.
 
     Attributes:
-        before: the plan of the newest that had one.
-        lost: ranks in it that were lost since, in this order; each counts in what remains after the ones before it.
-        plan: without them; None if a stage would have no worker.
+        last_plan: the plan of the newest attempt that had one.
+        lost: the ranks lost since, in this order; each is numbered among the workers left by the losses before it.
+        plan: the last plan without them; None if a stage would have no worker.
     """
 
-    before: Plan | None = None
+    last_plan: Plan | None = None
     lost: tuple[int, ...] = ()
     plan: Plan | None = None
 
     @property
     def cluster(self) -> Cluster | None:
         """The cluster without the lost workers; None if nothing was lost, or it had more workers than the plan."""
-        if self.before is None or not self.lost or self.before.cluster.workers != self.before.ranks:
+        if self.last_plan is None or not self.lost or self.last_plan.cluster.workers != self.last_plan.ranks:
             return None
-        cluster = self.before.cluster
+        cluster = self.last_plan.cluster
         for rank in self.lost:
             cluster = cluster.without(rank)
         return cluster
 
 
 def find_survivors() -> Survivors:
-    """Returns what is left of the attempts before; nothing in the first one, or under another launcher."""
+    """Returns what remains of earlier attempts: nothing in the first one, or under another launcher."""
     survivors = Survivors()
     for folder, lost in _list_attempts():
         if (folder / _PLAN).exists():
             plan = Plan.load(folder / _PLAN)
             survivors = Survivors(plan, (), plan)
-        plan_now = survivors.plan
+        remaining_plan = survivors.plan
         for rank in lost:
-            plan_now = plan_now and drop_worker(plan_now, rank)
-        survivors = replace(survivors, lost=(*survivors.lost, *lost), plan=plan_now)
+            remaining_plan = remaining_plan and drop_worker(remaining_plan, rank)
+        survivors = replace(survivors, lost=(*survivors.lost, *lost), plan=remaining_plan)
     return survivors
 
 
 def _list_attempts() -> list[tuple[Path, list[int]]]:
     """Returns the folders of the attempts before this one, each with the ranks that were lost by it."""
-    launch = find_launch_folder()
-    folders = [launch / str(attempt) for attempt in range(_read_count())] if launch is not None else []
+    root = find_launch_folder()
+    folders = [root / str(attempt) for attempt in range(_count_restarts())] if root is not None else []
     return [(folder, read_lost(folder)) for folder in folders]
 
 
-def _read_count() -> int:
+def _count_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

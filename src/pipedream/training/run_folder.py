@@ -48,21 +48,21 @@ from pipedream.runtime.checkpoint.writer import FolderLock
 from pipedream.runtime.comm import process_group
 from pipedream.training.snapshots import find_newest_snapshot, find_snapshots
 
-_SHOWN_MICROBATCHES = 40  # of the begin of a run
+_SHOWN_MICROBATCHES = 40  # in the picture of a run's start
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""
 
 
-def last_segment(measured: Timeline, drains: list[int]) -> Timeline:
+def cut_last_segment(measured: Timeline, drains: list[int]) -> Timeline:
     """Returns the timeline between the last two drains, which nothing interrupts."""
-    m = measured.minibatch_microbatches
+    parts = measured.minibatch_microbatches
     stop = measured.microbatches
-    start = max((drain * m for drain in drains if drain * m < stop), default=0)
-    inside = [span for span in measured.spans if span.kind in "FB" and start <= span.index < stop]
-    if not inside:
+    start = max((drain * parts for drain in drains if drain * parts < stop), default=0)
+    spans = [span for span in measured.spans if span.kind in "FB" and start <= span.index < stop]
+    if not spans:
         return measured
-    part = measured.between(min(span.start_s for span in inside), max(span.end_s for span in inside))
+    part = measured.between(min(span.start_s for span in spans), max(span.end_s for span in spans))
     return replace(part, microbatches=stop - start)
 
 
@@ -77,7 +77,7 @@ def summarise(
     collectives: Sequence[StageCollectives | None] = (),
     predicted_slowed: Timeline | None = None,
 ) -> dict[str, Any]:
-    """Returns what follows from timelines in a summary: stages, throughput, bubble, memory.
+    """Returns the part of a summary that timelines give: stages, throughput, bubble, memory.
 
     Args:
         predicted, measured: the same part of the run.
@@ -88,12 +88,12 @@ def summarise(
         predicted_slowed: on the cores that other work left.
     """
     exchanges = dict(enumerate(collectives))
-    before, after = measure_steady(predicted), measure_steady(measured)
+    expected, actual = measure_steady(predicted), measure_steady(measured)
     stages = []
     placement, predicted_bytes = plan.placement, drop_snapshots(plan).worker_bytes
     for index, stage in enumerate(plan.stages):
         for rank, worker in zip(placement.ranks[index], plan.workers_of(index), strict=True):
-            now, then = after.per_rank[rank], before.per_rank[rank]
+            actual_rank, expected_rank = actual.per_rank[rank], expected.per_rank[rank]
             stages.append(
                 {
                     "stage": index,
@@ -103,23 +103,23 @@ def summarise(
                     "layout": stage.layout,
                     "collectives": encode(exchanges.get(index)),
                     "learning_rate": learning_rates[index],
-                    "busy_share": now.busy_s / after.makespan_s if after.makespan_s else None,
-                    "wait_share": now.wait_s / after.makespan_s if after.makespan_s else None,
-                    "send_share": now.send_s / after.makespan_s if after.makespan_s else None,
-                    "predicted_busy_share": then.busy_s / before.makespan_s if before.makespan_s else None,
-                    "predicted_wait_share": then.wait_s / before.makespan_s if before.makespan_s else None,
-                    "predicted_send_share": then.send_s / before.makespan_s if before.makespan_s else None,
+                    "busy_share": actual_rank.busy_s / actual.makespan_s if actual.makespan_s else None,
+                    "wait_share": actual_rank.wait_s / actual.makespan_s if actual.makespan_s else None,
+                    "send_share": actual_rank.send_s / actual.makespan_s if actual.makespan_s else None,
+                    "predicted_busy_share": expected_rank.busy_s / expected.makespan_s if expected.makespan_s else None,
+                    "predicted_wait_share": expected_rank.wait_s / expected.makespan_s if expected.makespan_s else None,
+                    "predicted_send_share": expected_rank.send_s / expected.makespan_s if expected.makespan_s else None,
                     "bytes_sent": sent_bytes.get(rank, 0),
-                    "peak_bytes": now.peak_bytes,
+                    "peak_bytes": actual_rank.peak_bytes,
                     "reserved_bytes": measured.reserved_bytes[rank] if measured.reserved_bytes else None,
                     "predicted_peak_bytes": predicted_bytes[worker],  # of all its stages, as it is measured
                     "versions": measured.peak_versions[rank] if measured.peak_versions else None,
-                    "staleness": now.staleness,
+                    "staleness": actual_rank.staleness,
                 }
             )
     return {
         "format": 1,
-        "command": _command_line(),
+        "command": _format_command(),
         "schedule": measured.name,
         "workers": plan.workers,
         "ranks": plan.ranks,
@@ -127,33 +127,33 @@ def summarise(
         "stages": stages,
         "memory": _compare_memory(plan, measured),
         "throughput": {
-            "predicted_per_s": before.samples_per_s,
+            "predicted_per_s": expected.samples_per_s,
             "predicted_slowed_per_s": measure_steady(predicted_slowed).samples_per_s if predicted_slowed else None,
-            "measured_per_s": median(samples_per_s) if samples_per_s else after.samples_per_s,
+            "measured_per_s": median(samples_per_s) if samples_per_s else actual.samples_per_s,
         },
-        "bubble": {"predicted": before.bubble, "measured": after.bubble},
+        "bubble": {"predicted": expected.bubble, "measured": actual.bubble},
     }
 
 
 def _compare_memory(plan: Plan, measured: Timeline) -> dict[str, Any]:
-    """Peak bytes of tensors, measured and predicted: of the fullest worker, or of all workers of a single process."""
+    """Returns peak bytes of tensors, measured and predicted, of the fullest worker, or of all in a single process."""
     needs = drop_snapshots(plan).worker_bytes.values()
-    together = measured.shares_memory
+    is_shared = measured.shares_memory
     return {
-        "of": "all workers" if together else "the fullest worker",
+        "of": "all workers" if is_shared else "the fullest worker",
         "measured_bytes": max(measured.peak_bytes, default=None),
-        "predicted_bytes": (sum(needs) if together else max(needs)) or None,
+        "predicted_bytes": (sum(needs) if is_shared else max(needs)) or None,
         "reserved_bytes": max(measured.reserved_bytes, default=None),
     }
 
 
-def phase_figures(
+def list_phase_figures(
     timelines: Mapping[int, Timeline], trained: Mapping[int, tuple[int, int]], drains: list[int]
 ) -> list[dict[str, Any]]:
     """Returns each phase's method, microbatches, begin and end, throughput, bubble."""
     rows = []
     for number, timeline in timelines.items():
-        figures = measure_steady(last_segment(timeline, drains)) if timeline.spans else None
+        figures = measure_steady(cut_last_segment(timeline, drains)) if timeline.spans else None
         rows.append(
             {
                 "schedule": timeline.name,
@@ -175,30 +175,30 @@ def measure_steady(timeline: Timeline) -> metrics.Metrics:
         return metrics.run_metrics(timeline)
 
 
-def _command_line() -> str:
+def _format_command() -> str:
     """Returns the command that started this process, as a shell reads it; of a worker, the user's own."""
     program, *arguments = sys.argv or ("",)
     is_ours = Path(program).name == "pipedream" or Path(program).parts[-2:] == ("pipedream", "__main__.py")
     return shlex.join(["pipedream", *arguments] if is_ours else ["python", program, *arguments])
 
 
-def software_versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Returns the versions of Python, platform and libraries."""
-    installed = {name: version(name) for name in ("torch", "numpy")}
+    libraries = {name: version(name) for name in ("torch", "numpy")}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "pipedream": __version__,
-        **installed,
+        **libraries,
     }
 
 
-def gather_slowness(before: CoreTimes) -> list[float]:
-    """Returns how many times as long as on free cores each process's work has taken; every rank calls it."""
+def gather_slowness(begin_times: CoreTimes) -> list[float]:
+    """Returns each process's slowness since `begin_times`, 1 on free cores; every rank calls it."""
     now, group = CoreTimes.now(), process_group.world_group()
-    rows = process_group.gather_json((platform.node(), now.run_s - before.run_s), group)
+    rows = process_group.gather_json((platform.node(), now.run_s - begin_times.run_s), group)
     run_s = sum(run_s for node, run_s in rows if node == platform.node())
-    return process_group.gather_json(before.slowness_until(now, run_s), group)
+    return process_group.gather_json(begin_times.slowness_until(now, run_s), group)
 
 
 def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:
@@ -242,7 +242,7 @@ def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> No
     """Writes a run folder, the weights first; creates it if needed.
 
     Args:
-        place: with its checkpoints; if it is a URL, the files are then copied there.
+        place: where its checkpoints are; the files are copied there if that is a URL.
 
     Raises:
         WorkerError: a file cannot be written.
@@ -258,7 +258,7 @@ def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> No
         keep_plan(folder, files.plan, files.profile)
         files.predicted.save(folder / "predicted.json")
         files.steady.save(folder / "measured.json")
-        if (start := _start(files.measured[0])) is not None:
+        if (start := _cut_start(files.measured[0])) is not None:
             start.save(folder / "start.json")
         write_text(folder / "losses.json", json.dumps(files.losses))
         write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
@@ -273,15 +273,15 @@ def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> No
         raise WorkerError(0, "writing the run folder", str(error), advice) from None
 
 
-def _start(measured: Timeline) -> Timeline | None:
-    """Returns the begin of a run, for its picture, if anything ran."""
+def _cut_start(measured: Timeline) -> Timeline | None:
+    """Returns the start of a run, for its picture; None if nothing ran."""
     from pipedream.report.lanes import start_window
 
     window = start_window(measured, _SHOWN_MICROBATCHES)
     if window is None:
         return None
-    kept = tuple(tag for tag in measured.gradient_versions if tag.microbatch < window.last)
-    return replace(measured.between(window.start_s, window.end_s), gradient_versions=kept)
+    versions = tuple(tag for tag in measured.gradient_versions if tag.microbatch < window.last)
+    return replace(measured.between(window.start_s, window.end_s), gradient_versions=versions)
 
 
 def write_report(folder: Path) -> Path:
@@ -311,7 +311,7 @@ def write_report(folder: Path) -> Path:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ArtifactError(
             f"summary.json or losses.json in {folder} is not as a run writes it ({type(error).__name__}: {error}); "
-            "give the folder of a training run as it was"
+            "give the unchanged folder of a training run"
         ) from None
 
 
@@ -345,7 +345,7 @@ class ResumePoint:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """(number, loss) before the checkpoint, as far as kept on disk; what a snapshot has itself is left out."""
+        """(number, loss) of minibatches before the checkpoint, from losses.json; without those in the snapshot."""
         if self.folder is None:
             return []
         first, _ = next(iter(self.manifest.extra.get("losses", ())), (self.manifest.minibatches, 0.0))
@@ -356,21 +356,21 @@ class ResumePoint:
             return []
 
 
-def checkpoints_of(folder: AnyPath) -> list[AnyPath]:
+def find_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Returns the complete checkpoints of a run folder or a folder of checkpoints, the oldest first, or the one given.
 
     Raises:
         ArtifactError: there are none.
     """
-    for inside in (folder / CHECKPOINTS, folder):
-        if find_newest_checkpoint(inside) == inside:
-            return [inside]
-        if checkpoints := list_checkpoints(inside):
+    for place in (folder / CHECKPOINTS, folder):
+        if find_newest_checkpoint(place) == place:
+            return [place]
+        if checkpoints := list_checkpoints(place):
             return checkpoints
     raise ArtifactError(f"there is no complete checkpoint in {folder}; give the run folder of a run that has saved one")
 
 
-def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None) -> ResumePoint | None:
+def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None) -> ResumePoint | None:
     """Returns the requested checkpoint, or after a launcher's restart the run's newest, in memory or on disk.
 
     Every rank calls it.
@@ -384,23 +384,23 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     """
 
     group = process_group.world_group()
-    # A machine that takes the place of another one has not restarted itself.
+    # A machine that replaces another one counts no restart itself.
     counts = process_group.gather_texts(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), group)
-    restarted = any(map(int, counts))
-    run = out if restarted and out is not None else resume
+    is_restart = any(map(int, counts))
+    run = out if is_restart and out is not None else resume
     if resume is not None:
         checkpoint = find_newest_checkpoint(any_path(resume) / CHECKPOINTS) or find_newest_checkpoint(resume)
     else:
-        checkpoint = find_newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
+        checkpoint = find_newest_checkpoint(any_path(out) / CHECKPOINTS) if is_restart and out is not None else None
     path = find_newest_of_all(checkpoint, group)
     folder = None if run is None else find_snapshots(any_path(run))
-    saved = -1 if path is None else parse_minibatches(path.name) or 0
-    if run is not None and folder is not None and (newest := find_newest_snapshot(folder, saved)) is not None:
+    saved_count = -1 if path is None else parse_minibatches(path.name) or 0
+    if run is not None and folder is not None and (newest := find_newest_snapshot(folder, saved_count)) is not None:
         snapshot, elsewhere = newest
         manifest, _ = read_shared_manifest(snapshot, group)
         return ResumePoint(snapshot, manifest, any_path(run), is_snapshot=True, elsewhere=tuple(elsewhere))
     if path is None:
-        # One command may start a run and continue it.
+        # The same command may start a run and continue it.
         if resume is None or (out is not None and any_path(out) == any_path(resume)):
             return None
         raise ArtifactError(
@@ -409,9 +409,9 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
         )
     if resume is not None:
         warn_of_unfinished(path, any_path(resume), int(os.environ.get("RANK", "0")))
-    inside = path.resolve().parent.name == CHECKPOINTS
+    is_in_run = path.resolve().parent.name == CHECKPOINTS
     manifest, _ = read_shared_manifest(path, group)
-    return ResumePoint(path, manifest, path.parent.parent if inside else None)
+    return ResumePoint(path, manifest, path.parent.parent if is_in_run else None)
 
 
 @contextmanager

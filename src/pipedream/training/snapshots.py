@@ -1,9 +1,9 @@
 """Snapshots: checkpoints in the memory of the machines, from which a restart continues.
 
-Those of `pipedream train` are in its launcher's folder, which the launcher removes. Under torchrun, srun and mpirun
-nothing of ours outlives the workers: there the run folder names the folder of the snapshots, which is the same in the
-memory of each machine. A run that ends in order removes it; the snapshots of a run that was never continued are
-removed after a day, by the next run of the same user with snapshots.
+Under `pipedream train` they are in its launcher's folder, which the launcher removes. Under torchrun, srun and mpirun
+no process of ours outlives the workers: there the run folder names the folder of the snapshots, the same in the memory
+of each machine. A run that ends in order removes it; if a run is never continued, the same user's next run with
+snapshots removes its folder after a day.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_snapshots(run: AnyPath) -> Path | None:
 
     None if it has none. Every rank calls it.
     """
-    if (folder := _find_launchers()) is not None:
+    if (folder := _find_launcher_folder()) is not None:
         return folder
     name = ""
     with suppress(OSError, UnicodeDecodeError):
@@ -64,7 +64,7 @@ def find_snapshots(run: AnyPath) -> Path | None:
     return MEMORY / name if re.fullmatch(rf"{_PREFIX}[0-9a-f]{{32}}", name) else None
 
 
-def _find_launchers() -> Path | None:
+def _find_launcher_folder() -> Path | None:
     folder = find_launch_folder()
     return folder / "snapshots" if folder is not None and folder.parent == MEMORY else None
 
@@ -80,7 +80,7 @@ def open_snapshots(every: int | str, run: AnyPath, *, is_named: bool, is_resumed
         RecipeError: nothing would restart from them.
         PlanError: this machine has no folder in memory.
     """
-    folder = _find_launchers()
+    folder = _find_launcher_folder()
     if folder is None:
         if not is_torchruns_worker() and detect_launcher() is None:
             raise RecipeError(
@@ -109,23 +109,23 @@ def _make_private_folder(folder: Path, every: int | str) -> None:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         is_ours = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
-        why = "" if is_ours else "it is another user's"
+        problem = "" if is_ours else "it is another user's"
     except OSError as error:
-        why = str(error)
-    if why:
+        problem = str(error)
+    if problem:
         raise PlanError(
-            f"snapshot_every={every} keeps snapshots in {folder} of {machine_address()}, which cannot be made: {why}; "
-            f"give each machine a {MEMORY} that can be written, or give checkpoint_every instead"
+            f"snapshot_every={every} keeps snapshots in {folder} of {machine_address()}, which cannot be made: "
+            f"{problem}; give each machine a {MEMORY} that can be written, or give checkpoint_every instead"
         )
 
 
-def _remove_abandoned(but: Path) -> None:
+def _remove_abandoned(kept_folder: Path) -> None:
     """Removes the snapshots of this user's runs that ended a day ago and were not continued."""
     for folder in MEMORY.glob(f"{_PREFIX}*"):
         with suppress(OSError, ArtifactError):
             status = folder.lstat()
-            if folder != but and status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_S:
-                lock = FolderLock(folder)  # no run has it
+            if folder != kept_folder and status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_S:
+                lock = FolderLock(folder)  # raises if a run uses it
                 shutil.rmtree(folder, ignore_errors=True)
                 lock.release()
 
@@ -133,26 +133,25 @@ def _remove_abandoned(but: Path) -> None:
 def remove_snapshots(run: AnyPath) -> None:
     """Removes the snapshots of a run that has ended, unless its launcher does. Every rank calls it."""
     folder = find_snapshots(run)
-    if folder is not None and folder != _find_launchers():
+    if folder is not None and folder != _find_launcher_folder():
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             (run / _POINTER).unlink(missing_ok=True)
 
 
-def find_newest_snapshot(folder: Path, saved: int) -> tuple[Path, list[int]] | None:
-    """Returns the newest snapshot of which the machines together have all, if it is newer than what is on disk.
+def find_newest_snapshot(folder: Path, saved_count: int) -> tuple[Path, list[int]] | None:
+    """Returns the newest snapshot that the machines together have whole, if it is newer than the checkpoint on disk.
 
-    Also returns the ranks whose part, or the whole, another machine has. A damaged part does not count if another
-    machine has a whole one. From a snapshot that is as new a run that was at its end would save that checkpoint again.
-    Every rank calls it.
+    Also returns the ranks whose part, or all, is on another machine; such a part replaces a damaged one here. A snapshot
+    as new as the checkpoint is not used: a run that was at its end would save that again. Every rank calls it.
 
     Args:
-        saved: minibatches of the newest checkpoint on disk, or -1.
+        saved_count: minibatches of the newest checkpoint on disk, or -1.
     """
     group, rank = world_group(), int(os.environ.get("RANK", "0"))
-    local = " ".join(str(parse_minibatches(path.name) or 0) for path in list_checkpoints(folder))
-    numbers = {int(number) for text in gather_texts(local, group) for number in text.split()}
-    newer = sorted((number for number in numbers if number > saved), reverse=True)
+    local_numbers = " ".join(str(parse_minibatches(path.name) or 0) for path in list_checkpoints(folder))
+    numbers = {int(number) for text in gather_texts(local_numbers, group) for number in text.split()}
+    newer = sorted((number for number in numbers if number > saved_count), reverse=True)
     if not newer:
         return None
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -164,9 +163,9 @@ def find_newest_snapshot(folder: Path, saved: int) -> tuple[Path, list[int]] | N
         except ArtifactError as error:
             _report(f"the snapshot in memory is not used: {error}", rank)
             continue
-        lacking = find_file_problems(path, manifest).keys()
-        is_elsewhere = "elsewhere" * (name_file(rank) in lacking or lacking == manifest.files.keys())
-        return path, [other for other, text in enumerate(gather_texts(is_elsewhere, group)) if text]
+        missing_names = find_file_problems(path, manifest).keys()
+        mark = "elsewhere" * (name_file(rank) in missing_names or missing_names == manifest.files.keys())
+        return path, [other for other, text in enumerate(gather_texts(mark, group)) if text]
     return None
 
 
@@ -174,7 +173,7 @@ def _remove_damaged(path: Path, index: int, count: int) -> None:
     """Removes damaged files of a snapshot.
 
     Args:
-        index, count: this rank's, of those that share the folder and the work.
+        index, count: of this rank among those that share the folder, which divide the files.
     """
     try:
         manifest = read_manifest(path, check_files=False)
@@ -183,8 +182,8 @@ def _remove_damaged(path: Path, index: int, count: int) -> None:
             _report(f"a part of the snapshot in memory is not used: {error}")
             (path / MANIFEST).unlink(missing_ok=True)
         return
-    lacking = find_file_problems(path, manifest)
-    for name in sorted(manifest.files.keys() - lacking)[index::count]:
+    missing_names = find_file_problems(path, manifest)
+    for name in sorted(manifest.files.keys() - missing_names)[index::count]:
         try:
             verify_file(path, manifest, name)
         except ArtifactError as error:
@@ -204,8 +203,8 @@ def check_memory(every: int | None, folder: Path, saved_bytes: list[int], rank: 
         saved_bytes: of each rank.
 
     Raises:
-        PlanError: the same on every rank: two snapshots, and the copies of which a third is written, do not fit the
-            memory of a machine.
+        PlanError: two snapshots, and the copies that a third is written from, do not fit the memory of a machine; the
+            same on every rank.
     """
     group = world_group()
     machines = list_machines(folder, rank, group)
@@ -234,13 +233,13 @@ def describe_missing(every: int | str, folder: Path, snapshot_bytes: int, copied
 
     Args:
         snapshot_bytes: of one snapshot.
-        copied_bytes: of the copies of which the next one is written.
+        copied_bytes: of the copies that the next one is written from.
         where: words for the machine.
     """
-    status = os.statvfs(MEMORY)
+    file_system = os.statvfs(MEMORY)
     used_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     places = {
-        f"in {MEMORY}{where}": (2 * snapshot_bytes, status.f_bavail * status.f_frsize),
+        f"in {MEMORY}{where}": (2 * snapshot_bytes, file_system.f_bavail * file_system.f_frsize),
         f"in memory{where}": (2 * snapshot_bytes + copied_bytes, available_bytes(process_device("cpu"), 1)),
     }
     for place, (needed_bytes, free_bytes) in places.items():

@@ -31,7 +31,7 @@ from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.simulator import Stragglers
-from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
+from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.restarts import check_code_stays, keep_plan_of_attempt
 from pipedream.training.run_folder import (
@@ -39,12 +39,12 @@ from pipedream.training.run_folder import (
     RunFiles,
     check_unused,
     copy_run,
+    cut_last_segment,
     gather_slowness,
     keep_plan,
-    last_segment,
+    list_phase_figures,
+    list_versions,
     locked,
-    phase_figures,
-    software_versions,
     summarise,
     write_run,
 )
@@ -95,7 +95,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
             activity.place = "writing the run folder"
             summary = report(planned, outcome, process)
         remove_snapshots(job.place)
-        process_group.wait_for_all()  # they watch rank 0 until its last file is written
+        process_group.wait_for_all()  # the others watch rank 0 until its last file is written
     if outcome.interrupted:
         raise KeyboardInterrupt
     return summary
@@ -126,11 +126,11 @@ class Outcome:
         trained: phase -> (begin, end) in minibatches.
         drains: minibatch numbers.
         weights: at rank 0.
-        average: None if no average is kept.
+        average: of the weights; None if none is kept.
         program: that of the phase that trained most minibatches; `predicted` is simulated from it.
         steady: its timeline after the last drain.
-        slowness: how many times as long as on free cores the most disturbed rank has taken.
-        predicted_slowed: as `predicted`, on the cores that other work left; None if it took little.
+        slowness: of the most disturbed rank, 1 on free cores.
+        predicted_slowed: as `predicted`, on cores shared with other work; None if that took little.
     """
 
     loop: TrainingLoop
@@ -157,11 +157,11 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
     job, plan = planned.job, planned.plan
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
-        keep_plan(job.folder, plan, planned.profile)  # a run that continues with fewer workers may plan again
+        keep_plan(job.folder, plan, planned.profile)  # a restart with fewer workers may need them
         copy_run(job.folder, job.place)
     names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
     with blaming("while the pipeline was built"):
-        built = Pipeline(
+        new_pipeline = Pipeline(
             recipe.model,
             plan,
             loss=recipe.loss,
@@ -181,16 +181,16 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
                 "activations": None,
                 "optimizer_state": None,
                 "loggers": [*recipe.loggers, *make_loggers(options.logs, job.folder)],
-                "sample": None if names_layers else model_input(recipe, recipe.first_batch()),
+                "sample": None if names_layers else make_model_input(recipe, recipe.first_batch()),
             },
         )
-    with built as pipeline:
+    with new_pipeline as pipeline:
         proofs = "\n".join(str(phase.proof).partition("\n")[0] for phase in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
         for phase in pipeline.prepared:
             if phase.proof.lateness:
-                used = "+".join(rule.name for rule in phase.program.updates.compensation)
-                cost = describe_delay_cost(phase.program.name, len(plan.stages), used)
+                compensations = "+".join(rule.name for rule in phase.program.updates.compensation)
+                cost = describe_delay_cost(phase.program.name, len(plan.stages), compensations)
                 console.print("\n".join([phase.proof.lateness, *filter(None, [cost]), ""]))
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
@@ -207,12 +207,12 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         for callback in recipe.callbacks if planned.lost else ():
             callback.on_worker_lost(pipeline, planned.lost)
         if process.rank == 0:
-            keep_plan_of_attempt(plan)  # from here on the loss is known
+            keep_plan_of_attempt(plan)  # the workers lost before it are not counted again
         simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
         predicted = run_metrics(simulated).samples_per_s
-        before = CoreTimes.now()
+        begin_times = CoreTimes.now()
         interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
-        slowness = gather_slowness(before)
+        slowness = gather_slowness(begin_times)
         return _collect_outcome(pipeline, loop, interrupted, plan, slowness if process.device.type == "cpu" else [1.0])
 
 
@@ -228,7 +228,7 @@ def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOpti
 
 
 def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
-    """Looks first who sees the run folder, while little was done."""
+    """Returns when and where checkpoints are made; first prints it if some machines do not see the run folder."""
     every, folder = job.options.checkpoint_every, job.place
     if every != 0 and not all(find_ranks_that_see(folder, process.rank, process_group.world_group())):
         process.console.print(
@@ -239,7 +239,7 @@ def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
 
 
 def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> CheckpointPolicy | None:
-    """Raises a `PlanError` if snapshots, as planned, do not fit the memory of a machine."""
+    """Returns when and where snapshots are made. Raises a `PlanError` if they do not fit a machine's memory."""
     job, every = planned.job, planned.job.options.snapshot_every
     if every is None:
         return None
@@ -256,12 +256,12 @@ def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> Checkpoint
 def _collect_outcome(
     pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan, slowness: list[float]
 ) -> Outcome:
-    # Nothing may have been left to train.
+    # `trained` is empty if nothing was left to train.
     trained = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
     # Only the later phases of a resumed run have spans.
-    longest = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
-    program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
+    phase = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
+    program, steady = pipeline.prepared[phase].program, cut_last_segment(timelines[phase], pipeline.drains)
     simulate = partial(_simulate_run, program, plan, steady.microbatches, in_turns=not pipeline.distributed)
     if len(slowness) != plan.workers:  # all workers in a process, or several processes each
         slowness = [max(slowness)] * plan.workers
@@ -308,13 +308,13 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
         collectives=outcome.collectives,
     )
     phases = phases_text(outcome.phases) if job.phases else None
-    summary |= loop.figures() | {
+    summary |= loop.list_figures() | {
         "seconds": time.perf_counter() - loop.began_s,
         "interrupted": outcome.interrupted,
         "slowness": outcome.slowness,
         "skipped_updates": list(outcome.skipped_updates),
         "schedule": phases or program.name,
-        "phases": phase_figures(outcome.timelines, outcome.trained, outcome.drains),
+        "phases": list_phase_figures(outcome.timelines, outcome.trained, outcome.drains),
         "resumed_from": None if job.resumed is None else job.resumed.manifest.minibatches,
         "configuration": plain(model_options(job.recipe))
         | plain(vars(job.options))
@@ -336,7 +336,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
         "recipe": job.recipe.name,
         "recipe_sha256": sha256(source.encode()).hexdigest()[:12] if (source := job.recipe.source) else None,
         "seed": job.seed,
-        "versions": software_versions(),
+        "versions": list_versions(),
     }
     if process.rank == 0:
         files = RunFiles(
@@ -366,19 +366,19 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
         target = ", target not reached"
     memory = summary["memory"]
     peaks = {name: "?" if size is None else format_bytes(size) for name, size in memory.items() if name != "of"}
-    crowded = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
-    copied = "" if job.place == job.folder else f", copied from {job.folder}"
+    cores_note = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
+    copied_note = "" if job.place == job.folder else f", copied from {job.folder}"
     process.console.print(
         f"\ntest: {results or 'not evaluated'}"
         f"\nthroughput: {format_number(rate['measured_per_s'])} samples/s measured, "
         f"{format_number(rate['predicted_per_s'])} predicted"
-        f"{crowded}{slowness_text(summary)}"
+        f"{cores_note}{slowness_text(summary)}"
         f"\nbubble: {bubble['measured']:.1%} measured, {bubble['predicted']:.1%} predicted"
         f"\npeak memory of {memory['of']}: {peaks['measured_bytes']} of tensors measured, {peaks['predicted_bytes']} "
         f"predicted; the process reserved {peaks['reserved_bytes']}"
         f"{collectives_text(summary['stages'])}"
         f"{failures_text(summary['failures'])}"
         f"\nseconds: {summary['seconds']:.1f}{target}"
-        f"\nrun folder: {job.place}{copied} (open report.html in a browser, trace.json in Perfetto)"
+        f"\nrun folder: {job.place}{copied_note} (open report.html in a browser, trace.json in Perfetto)"
     )
     sys.stdout.flush()

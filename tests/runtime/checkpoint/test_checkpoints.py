@@ -28,7 +28,7 @@ from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces, writer
 from pipedream.runtime.data.rng import restore_rng, save_rng
-from pipedream.training.run_folder import CHECKPOINTS, check_unused, resume_point
+from pipedream.training.run_folder import CHECKPOINTS, check_unused, find_resume_point
 from tests.runtime.checkpoint.saving import load, pipeline, save
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "failures"))
@@ -131,7 +131,7 @@ def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
 def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> None:
     saved = save(tmp_path / CHECKPOINTS, epochs=2)
     for resume, path in ((tmp_path, saved[-1]), (tmp_path / CHECKPOINTS, saved[-1]), (saved[0], saved[0])):
-        resumed = resume_point(resume, None)
+        resumed = find_resume_point(resume, None)
         assert resumed is not None
         assert (resumed.path, resumed.folder) == (path, tmp_path)
     with pytest.raises(ArtifactError, match="holds checkpoints of an earlier run"):
