@@ -1,4 +1,4 @@
-"""Checks of a plan that a person edited, and of the claims of a method's file."""
+"""Checks an edited plan, and the claims of a method's file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COMPARED = (
 
 @dataclass(frozen=True)
 class Check:
-    """The result for a valid plan.
+    """The result of checking a valid plan.
 
     Attributes:
         plan: with the seconds of the profile, if there is one, and the bytes of its method.
@@ -104,8 +104,8 @@ def check_plan_memory(plan: Plan, built: Schedule, profile: Profile | None) -> t
 
     Returns the plan for that method, and the differences between plan and profile.
     """
-    marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may make stages recompute
-    stages = tuple(replace(stage, recompute=rebuilt.recompute, offload=rebuilt.offload) for stage, rebuilt in marked)
+    pairs = zip(plan.stages, built.plan.stages, strict=True)  # a method may make stages recompute
+    stages = tuple(replace(stage, recompute=rebuilt.recompute, offload=rebuilt.offload) for stage, rebuilt in pairs)
     plan = replace(plan, stages=stages, schedule=built.name, microbatches=built.microbatches)
     differences: tuple[str, ...] = ()
     if profile is None or plan.ranks > plan.workers:  # a rank's figures depend on where its mesh lies
@@ -135,10 +135,10 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
     """Returns the plan with a profile's figures, and the differences."""
     layers = profile.graph.layers
     plan.check_layers(len(layers))
-    strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
-    if strange:
+    unknown = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
+    if unknown:
         raise PlanError(
-            f"the plan names the layer {min(strange)!r}, but the profile of {profile.model} has no such layer; give "
+            f"the plan names the layer {min(unknown)!r}, but the profile of {profile.model} has no such layer; give "
             "the profile of the plan's model, or plan again from this profile"
         )
     profile = profile.without_tied_groups() if makes_same_updates(built) else profile
@@ -150,15 +150,15 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
         occupancy=occupancy_of(plan.schedule, plan.microbatches, built.updates.compensation),
         downsets=downsets,
     )
-    places = [space.downsets.index(downset) for downset in (0, *downsets)]
+    indices = [space.downsets.index(downset) for downset in (0, *downsets)]
     rows, differences = [], []
-    for s, (stage, span) in enumerate(zip(plan.stages, pairwise(places), strict=True)):
+    for s, (stage, span) in enumerate(zip(plan.stages, pairwise(indices), strict=True)):
         row = space.stage(*span, stage.replicas, stage.recompute)
         row = offload_stage(space, row, *span, stage.offload, plan.activations)
         differences += [f"stage {s}, {line}" for line in _list_differences(stage, row)]
         rows.append(row)
-    tied = space.tied_weights(list(pairwise(places)))
-    renewed = replace(
+    tied = space.tied_weights(list(pairwise(indices)))
+    profiled = replace(
         plan,
         stages=tuple(rows),
         tied_weights=tied,
@@ -167,7 +167,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
         unit="minibatch",
         bound_s=0.0,
     )
-    return space.with_bytes(renewed), tuple(differences)
+    return space.with_bytes(profiled), tuple(differences)
 
 
 def _find_downsets(plan: Plan, profile: Profile) -> list[int]:
@@ -177,7 +177,7 @@ def _find_downsets(plan: Plan, profile: Profile) -> list[int]:
     """
     graph = profile.graph
     numbers = {layer.name: i for i, layer in enumerate(graph.layers)}
-    named = list(accumulate(sum(1 << numbers[name] for name in stage.names) for stage in plan.stages))
+    by_name = list(accumulate(sum(1 << numbers[name] for name in stage.names) for stage in plan.stages))
 
     def is_closed(downset: int) -> bool:
         def has(layer: int) -> int:
@@ -187,9 +187,9 @@ def _find_downsets(plan: Plan, profile: Profile) -> list[int]:
 
     if all(
         downset.bit_count() == stage.last and is_closed(downset)
-        for downset, stage in zip(named, plan.stages, strict=True)
+        for downset, stage in zip(by_name, plan.stages, strict=True)
     ):
-        return named
+        return by_name
     planner.check_cuts(profile, tuple(stage.first for stage in plan.stages[1:]))
     return [(1 << stage.last) - 1 for stage in plan.stages]
 
@@ -204,8 +204,8 @@ def _list_differences(stage: Stage, row: Stage) -> list[str]:
     for name in _COMPARED:
         planned, profiled = getattr(stage, name), getattr(row, name)
         if abs(planned - profiled) > _SAME_FIGURE * max(planned, profiled):
-            shown = format_seconds if name.endswith("_s") else format_bytes
-            lines.append(f"{name}: {shown(planned)} in the plan, {shown(profiled)} in the profile")
+            write_figure = format_seconds if name.endswith("_s") else format_bytes
+            lines.append(f"{name}: {write_figure(planned)} in the plan, {write_figure(profiled)} in the profile")
     return lines
 
 
@@ -216,10 +216,10 @@ def _join_names(names: tuple[str, ...]) -> str:
 def _add_bytes(plan: Plan, built: Schedule) -> Plan:
     """Returns the plan with peak bytes from its own figures."""
     parts = built.microbatches if plan.unit == "minibatch" else 1
-    last, holds = len(plan.stages) - 1, occupancy(built)
-    peers = peers_of(plan.replicas, [usage.in_flight for usage in holds])
+    last, usages = len(plan.stages) - 1, occupancy(built)
+    peers = peers_of(plan.replicas, [usage.in_flight for usage in usages])
     stages, cluster = [], replace(plan.cluster, hosts_optimizers=plan.optimizer_state == HOST)
-    for s, (stage, usage, its_peers) in enumerate(zip(plan.stages, holds, peers, strict=True)):
+    for s, (stage, usage, stage_peers) in enumerate(zip(plan.stages, usages, peers, strict=True)):
         memory = stage_memory(
             stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
             versions=usage.versions,
@@ -231,7 +231,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             update_delay=plan.update_delay[s],
             recompute=stage.recompute,
             offload=stage.offload,
-            peers=its_peers,
+            peers=stage_peers,
             matrix_bytes=usage.matrix_bytes(stage.matrices),
             kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.sum_costs[s].kept_tensors,
         )
@@ -239,9 +239,9 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
     return add_snapshots(replace(plan, stages=tuple(stages)))
 
 
-def _check_stage_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
+def _check_stage_memory(plan: Plan, usages: tuple[StageOccupancy, ...]) -> None:
     if (s := plan.first_stage_over_memory) is not None:
-        stage, usage = plan.stages[s], holds[s]
+        stage, usage = plan.stages[s], usages[s]
         others = " in addition to the other stages of its worker" if plan.is_shared else ""
         raise PlanError(
             f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {usage.in_flight} in flight and "
@@ -252,33 +252,32 @@ def _check_stage_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
 
 
 def _advise_rotation(plan: Plan, s: int, usage: StageOccupancy) -> str:
-    """Returns what the bases of a stage take, if there are any, and which smaller form of them fits."""
+    """Returns words for what the bases of a stage take, if it has any, and which smaller form of them fits."""
     rules = () if usage.updates is None else usage.updates.compensation
     rotation = next((rule for rule in rules if isinstance(rule, BasisRotation)), None)
     if rotation is None:
         return ""
     stage, one_sided = plan.stages[s], replace(rotation, geometry="one_sided")
-    (kept, _), over = rotation.matrix_bytes(stage.matrices), stage.peak_bytes - (plan.costs.sites[s].memory_bytes or 0)
+    (kept_bytes, _), memory_bytes = rotation.matrix_bytes(stage.matrices), plan.costs.sites[s].memory_bytes or 0
     for smaller in (one_sided, replace(one_sided, estimate="first_moment")):
-        need, _ = smaller.matrix_bytes(stage.matrices)
-        if kept - need >= over:
-            return (
-                f"{rotation} keeps {format_bytes(kept)} there, {smaller} {format_bytes(need)}, which fits: ask for it, "
-            )
-    return f"{rotation} keeps {format_bytes(kept)} there; "
+        need_bytes, _ = smaller.matrix_bytes(stage.matrices)
+        if kept_bytes - need_bytes >= stage.peak_bytes - memory_bytes:
+            fitting = f"{smaller} {format_bytes(need_bytes)}, which fits: ask for it, "
+            return f"{rotation} keeps {format_bytes(kept_bytes)} there, {fitting}"
+    return f"{rotation} keeps {format_bytes(kept_bytes)} there; "
 
 
-_SHOWN = {"in_flight": "in flight", "makespan_s": "makespan in seconds"}
+_CLAIM_WORDS = {"in_flight": "in flight", "makespan_s": "makespan in seconds"}
 
 
 @dataclass(frozen=True)
 class ClaimCheck:
-    """A method's claims beside its simulation, under their own assumption.
+    """A method's claims compared with its simulation, under their own assumption.
 
     Attributes:
         compared: names of `Claims` that the method makes for so many workers and microbatches.
-        omitted: for each claim that it makes but that was not compared, the claim and why, in words.
-        differences: for each claim that does not hold, the claim and what was found, in words.
+        omitted: words for each claim that was not compared, and why.
+        differences: words for each claim that does not hold, and what the simulation gave.
     """
 
     schedule: str
@@ -293,10 +292,10 @@ class ClaimCheck:
         omitted = "".join(f"\nnot compared: {claim}" for claim in self.omitted)
         if not self.compared:
             return f"{self.schedule} claims nothing for p = {self.workers}, m = {self.microbatches}{omitted}"
-        shown = ", ".join(_SHOWN.get(name, name) for name in self.compared)
+        names = ", ".join(_CLAIM_WORDS.get(name, name) for name in self.compared)
         setting = f"p = {self.workers}, m = {self.microbatches} ({self.assumption})"
         if not self.differences:
-            return f"claims of {self.schedule} at {setting}: {shown}; the simulation agrees{omitted}"
+            return f"claims of {self.schedule} at {setting}: {names}; the simulation agrees{omitted}"
         head = f"claims of {self.schedule} at {setting} differ from the simulation:"
         return "\n".join([head, *self.differences]) + omitted
 
@@ -318,37 +317,37 @@ def check_claims(name: str, workers: int, microbatches: int | None = None, chunk
         stages = tuple(replace(stage, backward_s=claims.ratio * stage.forward_s) for stage in plan.stages)
         built = schedules.build(name, replace(plan, stages=stages), m if built.flushes else microbatches)
     total = 3 * m if built.flushes else max(3 * m, 4 * p)
-    counted = m if built.flushes else total  # the claims' m: of a minibatch, or of a run that does not flush
+    claimed_m = m if built.flushes else total  # the claims' m: of a minibatch, or of a run that does not flush
     timeline = _simulate(built, total)
-    applies = m >= claims.least(p)
+    is_claimed = m >= claims.least(p)
     pairs: dict[str, list[tuple[str, float, float]]] = {}
     try:
         for s in range(p):
-            if claims.in_flight is not None and applies:
-                pair = claims.in_flight(p, counted, s), metrics.in_flight(timeline, s)
+            if claims.in_flight is not None and is_claimed:
+                pair = claims.in_flight(p, claimed_m, s), metrics.in_flight(timeline, s)
                 pairs.setdefault("in_flight", []).append((f"worker {s}", *pair))
             if claims.staleness is not None:
-                pair = claims.staleness(p, counted, s), metrics.staleness(timeline, s)
+                pair = claims.staleness(p, claimed_m, s), metrics.staleness(timeline, s)
                 pairs.setdefault("staleness", []).append((f"stage {s}", *pair))
             if claims.versions is not None:
-                pair = claims.versions(p, counted, s), timeline.peak_versions[s]
+                pair = claims.versions(p, claimed_m, s), timeline.peak_versions[s]
                 pairs.setdefault("versions", []).append((f"worker {s}", *pair))
-        if built.flushes and applies:
-            once = _simulate(built, m)
+        if built.flushes and is_claimed:
+            one_minibatch = _simulate(built, m)
             if claims.bubble is not None:
-                pairs["bubble"] = [("one minibatch", claims.bubble(p, m), metrics.run_metrics(once).bubble)]
+                pairs["bubble"] = [("one minibatch", claims.bubble(p, m), metrics.run_metrics(one_minibatch).bubble)]
             if claims.makespan_s is not None:
                 stage = built.plan.stages[0]
                 halves_s = (stage.backward_s / 2, stage.backward_s / 2)  # the input and the weight gradient
-                seconds = claims.makespan_s(p, m, 1, stage.forward_s, *halves_s)
-                pairs["makespan_s"] = [("one minibatch", seconds, once.makespan_s)]
+                makespan_s = claims.makespan_s(p, m, 1, stage.forward_s, *halves_s)
+                pairs["makespan_s"] = [("one minibatch", makespan_s, one_minibatch.makespan_s)]
     except ScheduleError:
         raise
     except Exception as error:  # of the file's functions
         raise ScheduleError(f"schedule {name!r}: a claim failed with {type(error).__name__}: {error}") from error
     differences = tuple(
-        f"{_SHOWN.get(what, what)} of {where}: claimed {claimed:.6g}, simulated {value:.6g}"
-        for what, rows in pairs.items()
+        f"{_CLAIM_WORDS.get(figure, figure)} of {where}: claimed {claimed:.6g}, simulated {value:.6g}"
+        for figure, rows in pairs.items()
         for where, claimed, value in rows
         if abs(claimed - value) > _SAME_CLAIM * max(1.0, abs(value))
     )
@@ -366,7 +365,7 @@ def _list_omitted(built: Schedule, workers: int, compared: set[str]) -> Iterator
             why = "it is compared over one minibatch, and this method does not flush"
         else:
             why = f"it is claimed from m = {claims.least(workers)} on, and m is {m}"
-        yield f"{_SHOWN.get(name, name)}: {why}"
+        yield f"{_CLAIM_WORDS.get(name, name)}: {why}"
 
 
 def _simulate(built: Schedule, total: int) -> Timeline:

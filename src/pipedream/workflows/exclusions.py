@@ -19,7 +19,7 @@ def check_options(
     *,
     error: type[PipelineError] = PlanError,
 ) -> None:
-    """Checks that no given option rules out another; one that is missing in `options` does not.
+    """Checks that no given option rules out another; options that are missing in `options` rule out none.
 
     Raises:
         PlanError, or `error`: names the two sides, the reason and what to do.
@@ -63,7 +63,7 @@ class Exclusion:
             ``option!=a|b`` (has another value that is not None), or ``option:has_property``, a property of
             `_PROPERTIES`.
         others: conditions of the options that are ruled out.
-        advice: an imperative; OTHERS is replaced by those that were given.
+        advice: an imperative; OTHERS is replaced by the excluded options that were given.
     """
 
     condition: str
@@ -163,7 +163,7 @@ emulate_delay | workers mesh layout shard_weights
     it trains straight stages, each on one rank, in a single process
     leave out OTHERS; --stages N counts the stages
 elastic | mesh
-    a mesh that loses a rank cannot go on
+    a mesh that loses a rank cannot continue
     leave out OTHERS, or the elastic restart; --max-restarts starts all ranks again
 PLAN | uniform stages chunks forward_s backward_s transfer_s
     a plan has its own stages and times, and these describe equal stages

@@ -1,4 +1,4 @@
-"""Planning with meshes: the one that is given, or those that the planner chooses."""
+"""Plans with meshes: the given ones, or those that the planner chooses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NOT_MEASURED = "not measured, a rank of "
 Compare = Callable[..., planner.Comparison]
 """Plans for single ranks: (profile of a rank, request without a mesh, rival_s=seconds of a pipeline to beat)."""
 
-_SLOWER = (1.0, 2.0, 4.0, 16.0)  # of `Finalist`
+_SLOWER_FACTORS = (1.0, 2.0, 4.0, 16.0)  # of `Finalist`
 
 
 @contextmanager
 def suggest_mesh_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
-    """Adds to a shortage of memory that a mesh may help."""
+    """Adds the advice to use a mesh to a shortage of memory."""
     try:
         yield
     except ShortageError as error:
@@ -44,18 +44,18 @@ def suggest_mesh_on_shortage(profile: Profile | GraphText, request: PlanRequest)
 
 
 def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> tuple[Profile, PlanRequest]:
-    """Returns the profile of one rank of the request's mesh, and the request for the workers that are such ranks.
+    """Returns the profile of one rank of the request's mesh, and the request for workers that are such ranks.
 
-    With a mesh for each stage, the stages begin where `compare` begins those of single ranks.
+    With a mesh for each stage, the stages begin where `compare` cuts those of single ranks.
     """
-    joined, meshes = request.workers_and_links, meshes_of(request.mesh)
+    cluster, meshes = request.workers_and_links, meshes_of(request.mesh)
     sizes = {mesh.size for mesh in meshes}
-    workers = joined.of_meshes(sizes.pop()) if len(sizes) == 1 else joined
+    workers = cluster.of_meshes(sizes.pop()) if len(sizes) == 1 else cluster
     if len(set(meshes)) == 1:
-        return profile_of_rank(profile, meshes[0], joined), replace(request, cluster=workers, mesh="")
+        return profile_of_rank(profile, meshes[0], cluster), replace(request, cluster=workers, mesh="")
     unlimited = replace(request, cluster=replace(workers, memory_bytes=None), mesh="")
     stages = compare(profile, unlimited).plan.stages
-    ranks = {mesh: _profile_rank(profile, mesh, joined) for mesh in set(meshes)}
+    ranks = {mesh: _profile_rank(profile, mesh, cluster) for mesh in set(meshes)}
     parts = [
         (ranks[mesh], ranks[mesh].layers[stage.first : stage.last])
         for stage, mesh in zip(stages, meshes_of(request.mesh, len(stages)), strict=True)
@@ -101,29 +101,29 @@ def choose_meshes(
     """
     meshes = _list_meshes(profile, request.workers_and_links)
     single = _SingleMesh(profile, replace(request, mesh=""), compare)
-    compared: list[planner.Comparison] = []
-    refused: list[tuple[Mesh | None, PipelineError]] = []
-    slower: list[Mesh] = []
-    for mesh in sorted(meshes, key=single.compute_least_s):
-        simulated = (row.candidates[0].period_s for row in compared)
+    comparisons: list[planner.Comparison] = []
+    errors: list[tuple[Mesh | None, PipelineError]] = []
+    too_slow: list[Mesh] = []
+    for mesh in sorted(meshes, key=single.compute_bound_s):
+        simulated = (row.candidates[0].period_s for row in comparisons)
         rival_s = min((seconds for seconds in simulated if seconds is not None), default=inf)
-        if single.compute_least_s(mesh) >= rival_s:
-            slower.append(mesh)
+        if single.compute_bound_s(mesh) >= rival_s:
+            too_slow.append(mesh)
             continue
         try:
-            compared.append(single.compare_on(mesh, rival_s=rival_s))
+            comparisons.append(single.compare_on(mesh, rival_s=rival_s))
         except PipelineError as error:
-            refused.append((mesh, error))
+            errors.append((mesh, error))
     mixed: Sequence[planner.Comparison] = ()
     try:
-        best = min((row for row in compared if not row.candidates[0].why), key=_rank_by_seconds, default=None)
+        best = min((row for row in comparisons if not row.candidates[0].why), key=_rank_by_seconds, default=None)
         mixed = _compare_mixed(profile, single.request, meshes, score_plan, best)
     except PipelineError as error:
-        refused.append((None, error))
-    if not compared and not mixed:
-        _refuse(request.workers_and_links, refused)
-    others = _list_others(single, slower if _is_simulated(request) else meshes, score_plan)
-    return _choose_fastest(compared, mixed, others)
+        errors.append((None, error))
+    if not comparisons and not mixed:
+        _refuse(request.workers_and_links, errors)
+    others = _list_others(single, too_slow if _is_simulated(request) else meshes, score_plan)
+    return _choose_fastest(comparisons, mixed, others)
 
 
 def _list_meshes(profile: Profile, cluster: Cluster) -> list[Mesh]:
@@ -149,7 +149,7 @@ class _SingleMesh:
     def compare_on(
         self, mesh: Mesh, shape: str | tuple[int, ...] | None = None, rival_s: float = inf
     ) -> planner.Comparison:
-        """Raises a `PipelineError` if there is no plan, or if it leaves ranks idle that must not be."""
+        """Returns the plans on a mesh. Raises a `PipelineError` if there is none, or if ranks idle that must not."""
         cluster = self.request.workers_and_links
         request = replace(self.request, cluster=cluster.of_meshes(mesh.size))
         request = request if shape is None else replace(request, shape=shape)
@@ -162,7 +162,7 @@ class _SingleMesh:
             )
         return comparison
 
-    def compute_least_s(self, mesh: Mesh) -> float:
+    def compute_bound_s(self, mesh: Mesh) -> float:
         """Returns seconds per minibatch that no plan on a mesh can beat: all passes, divided by the workers' speeds."""
         cluster = self.request.workers_and_links
         rank = _profile_rank(self.profile, mesh, cluster)
@@ -191,9 +191,9 @@ def _add_mesh_to_all(comparison: planner.Comparison, mesh: Mesh) -> planner.Comp
 def _list_others(
     single: _SingleMesh, meshes: Sequence[Mesh], score_plan: Callable[[Plan], planner.Score]
 ) -> list[planner.Candidate]:
-    """Lists the best plans of one kind that were not compared.
+    """Lists the best plans of the kinds that were not compared.
 
-    These are one worker on meshes; without simulation also pipelines and data parallelism.
+    These kinds are one worker on a mesh; without simulation also pipelines and data parallelism.
     """
     if single.request.shape != "any" or single.request.cuts is not None:
         return []
@@ -213,28 +213,28 @@ def _list_others(
 def _choose_fastest(
     compared: Sequence[planner.Comparison], mixed: Sequence[planner.Comparison], others: Sequence[planner.Candidate]
 ) -> planner.Comparison:
-    """Merges comparisons into that of the fastest plan, whose note says what the best of each kind takes."""
-    every = (*compared, *mixed)
-    best = min([row for row in every if not row.candidates[0].why] or every, key=_rank_by_seconds)
+    """Merges comparisons into that of the fastest plan, whose note has the seconds of the best of each kind."""
+    comparisons = (*compared, *mixed)
+    best = min([row for row in comparisons if not row.candidates[0].why] or comparisons, key=_rank_by_seconds)
     first = best.candidates[0]
-    candidates = (*(candidate for row in every for candidate in row.candidates), *others)
+    candidates = (*(candidate for row in comparisons for candidate in row.candidates), *others)
     rest = [candidate for candidate in candidates if candidate is not first]
     rest.sort(key=lambda candidate: (inf if candidate.period_s is None else candidate.period_s, candidate.least_s))
     merged = planner.Comparison(best.plan, (first, *dict.fromkeys(rest)))
     simulated = sum(candidate.period_s is not None for candidate in merged.candidates)
-    how = f"{simulated} plans were simulated" if simulated else ""
-    how = "; ".join(filter(None, [how, "" if simulated and best not in mixed else best.plan.note]))
+    note = f"{simulated} plans were simulated" if simulated else ""
+    note = "; ".join(filter(None, [note, "" if simulated and best not in mixed else best.plan.note]))
     bounds_s = [row.plan.bound_s for row in (mixed[:1] or compared)]  # the first has all plans on single meshes
     bound_s = min(*bounds_s, best.plan.slowest_stage_s)
-    return replace(merged, plan=replace(best.plan, note=f"{merged.kinds_in_words()}; {how}", bound_s=bound_s))
+    return replace(merged, plan=replace(best.plan, note=f"{merged.kinds_in_words()}; {note}", bound_s=bound_s))
 
 
-def _refuse(cluster: Cluster, refused: Sequence[tuple[Mesh | None, PipelineError]]) -> NoReturn:
-    """Raises the error of the plans that come nearest to fitting, or the first."""
-    short = [(error.need_bytes, mesh, error) for mesh, error in refused if isinstance(error, ShortageError)]
-    if not short:
-        raise refused[0][1]
-    need_bytes, mesh, error = min(short, key=lambda row: row[0])
+def _refuse(cluster: Cluster, errors: Sequence[tuple[Mesh | None, PipelineError]]) -> NoReturn:
+    """Raises the error of the plans that lack the least memory; if none lacks memory, the first error."""
+    shortages = [(error.need_bytes, mesh, error) for mesh, error in errors if isinstance(error, ShortageError)]
+    if not shortages:
+        raise errors[0][1]
+    need_bytes, mesh, error = min(shortages, key=lambda row: row[0])
     memories = [memory for memory in cluster.memories if memory is not None]
     where = "whose stages have meshes of their own" if mesh is None else f"on the mesh {mesh}"
     missing = f"{format_bytes(need_bytes - min(memories))} more than a rank has" if memories else ""
@@ -275,8 +275,8 @@ def _compare_mixed(
             mesh="/".join(map(str, plan.meshes)) if plan.ranks > plan.workers else "",
         )
         candidate = planner.candidate_from_plan(candidate, plan, method)
-        least_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
-        if simulates and candidate.least_s >= least_s:
+        best_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
+        if simulates and candidate.least_s >= best_s:
             candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.least_s)}")
         elif simulates and not takes_long(plan):
             candidate = planner.with_score(candidate, score_plan(plan))
@@ -290,7 +290,7 @@ def _is_simulated(request: PlanRequest) -> bool:
 
 
 def _rank_by_seconds(comparison: planner.Comparison) -> tuple[float, ...]:
-    """Returns the order of plans: fewer seconds, by simulation if there is one; then fewer stages and ranks."""
+    """Returns a sort key: fewer seconds, simulated if there is a simulation; then fewer stages and ranks."""
     plan, period_s = comparison.plan, comparison.candidates[0].period_s
     return plan.period_s if period_s is None else period_s, len(plan.stages), plan.ranks
 
@@ -306,7 +306,7 @@ class _MixedSearch:
         """Returns different plans of several searches, each with its search in words."""
         shape = self._shape
         plans: dict[tuple[Any, ...], tuple[Plan, str]] = {}
-        for slower in _SLOWER if _is_simulated(self.request) and isinstance(shape, str) else (1.0,):
+        for slower in _SLOWER_FACTORS if _is_simulated(self.request) and isinstance(shape, str) else (1.0,):
             finalist = planner.Finalist(shape if isinstance(shape, str) else "-".join(map(str, shape)), slower)
             try:
                 plan = self._plan_finalist(finalist)

@@ -1,4 +1,4 @@
-"""What planning needs to know about methods: which to compare, what their stages hold, how fast they are."""
+"""Tells the planner about methods: which to compare, what their stages hold, how fast they are."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
 
     By default those that flush, the newest first (1F1B before GPipe); with `allow_asynchronous` also those whose
     gradients are late. Methods that place stages themselves, and those that split the backward, are left out. Methods
-    whose backward reads other weights than its forward, or predicted ones, only if named: whether a model tolerates
-    that is no matter of seconds and bytes.
+    whose backward reads other weights than its forward, or predicted ones, are compared only if named: seconds and
+    bytes do not show whether a model tolerates them.
 
     Raises:
         ScheduleError: there is no such method, or it cannot be compared.
@@ -44,8 +44,8 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
         name: method for name, method in methods.items() if method.reads_stored_weights and not method.splits_backward
     }
     flushing = [name for name, method in methods.items() if method.flushes]
-    late = [name for name, method in methods.items() if allow_asynchronous and not method.flushes]
-    return {name: methods[name] for name in (*reversed(flushing), *late)}
+    delayed = [name for name, method in methods.items() if allow_asynchronous and not method.flushes]
+    return {name: methods[name] for name in (*reversed(flushing), *delayed)}
 
 
 @simulator.pause_collection()
@@ -53,15 +53,15 @@ def score(plan: Plan) -> planner.Score:
     """Simulates a plan under its method, without a proof, until it repeats itself, and measures whole periods."""
     program = lower(schedules.build(plan.schedule, plan, plan.microbatches))
     m, cycle, per_update = program.microbatches, program.cycle, program.updates.per_update[0]
-    admitted = 0 if program.flushes else max(c * r for c, r in zip(plan.in_flight, plan.replicas, strict=True))
-    settled = -(-(4 * admitted) // cycle) * cycle + cycle
-    end = settled + max(2 * cycle, -(-(4 * admitted) // cycle) * cycle)
-    total = end + (0 if program.flushes else -(-2 * admitted // cycle) * cycle)
+    max_in_flight = 0 if program.flushes else max(c * r for c, r in zip(plan.in_flight, plan.replicas, strict=True))
+    begin = -(-(4 * max_in_flight) // cycle) * cycle + cycle
+    end = begin + max(2 * cycle, -(-(4 * max_in_flight) // cycle) * cycle)
+    total = end + (0 if program.flushes else -(-2 * max_in_flight // cycle) * cycle)
     costs = simulator.costs(plan, split=m).with_compensation(program)
-    seconds, updates = simulator.time_updates(program, costs, total, settled // per_update, end // per_update)
+    seconds, updates = simulator.time_updates(program, costs, total, begin // per_update, end // per_update)
     microbatch_s = seconds / (updates * per_update)
-    ops = [(rank, op) for rank, mine in enumerate(program.ranks) for op in mine.period if isinstance(op, Op)]
-    if program.overlaps_updates and costs.runtime.overlap_device:  # beside the passes
+    ops = [(rank, op) for rank, row in enumerate(program.ranks) for op in row.period if isinstance(op, Op)]
+    if program.overlaps_updates and costs.runtime.overlap_device:  # at the same time as the passes
         ops = [(rank, op) for rank, op in ops if op.kind is not Kind.UPDATE]
     op_s, speed = cache(costs.op_s), cache(costs.speed)
     busy_s = sum(op_s(op.kind, op.stage) / speed(rank) for rank, op in ops) / cycle
@@ -82,7 +82,7 @@ def score_if_quick(plan: Plan) -> planner.Score:
 
 
 def may_hide_sums(plan: Plan) -> bool:
-    """Returns whether what the runtime adds, or an update delay, may hide sums that the search counts."""
+    """Returns whether an update delay, or the runtime's own time, may hide sums that the search counts."""
     return bool(any(plan.update_delay) or plan.runtime or plan.costs.on_gpus)
 
 
@@ -109,16 +109,16 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
     layout = schedules.layout_of(schedule)
     if schedules.is_torch_csv(schedule):
         rows = occupancy(schedules.load_torch_csv(schedule))
-        least = StageOccupancy(1, 1)
+        minimum = StageOccupancy(1, 1)
         return planner.MethodOccupancy(
-            lambda plan: rows if len(plan.stages) == len(rows) else (least,) * len(plan.stages)
+            lambda plan: rows if len(plan.stages) == len(rows) else (minimum,) * len(plan.stages)
         )
 
     def build(plan: Plan, parts: int | None = None) -> Schedule:
         built = schedules.build(schedule, plan, parts)
         return built if compensation is None else built.with_compensation(compensation)
 
-    def holds(plan: Plan) -> tuple[StageOccupancy, ...]:
+    def find_usages(plan: Plan) -> tuple[StageOccupancy, ...]:
         for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
             with suppress(ScheduleError):
                 return occupancy(build(plan, parts))
@@ -130,28 +130,28 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
             return (StageOccupancy(1, 1),) * len(plan.stages)
         if microbatches is None:
             return occupancy(built)
-        # It does not work with so few microbatches: then a stage holds all that it admits.
+        # The method does not work with so few microbatches: a stage then holds all that it admits.
         return tuple(
             replace(stage, in_flight=count) for stage, count in zip(occupancy(built), plan.in_flight, strict=True)
         )
 
-    grows = False
+    versions_grow = False
     with suppress(ScheduleError):
-        grows = schedules.properties_of(schedule).versions_grow_with_stages
-    return planner.MethodOccupancy(holds, grows)
+        versions_grow = schedules.properties_of(schedule).versions_grow_with_stages
+    return planner.MethodOccupancy(find_usages, versions_grow)
 
 
 def versions_of(schedule: str) -> Callable[[int, int], int]:
     """Returns a method's rule (in-flight count, update delay) -> versions of an input stage's weights."""
 
-    def versions(in_flight: int, update_delay: int) -> int:
-        small = Plan.uniform(in_flight)
+    def count_versions(in_flight: int, update_delay: int) -> int:
+        plan = Plan.uniform(in_flight)
         if update_delay:
-            small = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0))
-        return occupancy(schedules.build(schedule, small))[0].versions
+            plan = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0))
+        return occupancy(schedules.build(schedule, plan))[0].versions
 
-    versions(1, 0)
-    return versions
+    count_versions(1, 0)
+    return count_versions
 
 
 def _check_comparable(name: str) -> MethodProperties:

@@ -45,9 +45,9 @@ from pipedream.workflows.stage_search import StageSearch, make_candidate
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
     {"messages": "bfloat16"}, {"messages": "int8"}, {"sums": "powersgd:4"}, {"sums": "diloco:30"}
 )  # fmt: skip
-_LENGTHS = 16  # of sequences that are tried
-_LEAST_GAIN = 0.02
-"""What a coarser approximation must save of the seconds."""
+_LENGTH_STEPS = 16  # lengths of sequences that are tried
+_MIN_GAIN = 0.02
+"""The least share of the seconds that a coarser approximation must save."""
 
 
 @keywords(PlanRequest)
@@ -68,18 +68,18 @@ def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
     """Plans as `plan` does."""
     if request.allow_approximate:
         return plan_and_compare(profile, request).plan
-    profile, request = _complete(request, profile)
+    profile, request = _complete_request(request, profile)
     if request.mesh == AUTO:
         return _add_exchange(_search_meshes(profile, request).plan, profile, request)
     with _suggest_on_shortage(profile, request):
-        comparison = _compare(*_plan_on_mesh(profile, request))
+        comparison = _compare(*_take_rank(profile, request))
         return _add_exchange(add_mesh(comparison.plan, request.mesh), profile, request)
 
 
 def plan_and_compare(
     profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()
 ) -> planner.Comparison:
-    """Plans as `plan` does, and also returns what was compared.
+    """Plans as `plan` does, and returns all that was compared.
 
     The schedule 'auto' finds the method, stages, microbatches and depth with the fewest simulated seconds per
     minibatch; a method that does not flush may update with a minibatch of each replica. Data parallelism and one worker
@@ -96,28 +96,28 @@ def plan_and_compare(
     """
     if request.allow_approximate:
         return _compare_approximations(profile, replace(request, allow_approximate=False), names)
-    profile, request = _complete(request, profile)
+    profile, request = _complete_request(request, profile)
     if request.mesh == AUTO:
         comparison = _search_meshes(profile, request, names)
-        chosen = comparison.plan
+        best_plan = comparison.plan
     else:
         mesh = request.mesh
         with _suggest_on_shortage(profile, request):
-            profile, request = _plan_on_mesh(profile, request)
+            profile, request = _take_rank(profile, request)
             comparison = _compare(profile, request, names)
-        chosen = add_mesh(comparison.plan, mesh)
-    chosen = _add_exchange(chosen, profile, request)
+        best_plan = add_mesh(comparison.plan, mesh)
+    best_plan = _add_exchange(best_plan, profile, request)
     first, *rest = comparison.candidates
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
     references = tuple(_list_references(_read_profile(profile), request, comparison.candidates))
-    return replace(comparison, plan=chosen, candidates=(first, *rest), references=references)
+    return replace(comparison, plan=best_plan, candidates=(first, *rest), references=references)
 
 
 def _compare_approximations(
     profile: Profile | GraphText, request: PlanRequest, names: Sequence[str]
 ) -> planner.Comparison:
-    """Returns the comparison with the fastest plan, and the exact one's within it if that approximates."""
+    """Returns the comparison with the fastest plan; if that approximates, it has the exact comparison, too."""
     check_options(vars(request) | {"allow_approximate": True})
     exact = best = plan_and_compare(profile, request, names)
     for approximation in _APPROXIMATIONS:
@@ -126,7 +126,7 @@ def _compare_approximations(
         except PlanError:  # such as a rank above the matrices'
             continue
         seconds = [comparison.candidates[0].period_s or inf for comparison in (other, best)]
-        if seconds[0] < (1 - _LEAST_GAIN) * seconds[1]:
+        if seconds[0] < (1 - _MIN_GAIN) * seconds[1]:
             best = other
     return best if best is exact else replace(best, exact=exact)
 
@@ -153,7 +153,7 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
 
 @contextmanager
 def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
-    """Adds to a shortage of memory what would fit."""
+    """Adds the changes that would fit to a shortage of memory."""
     with suggest_mesh_on_shortage(profile, request), _suggest_smaller_bases(profile, request):
         try:
             yield
@@ -165,13 +165,13 @@ def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> 
 
 
 def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> str:
-    most = max((size for size in request.workers_and_links.memories if size is not None), default=need_bytes)
-    is_missing = request.snapshot_every is not None and need_bytes > most
-    return f"; with snapshots {format_bytes(need_bytes - most)} are missing" if is_missing else ""
+    memory_bytes = max((size for size in request.workers_and_links.memories if size is not None), default=need_bytes)
+    is_missing = request.snapshot_every is not None and need_bytes > memory_bytes
+    return f"; with snapshots {format_bytes(need_bytes - memory_bytes)} are missing" if is_missing else ""
 
 
 def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterator[str]:
-    """Yields changes of a request with which it fits: what must be elsewhere, the largest microbatch, and sequence."""
+    """Yields changes with which a request would fit: offloads, the largest microbatch, the longest sequence."""
     find_plan = partial(_find_fitting, profile, request)
     if request.snapshot_every is not None and find_plan(snapshot_every=None):
         yield "no snapshots (without --snapshot-every)"
@@ -179,35 +179,35 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
         yield "recomputation (--recompute auto)"
     source = _read_profile(profile)
     on_gpus = source.runtime.overlap_device or any(layer.forward_launch_s for layer in source.layers)
-    elsewhere: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.optimizer_state != HOST else {}
+    offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.optimizer_state != HOST else {}
     if not request.activations and request.recompute != "always":
-        elsewhere = {"activations": f"{DISK}:FOLDER"} | elsewhere
-    each = [{name: place} for name, place in elsewhere.items()]
-    moved = [plan for changes in each if (plan := find_plan(**changes))]
-    if not moved and len(each) > 1 and (plan := find_plan(**elsewhere)):
-        moved = [plan]
-    yield from map(_describe_moved, moved)
+        offloads = {"activations": f"{DISK}:FOLDER"} | offloads
+    single_offloads = [{name: place} for name, place in offloads.items()]
+    offloaded = [plan for changes in single_offloads if (plan := find_plan(**changes))]
+    if not offloaded and len(single_offloads) > 1 and (plan := find_plan(**offloads)):
+        offloaded = [plan]
+    yield from map(_describe_offloads, offloaded)
     parts = 2 * (request.microbatches or (MOST_MICROBATCHES if request.schedule == AUTO else 1))
-    for changes in ({}, elsewhere) if elsewhere and not moved else ({},):
+    for changes in ({}, offloads) if offloads and not offloaded else ({},):
         m = parts
         while m <= source.batch and not (plan := find_plan(microbatches=m, **changes)):
             m *= 2
         if m <= source.batch and plan:
-            also = f" with {_describe_moved(plan)}" if changes else ""
-            yield f"microbatches of at most {-(-source.batch // m)} samples (--microbatches {m}){also}"
+            with_offloads = f" with {_describe_offloads(plan)}" if changes else ""
+            yield f"microbatches of at most {-(-source.batch // m)} samples (--microbatches {m}){with_offloads}"
             break
     length = profile.length if isinstance(profile, Profile) and not request.mesh else 0
-    fits, more = 0, _LENGTHS if length else 1
-    while more - fits > 1:
-        middle = (fits + more) // 2
-        if find_plan(length=max(1, length * middle // _LENGTHS)):
-            fits = middle
+    fitting, too_long = 0, _LENGTH_STEPS if length else 1
+    while too_long - fitting > 1:
+        middle = (fitting + too_long) // 2
+        if find_plan(length=max(1, length * middle // _LENGTH_STEPS)):
+            fitting = middle
         else:
-            more = middle
-    if fits:
+            too_long = middle
+    if fitting:
         yield (
-            f"sequences of about {max(1, length * fits // _LENGTHS)} of the {length} that were profiled (an estimate, "
-            f"from what layers keep of {length} and {length // 2})"
+            f"sequences of about {max(1, length * fitting // _LENGTH_STEPS)} of the {length} that were profiled (an "
+            f"estimate, from what layers keep of {length} and {length // 2})"
         )
 
 
@@ -225,12 +225,12 @@ def _find_fitting(
     changed = replace(request, cluster=cluster, **changes)
     with suppress(PipelineError):
         shorter = profile.of_length(length) if length and isinstance(profile, Profile) else profile
-        plan = _compare(*_plan_on_mesh(shorter, changed)).plan
+        plan = _compare(*_take_rank(shorter, changed)).plan
         return replace(plan, optimizer_state=read_optimizer_state(changed.optimizer_state))
     return None
 
 
-def _describe_moved(plan: Plan) -> str:
+def _describe_offloads(plan: Plan) -> str:
     words = []
     if plan.activations:
         sizes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
@@ -242,7 +242,7 @@ def _describe_moved(plan: Plan) -> str:
 
 @contextmanager
 def _suggest_smaller_bases(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
-    """Adds to a shortage of memory what the bases of the method's `BasisRotation` take, and which smaller form fits."""
+    """Adds the bytes of the method's `BasisRotation` to a shortage of memory, and which smaller form fits."""
     try:
         yield
     except ShortageError as error:
@@ -253,7 +253,7 @@ def _suggest_smaller_bases(profile: Profile | GraphText, request: PlanRequest) -
         for options in ({"geometry": "one_sided"}, {"geometry": "one_sided", "estimate": "first_moment"}):
             smaller = schedules.canonical(name.partition("[")[0], **options)
             with suppress(PlanError):
-                _compare(*_plan_on_mesh(profile, replace(request, schedule=smaller)))
+                _compare(*_take_rank(profile, replace(request, schedule=smaller)))
                 text += f", those of {smaller} {format_bytes(_count_bases(profile, smaller))}, which fits: ask for it"
                 break
         raise ShortageError(text, error.need_bytes) from None
@@ -282,17 +282,17 @@ def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest
     return plan if max(plan.replicas) == 1 else replace(plan, sums=request.sums)
 
 
-def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profile | GraphText, PlanRequest]:
-    """Returns what to plan for: the request with a cluster, once its options are checked, and encoded messages."""
+def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profile | GraphText, PlanRequest]:
+    """Checks the options; returns profile and request with a cluster, and with the costs of messages and sums."""
     check_options(vars(request))
     source = _read_profile(profile)
     if request.cluster is None:
         from pipedream.workflows.probe import detect_cluster  # loads torch
 
         device = profile.device if isinstance(profile, Profile) else ""
-        cluster, measured = detect_cluster("cuda" if device.startswith("cuda") else "cpu")
-        if measured:
-            print(measured, flush=True)
+        cluster, message = detect_cluster("cuda" if device.startswith("cuda") else "cpu")
+        if message:
+            print(message, flush=True)
         request = replace(request, cluster=cluster)
     gpus = sorted({device for device in request.workers_and_links.devices if not device.startswith("cpu")})
     device = source.device
@@ -327,7 +327,7 @@ def _complete(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profi
 def _add_activations(cluster: Cluster, text: str) -> Cluster:
     """Returns the cluster with a place for activations, and its rate if that is unknown.
 
-    A disk that is here is measured; copies of GPUs to the memory of their machine are as fast as their datasheets say.
+    A disk of this machine is measured; copies from GPUs to their machine's memory have the rate of their datasheets.
     """
     folder = Activations.read(text).folder
     if text == HOST and cluster.host_bytes_per_s is None:
@@ -357,8 +357,8 @@ def _score_stages(score_once: Callable[[Plan], planner.Score], plan: Plan) -> pl
     return score_once(replace(plan, note="", bound_s=0.0))
 
 
-def _plan_on_mesh(profile: Profile | GraphText, request: PlanRequest) -> tuple[Profile | GraphText, PlanRequest]:
-    """Returns what to plan for single ranks, so that all ranks of the request's mesh have the plan."""
+def _take_rank(profile: Profile | GraphText, request: PlanRequest) -> tuple[Profile | GraphText, PlanRequest]:
+    """Returns the profile and the request of one rank of the request's mesh; each of its ranks has the plan for it."""
     return take_one_rank(_read_profile(profile), request, _compare) if request.mesh else (profile, request)
 
 
@@ -372,21 +372,21 @@ def _compare(
     """Plans without a mesh, by the planner that the request names; activations move only where that saves seconds."""
     check_options(vars(request))
     if not request.activations:
-        return _compare_alike(source, request, names, score_plan, rival_s)
+        return _compare_by_planner(source, request, names, score_plan, rival_s)
     comparisons = []
     cluster = replace(request.workers_and_links, activations="")
     with suppress(PlanError):
-        stay = replace(request, activations="", cluster=cluster)
-        comparisons.append(_compare_alike(source, stay, names, score_plan, rival_s))
+        unmoved = replace(request, activations="", cluster=cluster)
+        comparisons.append(_compare_by_planner(source, unmoved, names, score_plan, rival_s))
     try:
-        comparisons.append(_compare_alike(source, request, names, score_plan, rival_s))
+        comparisons.append(_compare_by_planner(source, request, names, score_plan, rival_s))
     except PlanError:
         if not comparisons:
             raise
     return min(comparisons, key=lambda comparison: comparison.candidates[0].period_s or comparison.plan.period_s)
 
 
-def _compare_alike(
+def _compare_by_planner(
     source: Profile | GraphText,
     request: PlanRequest,
     names: Sequence[str],
@@ -431,7 +431,7 @@ def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:
 
 
 def _make_single_candidate(plan: Plan, request: PlanRequest) -> planner.Comparison:
-    """Compares nothing: the request leaves no choice."""
+    """Returns the comparison for a request that leaves no choice."""
     return planner.Comparison(plan, (make_candidate(plan, request.shape_text),))
 
 
@@ -446,7 +446,7 @@ def _list_references(
     profile: Profile, request: PlanRequest, candidates: Sequence[planner.Candidate]
 ) -> Iterator[planner.Candidate]:
     """Yields data parallelism, with a minibatch for each worker and with a part of one, and one worker."""
-    shown = {
+    listed = {
         (candidate.schedule, candidate.microbatches, candidate.config)
         for candidate in candidates
         if candidate.period_s is not None
@@ -456,9 +456,9 @@ def _list_references(
     split = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
     for schedule, m, shape in [("pipedream", 1, "data-parallel"), *split, ("pipedream", 1, "1")]:
         config = str(workers) if shape == "data-parallel" else shape
-        if (schedule, m, config) in shown:
+        if (schedule, m, config) in listed:
             continue
-        shown.add((schedule, m, config))
+        listed.add((schedule, m, config))
         reference = PlanRequest(
             cluster,
             schedule=schedule,
@@ -499,8 +499,8 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     p = cluster.workers
     order = layout.order(p, chunks or layout.chunks or 1)
     count = layout.stages(p, chunks)
-    row = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-    straight = planner.search_plan(profile, row, versions=lambda in_flight, update_delay: 1, shape="straight")
+    line = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
+    straight = planner.search_plan(profile, line, versions=lambda in_flight, update_delay: 1, shape="straight")
     recompute = request.recompute == "always"
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in straight.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
@@ -542,17 +542,17 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
     """
     name, cluster = request.schedule, request.workers_and_links
     if request.shape not in planner.SHAPES:
-        planner.parse_counts(request.shape)  # raises for what are no counts
-    read = schedules.load_torch_csv(name)
-    read = schedules.build(name, read.plan, request.microbatches)
-    stages, workers = len(read.plan.stages), read.plan.workers
+        planner.parse_counts(request.shape)  # raises if these are no counts
+    parsed = schedules.load_torch_csv(name)
+    parsed = schedules.build(name, parsed.plan, request.microbatches)
+    stages, workers = len(parsed.plan.stages), parsed.plan.workers
     if cluster.workers != workers:
         raise PlanError(
             f"schedule {name!r} has {workers} ranks, and a plan for {cluster.workers} workers was asked for; ask for "
             f"{workers}"
         )
-    parts = read.microbatches
-    line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.worker_order else cluster
+    parts = parsed.microbatches
+    line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if parsed.plan.worker_order else cluster
     options: dict[str, Any] = {"occupancy": occupancy_of(name), "microbatches": parts}
     options |= {"in_flight": request.in_flight, "recompute": request.recompute}
     if request.cuts is None:
@@ -563,9 +563,9 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
         raise PlanError(
             f"schedule {name!r} has {stages} stages, the cuts make {len(plan.stages)}; give one cut between each two"
         )
-    if read.plan.worker_order:
+    if parsed.plan.worker_order:
         plan = replace(
-            plan, cluster=cluster, worker_order=read.plan.worker_order, bound_s=0.0, note="cut as a straight pipeline"
+            plan, cluster=cluster, worker_order=parsed.plan.worker_order, bound_s=0.0, note="cut as a straight pipeline"
         )
         plan = add_snapshots(plan)
         _check_worker_memory(plan)

@@ -61,14 +61,14 @@ def add_compensation(plan: Plan, phases: Sequence[Phase], compensation: Any) -> 
         compensation: () for no compensation; None leaves the phases as they are.
 
     Raises:
-        ScheduleError: an unknown one, or a method that does not work with this plan.
+        ScheduleError: the compensation is unknown, or a method does not work with this plan.
     """
     if compensation is None:
         return tuple(phases)
-    chosen, none_late = compensations(compensation), is_synchronous(plan, phases)
+    rules, all_flush = compensations(compensation), is_synchronous(plan, phases)
     return tuple(
-        replace(phase, compensation=chosen)
-        if phase.compensation is None and (none_late or not build_phase(plan, phase).flushes)
+        replace(phase, compensation=rules)
+        if phase.compensation is None and (all_flush or not build_phase(plan, phase).flushes)
         else phase
         for phase in phases
     )
@@ -112,8 +112,8 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
         try:
             check_plan_memory(plan, build_phase(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
         except PlanError as error:
-            named = replace(phase, schedule=phase.schedule or plan.schedule)
-            raise PlanError(f"in phase {named} the plan {plan.config} does not fit: {error}") from None
+            full_phase = replace(phase, schedule=phase.schedule or plan.schedule)
+            raise PlanError(f"in phase {full_phase} the plan {plan.config} does not fit: {error}") from None
 
 
 def choose_phase_to_plan(phases: Sequence[Phase]) -> Phase:
@@ -134,7 +134,7 @@ def build_phase(plan: Plan, phase: Phase) -> Schedule:
         name, parts = resolve_method(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
     else:
-        exchanged = {name: getattr(plan, name) for name in ("tied_weights", "sums", "messages", "activations")}
-        if any(getattr(built.plan, name) != value for name, value in exchanged.items()):
-            built = replace(built, plan=replace(built.plan, **exchanged))
+        planned = {name: getattr(plan, name) for name in ("tied_weights", "sums", "messages", "activations")}
+        if any(getattr(built.plan, name) != value for name, value in planned.items()):
+            built = replace(built, plan=replace(built.plan, **planned))
     return built if phase.compensation is None else built.with_compensation(phase.compensation)

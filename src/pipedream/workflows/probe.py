@@ -1,4 +1,4 @@
-"""Probing: a cluster measured by the processes that would train on it."""
+"""Measures a cluster, by the processes that would train on it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ Step = tuple[str, int, tuple[int, ...]]
 """A measurement ('link', 'out', 'into' or 'sum'), its network level, and its ranks."""
 
 _DETECTION_S = 5.0  # of `detect_cluster`
-_MOST_LINKS = 6
-_MOST_OTHERS = 3
+_MAX_LINKS = 6
+_MAX_PEERS = 3
 
-_AT_ONCE_BYTES_PER_S = 1e30
+_INSTANT_BYTES_PER_S = 1e30
 
 
 def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = None) -> Survey:
@@ -59,52 +59,52 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
     Args:
         device: 'cpu' (gloo) or 'cuda' (NCCL).
         most_s: approximate limit in seconds. What every level needs is measured first, the rest as time allows.
-        folder: where activations are to wait, on each machine.
+        folder: on each machine, for activations.
 
     Raises:
         PlanError: there is a single process, or the ranks of a machine are not consecutive.
     """
-    began = time.perf_counter()
-    place = process_group.process_device(device)
-    rank, processes = process_group.join_group(place)
+    began_s = time.perf_counter()
+    torch_device = process_group.process_device(device)
+    rank, processes = process_group.join_group(torch_device)
     if processes == 1:
         raise PlanError(
             "a single process has no links to measure; start a worker on each device of the cluster (torchrun ... -m "
             "pipedream probe), or try it on this machine with --workers 2"
         )
     set_threads(processes)
-    everyone = process_group.world_group()
+    world = process_group.world_group()
     # A barrier: all then compute at the same time.
-    names = process_group.gather_json([machine_name(), memory_name(place)], everyone)
+    names = process_group.gather_json([machine_name(), memory_name(torch_device)], world)
     seen = Seen(
         names[rank][0],
-        name_device(place),
-        work_s(place, most_s / 30),
-        available_bytes(place, Counter(memory for _, memory in names)[names[rank][1]]),
+        name_device(torch_device),
+        work_s(torch_device, most_s / 30),
+        available_bytes(torch_device, Counter(memory for _, memory in names)[names[rank][1]]),
         None if folder is None else measure_disk(folder),
-        host_bytes_per_s(place),
+        host_bytes_per_s(torch_device),
     )
     needed, further = choose_steps(machines_of([name for name, _ in names]))
     # A link takes about 60 messages of this length.
     target_s = min(0.05, most_s / 100 / len(needed))
     results: list[Link | Fan | Sum] = []
     for step in (*needed, *further):
-        late = step in further and time.perf_counter() - began > 0.8 * most_s
-        if process_group.broadcast_text("late" if late else "", everyone):
+        is_late = step in further and time.perf_counter() - began_s > 0.8 * most_s
+        if process_group.broadcast_text("late" if is_late else "", world):
             break
-        results += _measure_step(step, rank, place, target_s)
+        results += _measure_step(step, rank, torch_device, target_s)
     rows = {
         kind.__name__: [encode(result) for result in results if isinstance(result, kind)] for kind in (Link, Fan, Sum)
     }
-    everything = process_group.gather_json({"seen": encode(seen)} | rows, everyone)
+    reports = process_group.gather_json({"seen": encode(seen)} | rows, world)
 
-    def all_of(kind: type[Any]) -> tuple[Any, ...]:
-        return tuple(decode(kind, row, kind.__name__) for reported in everything for row in reported[kind.__name__])
+    def read_all(kind: type[Any]) -> tuple[Any, ...]:
+        return tuple(decode(kind, row, kind.__name__) for report in reports for row in report[kind.__name__])
 
     survey = Survey(
-        tuple(decode(Seen, reported["seen"], "Seen") for reported in everything), all_of(Link), all_of(Fan), all_of(Sum)
+        tuple(decode(Seen, report["seen"], "Seen") for report in reports), read_all(Link), read_all(Fan), read_all(Sum)
     )
-    seconds = process_group.broadcast_text(str(time.perf_counter() - began), everyone)
+    seconds = process_group.broadcast_text(str(time.perf_counter() - began_s), world)
     return Survey(survey.workers, survey.links, survey.fans, survey.sums, float(seconds))
 
 
@@ -120,20 +120,20 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
     Raises:
         PlanError: the ranks of a machine are not consecutive.
     """
-    place = process_group.process_device(device)
-    rank, processes = process_group.join_group(place)
+    torch_device = process_group.process_device(device)
+    rank, processes = process_group.join_group(torch_device)
     count = processes if processes > 1 else workers
-    rows = process_group.gather_json([machine_name(), name_card(place)], process_group.world_group())
+    rows = process_group.gather_json([machine_name(), name_card(torch_device)], process_group.world_group())
     names, cards = zip(*rows, strict=True)
     machines = len(set(names))
-    if machines > 1 and (place.type == "cpu" or has_nccl(place, cards)):
+    if machines > 1 and (torch_device.type == "cpu" or has_nccl(torch_device, cards)):
         survey = probe(device=device, most_s=_DETECTION_S)
         cluster = survey.cluster()
-        measured = f"{machines} machines, measured in {survey.seconds:.1f} s: {cluster}" if rank == 0 else ""
-        return cluster, measured
-    if place.type == "cpu":
+        message = f"{machines} machines, measured in {survey.seconds:.1f} s: {cluster}" if rank == 0 else ""
+        return cluster, message
+    if torch_device.type == "cpu":
         return measure_runtime("cpu").on_links(Cluster.local(count)), ""
-    # As rank 0 sees it: all must make the same plan.
+    # Rank 0's, because all must make the same plan.
     text = process_group.make_on_rank_0(
         lambda: probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
     )
@@ -159,31 +159,31 @@ def warn_of_loopback(plan: Plan, rank: int) -> None:
 
 
 def choose_steps(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Returns the measurements to make, and those to make if there is time, for the ranks of each machine."""
+    """Returns the measurements that are needed, and those to make if there is time, for the ranks of each machine."""
     leaders = tuple(ranks[0] for ranks in machines)
-    everyone = tuple(rank for ranks in machines for rank in ranks)
-    wide = sorted((tuple(ranks) for ranks in machines if len(ranks) > 1), key=len, reverse=True)
+    all_ranks = tuple(rank for ranks in machines for rank in ranks)
+    multi_rank = sorted((tuple(ranks) for ranks in machines if len(ranks) > 1), key=len, reverse=True)
     needed: list[Step] = []
     further: list[Step] = []
-    if wide:
-        _add_level(needed, further, 0, wide, wide[0])
+    if multi_rank:
+        _add_level(needed, further, 0, multi_rank, multi_rank[0])
     if len(machines) > 1:
-        _add_level(needed, further, 1 if wide else 0, [leaders], everyone)
+        _add_level(needed, further, 1 if multi_rank else 0, [leaders], all_ranks)
     return tuple(needed), tuple(further)
 
 
 def _add_level(
-    needed: list[Step], further: list[Step], level: int, groups: Sequence[tuple[int, ...]], whole: tuple[int, ...]
+    needed: list[Step], further: list[Step], level: int, groups: Sequence[tuple[int, ...]], all_ranks: tuple[int, ...]
 ) -> None:
-    """Adds messages within the groups, and all-reduces up to `whole`."""
+    """Adds messages within the groups, and all-reduces of `all_ranks` and fewer."""
     pairs = [group[:2] for group in groups] + [pair for group in groups for pair in pairwise(group[1:])]
     first = groups[0]
-    needed += [("link", level, pairs[0]), ("sum", level, whole)]
+    needed += [("link", level, pairs[0]), ("sum", level, all_ranks)]
     if len(first) > 2:
-        several = first[: _MOST_OTHERS + 1]
-        needed += [("out", level, several), ("into", level, several)]
-    further += [("link", level, pair) for pair in pairs[1:_MOST_LINKS]]
-    if whole != first:  # all-reduces between machines: one rank of each, then all
+        star = first[: _MAX_PEERS + 1]
+        needed += [("out", level, star), ("into", level, star)]
+    further += [("link", level, pair) for pair in pairs[1:_MAX_LINKS]]
+    if all_ranks != first:  # all-reduces between machines: one rank of each, then all
         further.append(("sum", level, first))
     further += [("sum", level, first[:count]) for count in (2, 4, 8, 16, 32) if count < len(first)]
 
@@ -201,8 +201,8 @@ def _measure_step(step: Step, rank: int, device: Any, target_s: float) -> list[L
 
 
 def _measure_in_group(step: Step, group: Any, rank: int, device: Any, target_s: float) -> Link | Fan | Sum | None:
-    what, level, ranks = step
-    if what == "link":
+    kind, level, ranks = step
+    if kind == "link":
         first, other = ranks
         latency_s = echo(rank, (first, other), group, device)
         there = one_way(rank, first, other, group, device, target_s)
@@ -211,12 +211,12 @@ def _measure_in_group(step: Step, group: Any, rank: int, device: Any, target_s: 
         if rank == other:
             return Link(level, first, other, latency_s, there[0], both)
         return Link(level, other, first, latency_s, back[0], both)
-    if what == "sum":
+    if kind == "sum":
         latency_s, rate = sum_over(group, len(ranks), device, target_s)
         result: Fan | Sum = Sum(level, ranks, latency_s, rate)
     else:
-        rate = fan(rank, ranks, group, device, target_s, sends=what == "out")
-        result = Fan(level, what == "out", tuple(ranks), rate)
+        rate = fan(rank, ranks, group, device, target_s, sends=kind == "out")
+        result = Fan(level, kind == "out", tuple(ranks), rate)
     return result if rank == ranks[0] else None
 
 
@@ -244,12 +244,12 @@ def measure_runtime(device: str = "cpu") -> MeasuredRuntime:
     """Runs the runtime on small layers of known cost: in this process, or over the processes of this group.
 
     It takes some tenths of a second, once for each process. Every rank calls it and gets the same answer. A GPU's
-    workers are measured on their CPUs: the host does the same work, but the bytes of messages cost it nothing.
+    workers are measured on CPUs: the host does the same work, but the bytes of messages cost it nothing.
     """
-    place = process_group.process_device(device)
-    _, processes = process_group.join_group(place)
+    torch_device = process_group.process_device(device)
+    _, processes = process_group.join_group(torch_device)
     measured = _measure_processes(processes)
-    if place.type == "cpu":
+    if torch_device.type == "cpu":
         return measured
     return MeasuredRuntime(replace(measured.costs, message_s_per_byte=0.0, overlap_device=True))
 
@@ -279,7 +279,7 @@ def _measure_processes(processes: int) -> MeasuredRuntime:
         encodings_s_per_byte=measure_encodings(),
     )
     if processes == 1:
-        return MeasuredRuntime(costs, _AT_ONCE_BYTES_PER_S, 0.0)
+        return MeasuredRuntime(costs, _INSTANT_BYTES_PER_S, 0.0)
     links_s = [
         max(0.0, calibration.arrival_s - 2 * float(costs.end_s(calibration.message_bytes)))
         for calibration in (small, large)

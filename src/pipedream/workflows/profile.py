@@ -1,6 +1,6 @@
 """Profiling: the layers of a model, and the seconds and bytes of each, measured or predicted.
 
-On several processes rank 0 alone profiles: ranks that measured at the same time would disturb each other, and disagree.
+Of several processes only rank 0 profiles: ranks that measured at the same time would disturb each other and disagree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pipedream.workflows.meshes import NOT_MEASURED
 from pipedream.workflows.probe import measure_runtime
 
 MOST_RANKS = 8
-"""Of the meshes that are measured, if nothing else is asked for."""
+"""Ranks of the largest meshes that are measured by default."""
 
 
 def profile(
@@ -112,7 +112,7 @@ def profile(
     if microbatches is not None and microbatches < 1:
         raise ProfileError(f"microbatches={microbatches} was given; give at least 1")
     inputs = sample if isinstance(sample, (tuple, Mapping)) else (sample,)
-    described: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "model_name": type(model).__name__,
         "preserve_state": preserve_state,
         "loss": loss,
@@ -122,7 +122,7 @@ def profile(
     }
     if device == "meta":
         datasheet = as_device if isinstance(as_device, Device) else profiler.device_of(as_device or "here")
-        make = partial(_estimate, model, inputs, profiler.dtype_of(dtype), finest, device=datasheet, **described)
+        make = partial(_estimate, model, inputs, profiler.dtype_of(dtype), finest, device=datasheet, **shared)
         return _profile_on_rank_0(make, profiler.here())
     parts = 2 if microbatches in (None, 1) else microbatches
     measure = partial(
@@ -133,7 +133,7 @@ def profile(
         runs=runs,
         seed=seed,
         parts=parts,
-        **described,
+        **shared,
     )
     make = partial(_measure, model, inputs, layout or Layout(), meshes, finest, batch_dim, measure)
     return replace(_profile_on_rank_0(make, device), runtime=measure_runtime(device).costs)
@@ -165,19 +165,19 @@ def _measure(
 ) -> Profile:
     """Measures the layers, and a rank of each mesh. `measure` lacks the layers, their graph and their input."""
     options = measure.keywords
-    place = process_group.process_device(options["device"])
-    moved = to_device(inputs, place)
+    torch_device = process_group.process_device(options["device"])
+    device_inputs = to_device(inputs, torch_device)
     if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(place)
-    captured = capture(model, moved, finest=finest)
+        model.to(torch_device)
+    captured = capture(model, device_inputs, finest=finest)
     if options["loss"] is None and batch_dim == 0:
-        captured = replace(captured, graph=replace(captured.graph, loss_weight=_find_loss_weight(model, moved)))
-    arguments, is_chain = captured.arguments(moved), captured.model is None
+        captured = replace(captured, graph=replace(captured.graph, loss_weight=_find_loss_weight(model, device_inputs)))
+    arguments, is_chain = captured.arguments(device_inputs), captured.model is None
     # The only argument of a slice is the whole input.
     part_of = partial(first_part, batch_dim=batch_dim) if is_chain else partial(_split_only_argument, batch_dim)
     measure = partial(measure, captured.layers, captured.graph, arguments, part_of=part_of)
     names = layout.of_model(model)
-    measure_rank = partial(_measure_rank, captured, arguments, names, place=place, measure=measure)
+    measure_rank = partial(_measure_rank, captured, arguments, names, place=torch_device, measure=measure)
     if isinstance(meshes, str):
         parameters = profiler.all_parameters(captured.layers, captured.graph)
         names.check(parameters, [layer.name for layer in captured.graph.layers], ())
@@ -186,24 +186,24 @@ def _measure(
         ranks, notes = _measure_legal_meshes(candidates, measure_rank)
     else:
         ranks, notes = [measure_rank(Mesh(mesh)) for mesh in meshes], []
-    before = CoreTimes.now()
+    begin_times = CoreTimes.now()
     profile = measure()
-    slowness = before.slowness_until(CoreTimes.now())
-    if place.type == "cpu" and (busy := describe_slowness(slowness, "this process's")):
+    slowness = begin_times.slowness_until(CoreTimes.now())
+    if torch_device.type == "cpu" and (busy := describe_slowness(slowness, "this process's")):
         notes = [*notes, f"while the layers were measured, {busy}: their seconds may be too long; profile again"]
-    profiler.release_cache(place)
+    profiler.release_cache(torch_device)
     return replace(profile, ranks=tuple(ranks), notes=(*profile.notes, *notes))
 
 
 def _parse_max_ranks(meshes: str) -> int:
-    """Returns the most ranks of a mesh, of the text 'auto' or 'auto:N'."""
-    auto, _, most = meshes.partition(":")
-    if auto != AUTO or (most and not (most.isdecimal() and int(most) > 1)):
+    """Returns the most ranks that a mesh may have by the text 'auto' or 'auto:N'."""
+    auto, _, max_ranks = meshes.partition(":")
+    if auto != AUTO or (max_ranks and not (max_ranks.isdecimal() and int(max_ranks) > 1)):
         raise ProfileError(
             f"meshes={meshes!r} was given; give 'auto', 'auto:4' for meshes of at most 4 ranks, or meshes such as "
             "('model:2', 'data:2')"
         )
-    return int(most or MOST_RANKS)
+    return int(max_ranks or MOST_RANKS)
 
 
 def _measure_legal_meshes(
@@ -217,10 +217,10 @@ def _measure_legal_meshes(
                 ranks.append(measure_rank(mesh))
             except (PlanError, ProfileError) as error:
                 problems[mesh] = str(error)
-    by_why: dict[str, list[str]] = {}
+    meshes_by_reason: dict[str, list[str]] = {}
     for mesh, why in problems.items():
-        by_why.setdefault(why, []).append(str(mesh))
-    notes = [f"{NOT_MEASURED}{' or '.join(left)}: {why}" for why, left in by_why.items()]
+        meshes_by_reason.setdefault(why, []).append(str(mesh))
+    notes = [f"{NOT_MEASURED}{' or '.join(names)}: {why}" for why, names in meshes_by_reason.items()]
     return ranks, notes if candidates else [f"{NOT_MEASURED}any mesh: the layout has no rule"]
 
 
@@ -235,7 +235,7 @@ def _measure_rank(
         with preserve_state(layers, list_cuda_devices(layers[0], arguments), options["seed"]):
             forward, backward, update = rank.collectives(arguments, options["autocast"])
         sizes = zip(profile.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
-        costs = tuple(replace(layer, output_bytes=sent, gathered_bytes=whole) for layer, sent, whole in sizes)
+        costs = tuple(replace(layer, output_bytes=output, gathered_bytes=gathered) for layer, output, gathered in sizes)
     values: dict[str, Any] = {field.name: getattr(profile, field.name, None) for field in fields(RankProfile)}
     values |= {"mesh": mesh.text, "layout": layout.rules_on(mesh) if layout.uses_cuts(mesh) else str(layout)}
     values |= {"layers": costs, "forward": tuple(forward), "backward": tuple(backward), "update": update}
@@ -243,7 +243,7 @@ def _measure_rank(
 
 
 def _find_loss_weight(model: Any, inputs: Any) -> str:
-    """Finds out over what the model's own loss is a mean, if it returns one."""
+    """Returns what the model's own loss is a mean over, if it returns a loss."""
     with preserve_state([model], list_cuda_devices(model, inputs)):
         for module in model.modules():
             module.training = False
@@ -274,9 +274,9 @@ def find_plan_layers(model: Any, plan: Plan, sample: Any) -> Captured:
     plan.check_layers(len(captured.layers))
     model_names = [layer.name for layer in captured.graph.layers]
     if names != model_names and sorted(names) == sorted(model_names):
-        here = next(i for i, name in enumerate(names) if name != model_names[i])
+        step = next(i for i, name in enumerate(names) if name != model_names[i])
         raise PlanError(
-            f"the plan runs layer {names[here]!r} where the model runs {model_names[here]!r}: it was made for a graph "
+            f"the plan runs layer {names[step]!r} where the model runs {model_names[step]!r}: it was made for a graph "
             "whose branches it takes one after the other, and a pipeline runs chains; plan again from a profile of the "
             "model"
         )

@@ -1,4 +1,4 @@
-"""Simulation: what runs when, predicted from a plan and a method; and methods side by side."""
+"""Predicts what runs when, from a plan and a method, and compares methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipedream.verifier import verify
 from pipedream.workflows.methods import resolve_method
 
 _WORKER_BYTES = 1_000_000
-_USUAL_MICROBATCHES = 16
+_DEFAULT_MICROBATCHES = 16
 
 
 def simulate(
@@ -117,7 +117,7 @@ def compare_methods(
     minibatches: int | None = None,
     simulate_run: Callable[..., Timeline] = simulate,
 ) -> MethodComparison:
-    """Simulates methods on equal stages, side by side; one that does not work so has no figures.
+    """Simulates methods on equal stages, side by side; one that does not work on them has no figures.
 
     Args:
         make_plan: name -> its plan, for one model (`share_model`).
@@ -132,7 +132,7 @@ def compare_methods(
         method = schedules.canonical(name)
         try:
             plan = make_plan(method)
-            run = _run_as_long(method, plan, microbatches, minibatches)
+            run = _make_comparable_run(method, plan, microbatches, minibatches)
             timeline = simulate_run(plan, schedule=run.schedule, minibatches=run.minibatches)
         except ScheduleError as error:
             figures.append(MethodFigures(name, why=str(error).split(";")[0]))
@@ -142,9 +142,9 @@ def compare_methods(
     return MethodComparison(workers, tuple(figures))
 
 
-def _run_as_long(name: str, plan: Plan, microbatches: int | None, minibatches: int | None) -> schedules.Run:
-    """Returns a run of as many microbatches as those of other methods, where the method can."""
-    parts = microbatches or (_USUAL_MICROBATCHES if minibatches else None)
+def _make_comparable_run(name: str, plan: Plan, microbatches: int | None, minibatches: int | None) -> schedules.Run:
+    """Returns a run of as many microbatches as other methods' runs have, if the method allows it."""
+    parts = microbatches or (_DEFAULT_MICROBATCHES if minibatches else None)
     if schedules.build(name, plan).updates.mean_of_rounds:
         return schedules.run_of(name, plan, minibatches=parts and parts * (minibatches or 1))
     if microbatches is None:
@@ -154,8 +154,8 @@ def _run_as_long(name: str, plan: Plan, microbatches: int | None, minibatches: i
 
 
 def _measure_method(run: schedules.Run, timeline: Timeline) -> MethodFigures:
-    plan, measured = run.schedule.plan, metrics.run_metrics(timeline)
-    units = [schedules.first_stage_units(plan, row.peak_in_flight, row.peak_versions or 0) for row in measured.per_rank]
+    plan, figures = run.schedule.plan, metrics.run_metrics(timeline)
+    units = [schedules.first_stage_units(plan, row.peak_in_flight, row.peak_versions or 0) for row in figures.per_rank]
     program = lower(run.schedule)
     sends = sum(
         isinstance(step, Transfer)
@@ -167,10 +167,10 @@ def _measure_method(run: schedules.Run, timeline: Timeline) -> MethodFigures:
     return MethodFigures(
         schedule=run.schedule.name,
         microbatches=run.microbatches,
-        makespan_s=measured.makespan_s,
-        bubble=measured.bubble,
+        makespan_s=figures.makespan_s,
+        bubble=figures.bubble,
         activations=max(activations for activations, _ in units),
         weights=max(weights for _, weights in units),
         messages=sends / run.microbatches,
-        staleness=max((row.staleness for row in measured.per_rank if row.staleness is not None), default=None),
+        staleness=max((row.staleness for row in figures.per_rank if row.staleness is not None), default=None),
     )

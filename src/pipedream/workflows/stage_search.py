@@ -1,4 +1,4 @@
-"""The search for the stages of one method: in simulation, or the fastest slowest stage."""
+"""Searches the stages for one method: the fastest in simulation, or those with the fastest slowest stage."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class StageSearch:
     _searches: dict[int, planner.PlanSearch] = field(default_factory=dict)
 
     def compare(self, score_plan: Callable[[Plan], planner.Score], rival_s: float = inf) -> planner.Comparison:
-        """Returns the fastest plan by simulation, or if the request leaves nothing to simulate the only one.
+        """Returns the fastest plan by simulation; or the planner's best, if the request does not ask for simulations.
 
         `rival_s` as in `planner.compare_by_simulation`.
         """
         request, workers = self.request, self.request.workers_and_links.workers
         if not self._is_simulated:
             with progress("planning"):
-                only = self.plan_best(request.shape)
-            return planner.Comparison(only, (make_candidate(only, request.shape_text),))
+                plan = self.plan_best(request.shape)
+            return planner.Comparison(plan, (make_candidate(plan, request.shape_text),))
         score_plan = cache(score_plan)
         rows, refused = self._plan_finalists(score_plan, rival_s)
-        # A minibatch of one sample may be one of unknown size.
+        # A profile of unknown minibatch size has one sample.
         batch = self.profile.batch
         possible = [row for row in rows if batch == 1 or row[1].microbatches <= batch] or rows
         try:
@@ -75,9 +75,9 @@ class StageSearch:
         if microbatches is not None:
             return plan
         batch = self.profile.batch
-        most = batch if batch > 1 else plan.microbatches  # one sample: it may be unknown
-        if plan.first_stage_over_memory is not None or plan.microbatches > most:  # again, with those of the method
-            m = max(min(plan.microbatches, most), *plan.replicas)
+        limit = batch if batch > 1 else plan.microbatches  # 1: perhaps unknown
+        if plan.first_stage_over_memory is not None or plan.microbatches > limit:  # again, with those of the method
+            m = max(min(plan.microbatches, limit), *plan.replicas)
             plan = self.plan_with_microbatches(m, shape, slower)
             plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, m)
         return plan
@@ -120,8 +120,8 @@ class StageSearch:
                 key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order
                 plans.setdefault(key, (str(finalist), plan))
         try:
-            if copies := self._copy_over_sites():
-                plans.setdefault((copies.worker_order,), ("a copy on each site", copies))
+            if replicated := self._copy_over_sites():
+                plans.setdefault((replicated.worker_order,), ("a copy on each site", replicated))
         except PipelineError as error:
             errors.append(error)
         if not plans:
@@ -143,8 +143,8 @@ class StageSearch:
         order: list[int] = []
         for stage in plan.stages:
             first = len(order) // sites
-            inside = range(first, first + stage.replicas)
-            order += [number * site.workers + worker for worker in inside for number in range(sites)]
+            site_workers = range(first, first + stage.replicas)
+            order += [number * site.workers + worker for worker in site_workers for number in range(sites)]
         stages = tuple(replace(stage, replicas=sites * stage.replicas) for stage in plan.stages)
         plan = replace(plan, cluster=cluster, stages=stages, worker_order=tuple(order))
         parts = plan.microbatches
@@ -170,21 +170,21 @@ class StageSearch:
             recompute=self._recompute,
         )
 
-    def _plan_for_few_microbatches(self, most: int, *, one_stage: bool) -> Plan:
+    def _plan_for_few_microbatches(self, limit: int, *, one_stage: bool) -> Plan:
         """Returns the fastest plan whose stages have at most so many replicas."""
         workers = self.request.workers_and_links.workers
-        shapes = _list_counts(workers, most)
+        shapes = _list_counts(workers, limit)
         if not self.request.all_workers:
-            shapes += [(count,) for count in range(1, most + 1)] + [(1,) * stages for stages in range(2, workers)]
+            shapes += [(count,) for count in range(1, limit + 1)] + [(1,) * stages for stages in range(2, workers)]
         plans, refused = [], None
         for counts in dict.fromkeys(shapes):
             if one_stage or len(counts) > 1:
                 try:
-                    plans.append(self.plan_with_microbatches(most, counts))
+                    plans.append(self.plan_with_microbatches(limit, counts))
                 except PlanError as error:
                     refused = error
         if not plans:
-            raise refused or PlanError(f"no plan gives each stage at most {most} workers; split minibatches further")
+            raise refused or PlanError(f"no plan gives each stage at most {limit} workers; split minibatches further")
         return min(plans, key=lambda plan: (plan.slowest_stage_s, len(plan.stages), plan.workers))
 
     @property
@@ -226,13 +226,13 @@ def make_candidate(plan: Plan, shape: str) -> planner.Candidate:
     return planner.candidate_from_plan(candidate, plan, method)
 
 
-def _list_counts(workers: int, most: int) -> list[tuple[int, ...]]:
-    """Lists replica counts of all workers, up to `most` each; with many workers only equal ones, and one more stage."""
+def _list_counts(workers: int, limit: int) -> list[tuple[int, ...]]:
+    """Lists replica counts of all workers, up to `limit` each; with many workers equal ones, and one more stage."""
     if workers <= _ALL_COUNTS_UP_TO:
         return [
             (first, *rest)
-            for first in range(1, min(workers, most) + 1)
-            for rest in (_list_counts(workers - first, most) if workers > first else [()])
+            for first in range(1, min(workers, limit) + 1)
+            for rest in (_list_counts(workers - first, limit) if workers > first else [()])
         ]
-    equal = range(1, most + 1)
+    equal = range(1, limit + 1)
     return [(size,) * (workers // size) + ((workers % size,) if workers % size else ()) for size in equal]

@@ -1,4 +1,4 @@
-"""Checks that the replicas of a plan can agree as it says, for a model, a method and its options."""
+"""Checks that a plan's method of sums works for a model, a method and its options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipedream.runtime.checkpoint.parameters import list_stage_names, select_tra
 
 
 def check_sums(plan: Plan, model: Any, graph: LayerGraph, programs: Sequence[Program], policy: Policy) -> None:
-    """Raises a `PlanError` or a `ScheduleError` if replicas cannot agree as the plan says."""
+    """Raises a `PlanError` or a `ScheduleError` if the plan's method of sums does not work."""
     if plan.sum_method.is_low_rank:
         _check_matrices(plan, model, graph)
     if plan.sum_method.averages_weights:
@@ -29,18 +29,18 @@ def _check_matrices(plan: Plan, model: Any, graph: LayerGraph) -> None:
     stages = [stage for stage in plan.stages if stage.replicas > 1]
     if any(stage.mesh for stage in stages):
         raise PlanError(
-            f"sums={plan.sums!r} was asked for, but ranks of a mesh have parts of a matrix, whose factors are others "
-            "than those of the whole; use sums='bfloat16', or replicas without a mesh"
+            f"sums={plan.sums!r} was asked for, but ranks of a mesh have parts of a matrix, whose factors are not "
+            "those of the whole; use sums='bfloat16', or replicas without a mesh"
         )
     names = [name for stage in stages for name in list_stage_names(graph, stage.first, stage.last)]
     shapes = [tuple(parameter.shape) for parameter in select_trained(model, names).values()]
     if not any(map(plan.sum_method.compresses, shapes)):
         largest = max(shapes, key=greatest_rank, default=())
         rank = greatest_rank(largest)
-        best = f"the largest, of shape {largest}, allows a rank up to {rank}" if rank else "there is none"
+        hint = f"the largest, of shape {largest}, allows a rank up to {rank}" if rank else "there is none"
         raise PlanError(
             f"sums={plan.sums!r} was asked for, but no weight of the stages with replicas is a matrix of which it "
-            f"would send less than half of the numbers ({best}); choose a smaller rank, or sums='bfloat16'"
+            f"would send less than half of the numbers ({hint}); choose a smaller rank, or sums='bfloat16'"
         )
 
 
@@ -63,11 +63,11 @@ def _check_updates(program: Program) -> None:
     sums, replicas = program.plan.sums, program.placement.replicas
     for stage in (stage for stage, count in enumerate(replicas) if count > 1):
         predicts = bool(program.weights.predictions(stage))
-        late = [c for c in program.updates.compensation if isinstance(c, OfVelocity | ErrorFeedback)]
-        if predicts or late:
-            what = f"the compensation {late[0]} moves" if late else f"{program.name!r} predicts"
+        rules = [c for c in program.updates.compensation if isinstance(c, OfVelocity | ErrorFeedback)]
+        if predicts or rules:
+            cause = f"the compensation {rules[0]} moves" if rules else f"{program.name!r} predicts"
             raise ScheduleError(
-                f"sums={sums!r} was asked for, but {what} weights by what one replica's updates have done, which an "
+                f"sums={sums!r} was asked for, but {cause} weights by what one replica's updates have done, which an "
                 "average with other replicas changes; leave it out, or use sums='bfloat16' or 'powersgd:RANK'"
             )
         if program.placement.is_remote(stage):

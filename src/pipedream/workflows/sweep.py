@@ -1,4 +1,4 @@
-"""Sweeps over numbers of workers, bandwidths and methods, and where pipelines overtake data parallelism.
+"""Sweeps numbers of workers, bandwidths and methods, and finds where pipelines overtake data parallelism.
 
 Each point is planned and then simulated to its steady state. Data parallelism is PipeDream's one-stage plan, whose
 all-reduces start during the backward, as in PyTorch's DistributedDataParallel.
@@ -20,8 +20,8 @@ from pipedream.schedules import canonical
 from pipedream.workflows.methods import score, select_methods
 from pipedream.workflows.plan import make_plan
 
-_SLOWEST, _FASTEST = 1e4, 1e14  # bytes per second, between which crossovers are searched
-_NEAR = 1.01  # ratio of the two bandwidths at which the search stops
+_MIN_BYTES_PER_S, _MAX_BYTES_PER_S = 1e4, 1e14  # between which crossovers are searched
+_STOP_RATIO = 1.01  # ratio of the two bandwidths at which the search stops
 
 
 def sweep(
@@ -57,7 +57,7 @@ def sweep(
     unsplit = {name for name in method_names if not methods[canonical(name)].splits_minibatch}
     predictor = _Predictor(profile, request, frozenset(unsplit))
     names = (DATA_PARALLEL, *dict.fromkeys(schedules))
-    points, changes = [], []
+    points, crossings = [], []
     pairs = list(product([count for count in workers if count > 1 and crossovers], names[1:]))
     with progress("sweeping", len(workers) * len(bandwidths) * len(names) + len(pairs)) as advance:
         for setting in product(workers, bandwidths, names):
@@ -65,9 +65,9 @@ def sweep(
             advance()
         for count, name in pairs:
             if any(point.samples_per_s for point in points if (point.workers, point.schedule) == (count, name)):
-                changes.append(predictor.find_crossover(count, name))
+                crossings.append(predictor.find_crossover(count, name))
             advance()
-    return Sweep(profile.model, tuple(points), tuple(changes))
+    return Sweep(profile.model, tuple(points), tuple(crossings))
 
 
 @dataclass(frozen=True)
@@ -101,23 +101,23 @@ class _Predictor:
     def find_crossover(self, workers: int, schedule: str) -> Crossover:
         """Bisects the logarithm of the bandwidth where the method's lead over data parallelism changes its sign."""
 
-        def leads(bytes_per_s: float) -> bool:
+        def is_faster(bytes_per_s: float) -> bool:
             pipeline, parallel = (
                 self.predict(workers, bytes_per_s, name).samples_per_s for name in (schedule, DATA_PARALLEL)
             )
             return (pipeline or 0.0) > (parallel or 0.0)
 
-        low, high = _SLOWEST, _FASTEST
-        below = leads(low)
-        if below == leads(high):
-            return Crossover(workers, schedule, None, below)
-        while high / low > _NEAR:
+        low, high = _MIN_BYTES_PER_S, _MAX_BYTES_PER_S
+        leads_at_low = is_faster(low)
+        if leads_at_low == is_faster(high):
+            return Crossover(workers, schedule, None, leads_at_low)
+        while high / low > _STOP_RATIO:
             middle = sqrt(low * high)
-            if leads(middle) == below:
+            if is_faster(middle) == leads_at_low:
                 low = middle
             else:
                 high = middle
-        return Crossover(workers, schedule, sqrt(low * high), below)
+        return Crossover(workers, schedule, sqrt(low * high), leads_at_low)
 
     def _make_request(self, workers: int, bytes_per_s: float, schedule: str) -> PlanRequest:
         cluster = self.request.workers_and_links
