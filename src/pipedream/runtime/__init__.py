@@ -1,1 +1,1 @@
-"""Running a program with real tensors: workers, versions, channels, updates. Imports core only."""
+"""Runs programs with real tensors: workers, versions, channels, updates. Imports core only."""

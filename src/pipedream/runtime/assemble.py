@@ -300,7 +300,7 @@ def _list_modules(layers: Sequence[tuple[str, nn.Module]]) -> list[nn.Module]:
 
 
 def _copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Copies a parameter by its storage and with its attributes, neither of which its own deepcopy does."""
+    """Copies a parameter's storage and attributes; torch's deepcopy of it does neither."""
     data = copy.deepcopy(parameter.data, memo)
     duplicate: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
     duplicate.__dict__.update(copy.deepcopy(parameter.__dict__, memo))

@@ -20,7 +20,7 @@ from pipedream.runtime.stage_state import StageState
 
 
 class BackwardRunner:
-    """Runs the backwards of a rank. Life: `begin` a stream; then `run`, or `run_inputs` and later `run_weights`.
+    """Runs the backwards of a rank. Lifecycle: `begin` a stream; then `run`, or `run_inputs` and later `run_weights`.
 
     Args:
         is_stop_requested: called at the last backward before an update of a replicated stage.

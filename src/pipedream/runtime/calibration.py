@@ -93,7 +93,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     try:
         for sample, minibatches in zip(samples, _MINIBATCHES, strict=True):
             batches: Any = [(sample, torch.ones(1))] * (_WARM_UP + minibatches)
-            # This loader costs next to nothing; the seconds of a recipe's own loader come on top.
+            # This loader costs next to nothing; the seconds of a recipe's own loader are added later.
             loader = DataLoader(batches, shuffle=True, collate_fn=itemgetter(0))
             with preserved_rng(loader):
                 session.streams.open_feed(loader, lambda batch: batch)
@@ -181,7 +181,7 @@ def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
 
 
 def _measure_other_s(timeline: Timeline, part: range, *, is_one_process: bool) -> tuple[float, ...]:
-    """Returns `Calibration.other_s`: what is left of the time between the starts of two forwards.
+    """Returns `Calibration.other_s`: the rest of the time between the starts of two forwards.
 
     A receive that need not wait takes the shortest of its spans.
     """

@@ -52,7 +52,7 @@ class DataStream:
 
 
 class ForwardRunner:
-    """Runs the forwards of a rank. Life: `begin` a stream; then `run` for each microbatch at a stage.
+    """Runs the forwards of a rank. Lifecycle: `begin` a stream; then `run` for each microbatch at a stage.
 
     Args:
         remote_forwards: stage -> forwards of a stage whose home is another rank.

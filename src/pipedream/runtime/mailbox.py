@@ -17,7 +17,7 @@ _FORWARD = (Carries.ACTIVATION, Carries.INPUT, Carries.STAGE_INPUT)
 
 
 class Mailbox:
-    """Messages of one rank. Life: `begin` a stream; `arrived`, `take`, `put` and `send`; `end`."""
+    """Messages of one rank. Lifecycle: `begin` a stream; `arrived`, `take`, `put` and `send`; `end`."""
 
     def __init__(
         self,

@@ -397,7 +397,7 @@ def check_finite(
     name, stage = new[0]
     minibatches = f"minibatch {last}"
     if any(program.weights.mean_staleness(s) for s in range(program.placement.stages)):
-        unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # the weights after so many, at most
+        unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # weights are read at most so much later
         minibatches = f"one of the minibatches {max(0, last + 1 - unread)} to {last}"
     raise WorkerError(
         process,

@@ -32,7 +32,7 @@ COMPARED = (
     "1f1b", "1f1b+bfloat16", "1f1b+int8", "pipedream", "pipedream+int8",
     "pipedream_2bw", "pipedream_2bw+bfloat16", "pipedream_2bw+int8", "auto",
 )  # fmt: skip
-"""The methods that are compared by default, with sums or messages, beside one worker."""
+"""The methods that are compared with one worker by default, with their sums or messages."""
 
 _LATENCY_S = 1e-4  # of a message between two hosts of a slow network
 _RUNS, _MORE_RUNS, _WIDE_SPREAD = 10, 40, 0.25  # of the profile; relative spread that asks for more runs
@@ -54,11 +54,11 @@ def compare_recipe(
 
     Args:
         recipe: a recipe's file.
-        schedules: methods beside one worker; 'torch' is all that torch offers, 'data-parallel' this library's, 'auto'
-            the planner's choice. After a plus follow sums or messages: 'data-parallel+powersgd:4', '1f1b+int8'.
+        schedules: methods; 'torch' is all that torch offers, 'data-parallel' this library's, 'auto' the planner's
+            choice. After a plus follow sums or messages: 'data-parallel+powersgd:4', '1f1b+int8'.
         options: workers, microbatches, epochs, minibatches, seed, device, out (the folder), mesh, layout and
-            shard_weights are used. With a mesh workers are ranks: so many for torch's own ways, and for a method's
-            meshes together.
+            shard_weights are used. With a mesh, workers are ranks: torch's own methods use each as a worker, the others
+            form meshes of them.
         links: for each the bytes/s of the levels of a slow network, innermost first; without any, this machine's own.
         widths: of the levels; by default all workers on one.
         progress: is called with a line before and after each step.

@@ -44,7 +44,7 @@ from pipedream.workflows.plan import make_plan
 from pipedream.workflows.prepare import build_phase
 
 TURN_S = 20.0
-"""A turn ends at the method's first drain after so many seconds."""
+"""A turn ends at the method's first drain after this many seconds."""
 
 _CHECKPOINT_EVERY = 100  # minibatches, if the loader has no length
 _STATE, _PAGE, _PROFILE = "compare.json", "compare.html", "profile.json"

@@ -87,7 +87,7 @@ class Runs:
         return out, self._run(workers, arguments, begin_file)
 
     def train(self, plan: Plan, name: str, accumulated: int = 1) -> tuple[dict[str, Any], int | None]:
-        """Runs ``pipedream train``, with so many of the recipe's batches in a minibatch; returns its summary."""
+        """Runs ``pipedream train``, with `accumulated` of the recipe's batches in a minibatch; returns its summary."""
         options = self.options
         if accumulated > 1:
             plan_file = plan.save((self.folder / make_folder_name(name)).with_suffix(".plan.json"))
@@ -125,7 +125,7 @@ class Runs:
         return json.loads((folder / "summary.json").read_text(encoding="utf-8")), sent_bytes
 
     def _run(self, workers: int, arguments: Sequence[str], begin_file: Path) -> int | None:
-        """Runs ``python ARGUMENTS`` on so many workers; returns the bytes that they sent.
+        """Runs ``python ARGUMENTS`` on each worker; returns the bytes that they sent.
 
         Args:
             begin_file: appears when training begins; bytes sent before that are not counted.

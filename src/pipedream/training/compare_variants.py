@@ -283,7 +283,7 @@ def predict_samples_per_s(plan: Plan) -> float:
 
 
 def accumulate_minibatches(plan: Plan, accumulated: int) -> Plan:
-    """Returns a data-parallel plan in which each worker accumulates so many whole minibatches for an update."""
+    """Returns a data-parallel plan in which each worker accumulates this many minibatches for an update."""
     count = plan.workers * accumulated
     stages = []
     for stage in plan.stages:

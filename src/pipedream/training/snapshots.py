@@ -2,7 +2,7 @@
 
 Under `pipedream train` they are in its launcher's folder, which the launcher removes. Under torchrun, srun and mpirun
 no process of ours outlives the workers: there the run folder names the folder of the snapshots, the same in the memory
-of each machine. A run that ends in order removes it; if a run is never continued, the same user's next run with
+of each machine. A run that ends cleanly removes it; if a run is never continued, the same user's next run with
 snapshots removes its folder after a day.
 """
 

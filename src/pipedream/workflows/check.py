@@ -275,7 +275,7 @@ class ClaimCheck:
     """A method's claims compared with its simulation, under their own assumption.
 
     Attributes:
-        compared: names of `Claims` that the method makes for so many workers and microbatches.
+        compared: names of `Claims` that the method makes for these numbers of workers and microbatches.
         omitted: words for each claim that was not compared, and why.
         differences: words for each claim that does not hold, and what the simulation gave.
     """

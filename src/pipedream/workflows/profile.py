@@ -82,7 +82,7 @@ def profile(
             this machine (the default).
         dtype: with 'meta', the dtype of all floating-point tensors; None leaves each its own.
         warmup: runs before the measured ones.
-        runs: measured runs, of which the median counts.
+        runs: measured runs; their median is the result.
         autocast: low-precision dtype of the forwards, or its name.
         seed: of the random numbers that layers draw.
         finest: also split the modules of a chain into those inside them.

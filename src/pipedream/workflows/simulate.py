@@ -121,7 +121,7 @@ def compare_methods(
 
     Args:
         make_plan: name -> its plan, for one model (`share_model`).
-        microbatches: m; a method that does not split a minibatch runs so many minibatches.
+        microbatches: m; a method that does not split a minibatch runs this many minibatches.
         minibatches: for methods that split them.
 
     Raises:

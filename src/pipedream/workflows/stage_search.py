@@ -154,7 +154,7 @@ class StageSearch:
         return adapt_plan_to_method(plan, self.profile, request.schedule, request.microbatches)
 
     def plan_with_microbatches(self, parts: int, shape: str | tuple[int, ...], slower: float = 1.0) -> Plan:
-        """Returns a plan for minibatches of so many microbatches, which may not be the method's."""
+        """Returns a plan for minibatches of `parts` microbatches, which may differ from the method's."""
         request = self.request
         if request.cuts is None:
             return self._search(parts).best(shape, request.in_flight, slower)
@@ -171,7 +171,7 @@ class StageSearch:
         )
 
     def _plan_for_few_microbatches(self, limit: int, *, one_stage: bool) -> Plan:
-        """Returns the fastest plan whose stages have at most so many replicas."""
+        """Returns the fastest plan whose stages have at most `limit` replicas."""
         workers = self.request.workers_and_links.workers
         shapes = _list_counts(workers, limit)
         if not self.request.all_workers:

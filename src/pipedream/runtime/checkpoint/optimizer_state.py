@@ -193,7 +193,7 @@ def restore(
     group_options, sources = _restore_groups(own_groups, [saved.groups for saved in stages])
     states = {name: _join_state(name, stages, tensors) for name in optimizer.named}
     common = dict(saved_stage.common)
-    for block in sorted(blocks, key=lambda block: -len(block.path)):  # the enclosing block takes what is left
+    for block in sorted(blocks, key=lambda block: -len(block.path)):  # an enclosing block takes the rest
         target = _look_up(state_dict, block.path)
         saved_groups = [saved.nested.get(block.prefix, ()) if block.path else saved.groups for saved in stages]
         target["param_groups"] = _restore_groups(block, saved_groups)[0] if any(saved_groups) else list(block.groups)
@@ -248,7 +248,7 @@ def _find_blocks(state_dict: Any, optimizer: Optimizer) -> list[_Block]:
     follow the previous block's.
 
     Raises:
-        PipelineError: a block has other parameters, or state of what is no parameter.
+        PipelineError: a block has other parameters, or state that belongs to no parameter.
     """
     own_groups = _describe_groups(optimizer)
     count = sum(len(group["params"]) for group in own_groups.groups)

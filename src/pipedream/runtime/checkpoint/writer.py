@@ -153,7 +153,7 @@ class Writer:
         if is_separate:
             folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
-                set_aside(path)  # of a save that rank 0 did not finish, or of an abandoned course
+                set_aside(path)  # left by an unfinished save, or from before a resume at an older one
             remove_leftovers(folder, except_for=save.scratch)  # another rank of this machine may have begun
         if any_separate:
             self._wait_until_written("", [])  # no rank may rename before all have removed leftovers
@@ -246,7 +246,7 @@ class Writer:
         self._locks[folder].check()
         # After a resume from disk, older snapshots are of no use: -1 removes them all.
         if (number := self._last_saved.get(folder.resolve(), -1 if is_snapshot else None)) is not None:
-            # Resumed from an older one: no later resume may take newer ones, of the abandoned course.
+            # After a resume from an older checkpoint, no later resume may take the newer ones.
             for other in list_checkpoints(folder, parts=is_snapshot):
                 if (parse_minibatches(other.name) or 0) > number:
                     (remove_tree if is_snapshot else set_aside)(other)

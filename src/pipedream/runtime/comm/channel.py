@@ -135,7 +135,7 @@ class ConnectionReceiver(RemoteReceiver):
 
 
 def drain(ends: Sequence[Sender | Receiver]) -> None:
-    """Completes what is under way on channels whose messages have all been received; the ranks of both ends call it."""
+    """Completes pending transfers on channels whose messages have all been received; the ranks of both ends call it."""
     for end in ends:
         if isinstance(end, Sender):
             end.begin_drain()

@@ -421,7 +421,7 @@ def _make_group(ranks: Sequence[int], device: torch.device, ctas: int | None = N
     else:
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = ctas
-        options._timeout = _NCCL_TIMEOUT  # torch warns where it differs from the argument, which counts
+        options._timeout = _NCCL_TIMEOUT  # the argument counts, but torch warns if this differs
         # A link serializes its messages on purpose; torch would warn of that.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         group = dist.new_group(

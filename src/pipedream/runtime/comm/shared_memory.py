@@ -190,7 +190,7 @@ class SharedMemorySender(ConnectionSender):
         self._count = max_unread + 2
         self._formats = SentFormats(separate)
         self._slots: _Slots | None = None
-        self._free_slots: list[int] = []  # used before, and read
+        self._free_slots: list[int] = []  # of messages that have been read
         self._unused_slots: list[int] = []
         self._old_slots_unread = 0  # slots of earlier memory whose numbers were not sent back yet
         self._packet = bytearray(_SOCKET_BYTES)

@@ -87,7 +87,7 @@ class Activity:
 
 
 class Interrupts:
-    """Ctrl-C in order: the data stops, the pipeline drains, then the caller gets a KeyboardInterrupt.
+    """Handles Ctrl-C: the data stops, the pipeline drains, then the caller gets a KeyboardInterrupt.
 
     Records SIGINT instead of raising it; a second one raises KeyboardInterrupt unless `patient`.
 

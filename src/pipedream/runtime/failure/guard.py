@@ -122,7 +122,7 @@ class Heartbeat:
         self._exchanged.wait(max(0.0, end_s - time.monotonic()))
 
     def wait_until_heard(self, wait_s: float) -> None:
-        """Marks this rank as ended in order, and waits until the others have read it, two heartbeats later."""
+        """Marks this rank as finished, and waits two heartbeats until the others have read it."""
         self._has_ended = True
         end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
         counts: dict[int, int] = {}
@@ -135,7 +135,7 @@ class Heartbeat:
             time.sleep(_POLL_S)
 
     def end(self) -> None:
-        """Marks this rank as ended in order."""
+        """Marks this rank as finished."""
         self._has_ended = self._ending = True
         self._wake.set()
         # If the thread returned from C++ while the interpreter ends, it would abort the process.
@@ -306,7 +306,7 @@ class Guard:
             time.sleep(_POLL_S / 2)
 
     def end(self) -> None:
-        """Marks this rank as ended in order, unless its job continues."""
+        """Marks this rank as finished, unless its job continues."""
         if self._earlier_activities:
             self._watch_activity(self._earlier_activities.pop())
             return

@@ -27,7 +27,7 @@ _GPU_TIMES = 6.0  # times the limit of a task; nothing between two marks of a GP
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The status that a rank sends with each heartbeat; `count` must keep growing until it has `ended` in order.
+    """The status that a rank sends with each heartbeat; `count` must keep growing until the rank has `ended`.
 
     `calls` counts the calls in `session` that all ranks must make; `last_calls` has (name, minibatches) of the last.
     """

@@ -151,7 +151,7 @@ class LocalWorkers:
             stage_state.optimizer.step_after_evaluation(value)
 
     def note_call(self, name: str, minibatches: int) -> None:
-        """Records a call that every rank must make, after its loop has received so many minibatches."""
+        """Records a call that every rank must make, once its loop has received `minibatches`."""
         self.activity.calls.append((name, minibatches))
 
     def report(self, error: PipelineError) -> PipelineError:

@@ -326,7 +326,7 @@ class ReferenceRun:
 
     def _place_values(self) -> dict[str, torch.Tensor]:
         placed = {id(value): value.to(self._runner.device) for value in self._values.values()}
-        return {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
+        return {name: placed[id(value)] for name, value in self._values.items()}  # shared tensors stay shared
 
     def _check_training(self, run: _Run) -> None:
         """Raises a WorkerError if the loss trains nothing, or a parameter that no stage has."""

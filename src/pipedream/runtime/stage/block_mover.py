@@ -93,7 +93,7 @@ class Block:
 
 
 class BlockMover:
-    """Moves blocks, for one worker. Life: `put` each block; `load` its tensors; `free`, `send_away`; `close`.
+    """Moves blocks, for one worker. Lifecycle: `put` each block; `load` its tensors; `free`, `send_away`; `close`.
 
     Args:
         folder: None for the memory of the host.

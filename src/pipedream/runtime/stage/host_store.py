@@ -472,7 +472,7 @@ class HostVersions(Versions):
 
 
 class RemoteForward:
-    """A stage whose forwards run here, and whose home is another rank. Life: `read`, forwards, `end_passes`."""
+    """A stage whose forwards run here, and whose home is another rank. Lifecycle: `read`, forwards, `end_passes`."""
 
     def __init__(self, module: StageModule, layout: StageLayout) -> None:
         self.module = module

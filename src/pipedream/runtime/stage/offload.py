@@ -99,7 +99,7 @@ class _Pass(NamedTuple):
 class Offload:
     """Offloads the saved tensors of one rank's forwards.
 
-    Life: `switch_to` a program, `begin` a stream; then `packing` around each forward, `begin_backward` and
+    Lifecycle: `switch_to` a program, `begin` a stream; then `packing` around each forward, `begin_backward` and
     `end_backward` around each backward; `close`.
 
     Attributes:

@@ -192,7 +192,7 @@ class StageModule:
         self.handles = handles
         names = {id(parameter): name for name, parameter in handles.items()}
         modules = {id(m): m for _, layer in layers for m in layer.modules()}
-        self.own_generators = list_own_generators(modules.values())  # which the layers hold
+        self.own_generators = list_own_generators(modules.values())  # held by the layers
         self._other_generators = OtherGenerators(seed, self.layers, self.own_generators, replicated)
         if sharding is not None:
             sharding.prepare(modules.values())

@@ -177,7 +177,7 @@ class Versions:
         """Follows an announced update that failed."""
 
     def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
-        """Returns a context in which the modules hold what passes with these weights read besides them."""
+        """Returns a context in which the modules hold all else that passes with these weights read, such as buffers."""
         return _NOTHING
 
     def reading(
@@ -187,7 +187,7 @@ class Versions:
         return averages or self.peek().leaves, _NOTHING
 
     def drop_copies(self) -> None:
-        """Drops what the passes of a minibatch have copied."""
+        """Drops the copies made for the passes of a minibatch."""
 
     def copy_gradients_to_handles(
         self, gradients: list[torch.Tensor | None]

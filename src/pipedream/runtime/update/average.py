@@ -24,8 +24,8 @@ NamedTensors = dict[str, torch.Tensor]
 class WeightAverage:
     """One replica's part in the averages of its stage; all make the same calls.
 
-    Life: `end_update` after each update. At a drain `show_common` writes what all replicas have in common over this
-    replica's own weights, and `show_local` restores these.
+    Lifecycle: `end_update` after each update. At a drain `show_common` writes what all replicas have in common over
+    this replica's own weights, and `show_local` restores these.
 
     Args:
         handles: the weights, by name.

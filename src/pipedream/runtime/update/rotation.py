@@ -27,7 +27,7 @@ for n rows or columns."""
 
 
 class _RotatedMatrix(NamedTuple):
-    """A matrix during the optimizer's step; `weight` has its own values."""
+    """A matrix during the optimizer's step; `weight` is its tensor, not rotated."""
 
     handle: torch.nn.Parameter
     weight: torch.Tensor
@@ -59,7 +59,7 @@ class RotatedStep:
         self._adds_decay = adds_decay
 
     def step(self) -> None:
-        """Steps. On a mesh the optimizer has whole weights meanwhile, in the order of its own."""
+        """Steps the optimizer on rotated matrices. On a mesh it has whole weights meanwhile, in the same order."""
         rotated = [
             self._rotate_gradient(handle, group, self._state[name])
             for group, names in zip(self._optimizer.param_groups, self._names, strict=True)
