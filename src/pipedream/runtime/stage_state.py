@@ -230,13 +230,13 @@ class StageState:
             return self.saved_tensor_hooks.redirected_to(self._choose_for_backward(saved))
         return self.versions.installed(saved.weights) if self.predictions is None else self.predictions.backward()
 
-    def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
+    def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
         self.module.check_unchanged()
         with _NOTHING if self.copied_attributes is None else self.copied_attributes.synchronized():
             if self.saved_tensor_hooks is None:
-                return self.module.forward(value, read.leaves, microbatch, first)
-            layers = partial(self.module.forward, value, read.leaves, microbatch, first)
-            return self.saved_tensor_hooks.run(layers, value, read)
+                return self.module.forward(value, weights.leaves, microbatch, first)
+            layers = partial(self.module.forward, value, weights.leaves, microbatch, first)
+            return self.saved_tensor_hooks.run(layers, value, weights)
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient while the last backward before an update still runs."""

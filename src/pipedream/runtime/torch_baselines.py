@@ -173,19 +173,19 @@ class Baseline:
                     self._scheduler.step()
                 samples, most_samples = samples + size, max(most_samples, size)
                 done += self.minibatches * (len(batch) if self.accumulated > 1 else 1)
-                now = time.perf_counter()
+                now_s = time.perf_counter()
                 if updates % self.period == 0:
-                    period_ends[1:] = [(now, samples)]  # the first and the last
+                    period_ends[1:] = [(now_s, samples)]  # the first and the last
                 updates += 1
                 if minibatches is not None and done >= minibatches:
                     break
             if not samples:
                 raise RecipeError(f"an epoch has fewer minibatches than an update of {self.task.workers} workers takes")
-            epoch_rates.append(samples / max(now - epoch_start, 1e-9))
+            epoch_rates.append(samples / max(now_s - epoch_start, 1e-9))
             if len(period_ends) > 1:
                 (begin_s, begin_samples), (end_s, end_samples) = period_ends
                 rates.append((end_samples - begin_samples) / max(end_s - begin_s, 1e-9))
-            seconds = now - start
+            seconds = now_s - start
             if recipe.test is not None:
                 metrics = self._evaluate()
                 evaluations.append({"epoch": epoch, "minibatches": done, "seconds": seconds, **metrics})
@@ -257,8 +257,8 @@ def plain_loop(task: Task) -> Baseline:
         task.accumulate(module, parts, samples)
         return samples
 
-    named = list(module.named_parameters())
-    return Baseline(task, module, named, backward, lambda inputs: task.forward(module, inputs), task.read_epoch)
+    parameters = list(module.named_parameters())
+    return Baseline(task, module, parameters, backward, lambda inputs: task.forward(module, inputs), task.read_epoch)
 
 
 def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Baseline:
@@ -298,7 +298,7 @@ def data_parallel(task: Task, accumulated: int = 1, sums: str = "full") -> Basel
 
     def backward_of_minibatches_each(batch: Any) -> int:
         batches = batch if accumulated > 1 else [batch]
-        parts = [part for each in batches for part in task.split(each)]
+        parts = [part for minibatch in batches for part in task.split(minibatch)]
         return sum_once(parts, workers * sum(size for *_, size in parts))
 
     def backward_of_shared_minibatch(batch: Any) -> int:
@@ -469,21 +469,21 @@ def measure_message_s_per_byte(loop: Baseline, batch: Any, bytes_per_s: float) -
         seconds: list[list[float]] = [[] for _ in sizes]
         for _ in range(_TIMED_UPDATES):
             for (sent, received), durations_s in zip(messages, seconds, strict=True):
-                start = time.perf_counter()
+                start_s = time.perf_counter()
                 works = [dist.irecv(received, (rank - 1) % workers), dist.isend(sent, (rank + 1) % workers)]
                 loop.step(batch)
                 for work in works:
                     assert work is not None, "every rank of the group comes here"
                     work.wait()
-                durations_s.append(time.perf_counter() - start)
+                durations_s.append(time.perf_counter() - start_s)
         medians_s = torch.tensor([median(durations_s) for durations_s in seconds], dtype=torch.float64)
         dist.all_reduce(medians_s)
         return (medians_s / workers).tolist()
 
     loop.step(batch)
     message_bytes = max(1, int(min(_MAX_MESSAGE_BYTES, _LINK_SHARE * bytes_per_s * time_updates(1)[0])))
-    alone_s, beside_s = time_updates(1, message_bytes)
-    return max(0.0, beside_s - alone_s) / (2 * message_bytes)
+    without_messages_s, with_messages_s = time_updates(1, message_bytes)
+    return max(0.0, with_messages_s - without_messages_s) / (2 * message_bytes)
 
 
 def _read_batches(loader: Any, order: DataOrder, epoch: int, replica: int = 0, replicas: int = 1) -> Iterator[Any]:

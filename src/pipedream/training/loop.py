@@ -288,7 +288,7 @@ class Progress:
         remaining: minibatches of the run when it began; 0 if unknown.
     """
 
-    left = 0
+    remaining = 0
 
     def __init__(self, console: Console, workers: int, rank: int) -> None:
         self._console = console

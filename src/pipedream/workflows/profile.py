@@ -177,7 +177,7 @@ def _measure(
     part_of = partial(first_part, batch_dim=batch_dim) if is_chain else partial(_split_only_argument, batch_dim)
     measure = partial(measure, captured.layers, captured.graph, arguments, part_of=part_of)
     names = layout.of_model(model)
-    measure_rank = partial(_measure_rank, captured, arguments, names, place=torch_device, measure=measure)
+    measure_rank = partial(_measure_rank, captured, arguments, names, torch_device=torch_device, measure=measure)
     if isinstance(meshes, str):
         parameters = profiler.all_parameters(captured.layers, captured.graph)
         names.check(parameters, [layer.name for layer in captured.graph.layers], ())
@@ -225,12 +225,12 @@ def _measure_legal_meshes(
 
 
 def _measure_rank(
-    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, *, place: Any, measure: partial[Profile]
+    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, *, torch_device: Any, measure: partial[Profile]
 ) -> RankProfile:
     layers, graph = captured.layers, captured.graph
     layout.check(profiler.all_parameters(layers, graph), [layer.name for layer in graph.layers], [mesh])
     options = measure.keywords
-    with profiler.one_rank(layers, graph, layout, mesh, place) as rank:
+    with profiler.one_rank(layers, graph, layout, mesh, torch_device) as rank:
         profile = measure(call=rank.call)
         with preserve_state(layers, list_cuda_devices(layers[0], arguments), options["seed"]):
             forward, backward, update = rank.collectives(arguments, options["autocast"])

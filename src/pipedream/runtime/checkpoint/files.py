@@ -171,10 +171,10 @@ def fit_names(
         elif name in saved:
             missing.append(name)
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         examples = ", ".join(map(repr, sorted(weights)[:3]))
         raise CaptureError(
-            f"the weights in {os.fspath(where)} lack {', '.join(map(repr, missing[:5]))}{more}, and have names such as "
+            f"the weights in {os.fspath(where)} lack {', '.join(map(repr, missing[:5]))}{rest}, and have names such as "
             f"{examples}; give weights of this {type(model).__name__}"
         )
     return _Renamed(weights, sources)

@@ -175,10 +175,10 @@ def _initialise_module(
         if not unfilled:
             return values
     kind = "parameter" if unfilled[0] in module._parameters else "buffer"
-    also = " nor by the model's _init_weights()" if has_model_rule else ""
+    model_rule_text = " nor by the model's _init_weights()" if has_model_rule else ""
     raise CaptureError(
         f"the {kind} {_join_name(path, unfilled[0])!r} is on the meta device and is not filled by reset_parameters() "
-        f"of {type(module).__name__}{also}; fill it there, or {_REMEDY}"
+        f"of {type(module).__name__}{model_rule_text}; fill it there, or {_REMEDY}"
     )
 
 

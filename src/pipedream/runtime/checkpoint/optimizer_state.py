@@ -311,13 +311,13 @@ def _collect_leaves(value: Any) -> dict[tuple[str | int, ...], Any]:
     return {path: leaf for path, leaf in _walk(value) if not isinstance(leaf, dict | list)}
 
 
-def _fill_in_common_rest(state_dict: Any, stages: Sequence[SavedStage], what: str) -> None:
+def _fill_in_common_rest(state_dict: Any, stages: Sequence[SavedStage], owner: str) -> None:
     """Copies into a new stage's state dict what is the same in all saved stages."""
     rests = [_collect_leaves({} if saved.rest is None else from_json(saved.rest)) for saved in stages]
     is_large = any(isinstance(value, torch.Tensor) and value.numel() > 1 for rest in rests for value in rest.values())
     if is_large or any(rest != rests[0] for rest in rests):
         raise ArtifactError(
-            f"the state dict of {what} holds state of its stage that belongs to no parameter, so it cannot be divided "
+            f"the state dict of {owner} holds state of its stage that belongs to no parameter, so it cannot be divided "
             "among other stages; resume with the plan and the method of the checkpoint"
         )
     for path, value in rests[0].items():

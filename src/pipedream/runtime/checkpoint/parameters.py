@@ -45,8 +45,8 @@ def list_unused_names(model: nn.Module, names: Iterable[str]) -> list[str]:
         names: what all layers read.
     """
     state, saved = named_state(model), saved_names(model)
-    used = {id(state[name]) for name in names}
-    return [name for name, t in state.items() if id(t) not in used and name in saved and not t.is_meta]
+    used_ids = {id(state[name]) for name in names}
+    return [name for name, t in state.items() if id(t) not in used_ids and name in saved and not t.is_meta]
 
 
 def find_shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -96,13 +96,13 @@ def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) ->
         ArtifactError: a file cannot be read, or a piece is damaged.
     """
     try:
-        for read in _group_reads(shares, manifest):
-            with (path / read.file).open("rb") as file:
-                file.seek(read.begin)
-                data = memoryview(file.read(read.end - read.begin))
-            for share in read.shares:
+        for group in _group_reads(shares, manifest):
+            with (path / group.file).open("rb") as file:
+                file.seek(group.begin)
+                data = memoryview(file.read(group.end - group.begin))
+            for share in group.shares:
                 stored, piece = manifest.tensors[share.name], share.stored_in(manifest)
-                begin = piece.offset - read.begin
+                begin = piece.offset - group.begin
                 values = _read_piece(data[begin : begin + piece.length], share.name, stored, piece)
                 yield share, values if share.box == piece.box else values[slice_within(share.box, piece.box)].clone()
     except ArtifactError as error:
@@ -161,15 +161,15 @@ def _group_reads(shares: Iterable[Share], manifest: Checkpoint) -> list[_Read]:
 
 
 def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece) -> torch.Tensor:
-    what = repr(name) if len(stored.pieces) == 1 else f"{name!r}, in the piece from {piece.start},"
+    description = repr(name) if len(stored.pieces) == 1 else f"{name!r}, in the piece from {piece.start},"
     tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
-        raise ArtifactError(f"{what} is no tensor")
+        raise ArtifactError(f"{description} is no tensor")
     actual = (_name_dtype(tensor), tuple(tensor.shape))
     if actual != (stored.dtype, piece.shape):
-        raise ArtifactError(f"{what} has dtype and shape {actual}, and had {(stored.dtype, piece.shape)}")
+        raise ArtifactError(f"{description} has dtype and shape {actual}, and had {(stored.dtype, piece.shape)}")
     if piece.crc32 is not None and compute_crc32(tensor) != piece.crc32:
-        raise ArtifactError(f"the values of {what} have another checksum than when they were saved")
+        raise ArtifactError(f"the values of {description} have another checksum than when they were saved")
     return tensor
 
 
@@ -237,11 +237,11 @@ def _split_into_pieces(shape: Sequence[int], itemsize: int) -> list[Box]:
     """Returns the pieces of a tensor: it is halved in one dimension after the other, while pieces are large."""
     counts = [1] * len(shape)
     while prod(shape) * itemsize > _PIECE_BYTES * prod(counts) and 2 * prod(counts) <= _MAX_PIECES:
-        divisible = [at for at, size in enumerate(shape) if size >= max(4, 2 * counts[at])]
+        divisible = [dim for dim, size in enumerate(shape) if size >= max(4, 2 * counts[dim])]
         if not divisible:
             break
         counts[min(divisible, key=counts.__getitem__)] *= 2
-    boxes = [box_of(shape, range(len(shape)), counts, at) for at in product(*map(range, counts))]
+    boxes = [box_of(shape, range(len(shape)), counts, index) for index in product(*map(range, counts))]
     return [box for box in boxes if all(box) or 0 in shape]
 
 
@@ -250,9 +250,9 @@ def merge_rows(rows: Iterable[Iterable[Any]]) -> dict[str, Any]:
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     pieces: dict[str, dict[tuple[int, ...], StoredPiece]] = {}
     sizes: dict[str, int] = {}
-    for name, dtype, shape, start, *place in (piece_row for row in rows for piece_row in row):
+    for name, dtype, shape, start, *rest in (piece_row for row in rows for piece_row in row):
         kinds.setdefault(name, (dtype, tuple(shape)))
-        piece = StoredPiece(tuple(start), tuple(place[0]), *place[1:])
+        piece = StoredPiece(tuple(start), tuple(rest[0]), *rest[1:])
         pieces.setdefault(name, {}).setdefault(piece.start, piece)
         sizes[piece.file] = piece.offset + piece.length
     files = {piece.file for of_tensor in pieces.values() for piece in of_tensor.values()}

@@ -171,15 +171,15 @@ class Writer:
         """
         path, scratch = save.path, save.scratch
         failure = ""
-        written: list[Any] = []
+        rows_written: list[Any] = []
         try:
             if save.wait_for_tensors is not None:
                 save.wait_for_tensors()
-            written = write_tensors(scratch / name_file(self._rank), save.tensors, save.places)
+            rows_written = write_tensors(scratch / name_file(self._rank), save.tensors, save.places)
         except Exception as error:
             failure = _describe_failure(error, path)
         try:
-            rows = self._wait_until_written(failure, written)
+            rows = self._wait_until_written(failure, rows_written)
             if save.is_snapshot:
                 self._copy_to_neighbour(save, rows)
         except _SaveError:
@@ -231,9 +231,9 @@ class Writer:
         if self._is_first_of_machine:
             prune(save.path.parent, save.keep)
 
-    def _wait_until_written(self, failure: str, written: list[Any]) -> list[Any]:
+    def _wait_until_written(self, failure: str, rows_written: list[Any]) -> list[Any]:
         """Waits for all ranks; returns the rows of each, or raises the `_SaveError` of the first that failed."""
-        rows = gather_json([failure, written], self._group)
+        rows = gather_json([failure, rows_written], self._group)
         for rank, (failed, _) in enumerate(rows):
             if failed:
                 raise _SaveError(rank, failed)
@@ -302,9 +302,9 @@ class Writer:
             save_error = (
                 error if isinstance(error, _SaveError) else _SaveError(self._rank, _describe_failure(error, save.path))
             )
-            what = f"saving the checkpoint of minibatch {save.manifest.minibatches}"
+            action = f"saving the checkpoint of minibatch {save.manifest.minibatches}"
             advice = _advise_after_failure(save.path.parent)
-            self._failure = WorkerError(save_error.rank, what, save_error.cause, advice)
+            self._failure = WorkerError(save_error.rank, action, save_error.cause, advice)
 
 
 def name_file(rank: int) -> str:

@@ -282,8 +282,8 @@ def _connect_meshes(
             continue
         device_mesh = _make_device_mesh(device.type, ranks, mesh)
         if device.type == "cuda" and dist.get_rank() in ranks:
-            for at in device_mesh.get_all_groups():
-                set_timeout(_NCCL_TIMEOUT, at)
+            for mesh_group in device_mesh.get_all_groups():
+                set_timeout(_NCCL_TIMEOUT, mesh_group)
         group = _make_group(ranks, torch.device("cpu"))
         on_device = group if device.type == "cpu" else _make_group(ranks, device)
         groups_here = (device_mesh, group, on_device) if dist.get_rank() in ranks else groups_here

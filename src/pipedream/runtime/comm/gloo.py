@@ -116,24 +116,24 @@ class _Buffer:
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
-        self.whole = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned)]
-        self.bytes: Any = self.whole[0].numpy().data
-        self._taken = self.whole
+        self.all_bytes = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned)]
+        self.bytes: Any = self.all_bytes[0].numpy().data
+        self._first_bytes = self.all_bytes
         self._format: MessageFormat | None = None
         self._begin = 0
         self._tensors: list[torch.Tensor | None] = []
 
     def take(self, size: int) -> list[torch.Tensor]:
         """Returns the first bytes."""
-        if self._taken[0].numel() != size:
-            self._taken = [self.whole[0][:size]]
-        return self._taken
+        if self._first_bytes[0].numel() != size:
+            self._first_bytes = [self.all_bytes[0][:size]]
+        return self._first_bytes
 
     def tensors(self, message_format: MessageFormat, begin: int) -> list[torch.Tensor | None]:
         """Returns the tensors of a payload from byte `begin` on."""
         if self._format is not message_format or self._begin != begin:
             self._format, self._begin = message_format, begin
-            self._tensors = message_format.tensors_in(self.whole[0], begin)
+            self._tensors = message_format.tensors_in(self.all_bytes[0], begin)
         return self._tensors
 
 
@@ -169,7 +169,7 @@ class GlooSender(ConnectionSender):
         else:
             works = [end.send(buffer.take(min(begin, SHORT_BYTES)), end.head_tag)]
             if begin > SHORT_BYTES:
-                works.append(end.send([buffer.whole[0][SHORT_BYTES:begin]], end.rest_tag))
+                works.append(end.send([buffer.all_bytes[0][SHORT_BYTES:begin]], end.rest_tag))
             if size:
                 works += self._send_payload(message, message_format)
         self._sent_bytes += message_format.sent_bytes
@@ -218,8 +218,8 @@ class GlooSender(ConnectionSender):
         header = Header.of_filler()
         filler = _Buffer(header.head_bytes, pinned=False)
         header.write(filler.bytes, (), b"")
-        works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth)]
-        works += [end.send([filler.whole[0][:1]], end.payload_tag) for size in self._posted.sizes if size]
+        works = [end.send(filler.all_bytes, end.head_tag) for _ in range(end.depth)]
+        works += [end.send([filler.all_bytes[0][:1]], end.payload_tag) for size in self._posted.sizes if size]
         self._unfinished.append((works, None))
 
     def drain(self) -> None:
@@ -248,7 +248,7 @@ class GlooReceiver(ConnectionReceiver):
         assert header.content != FILLER, "a message is expected on a channel whose sender drains"
         begin = header.head_bytes
         if begin > SHORT_BYTES:
-            head = self._receive_rest(buffer.whole[0], begin).numpy().data
+            head = self._receive_rest(buffer.all_bytes[0], begin).numpy().data
         message_format, numbers = self._formats.find(header, head), header.read_numbers(head)
         if begin + message_format.payload_bytes > SHORT_BYTES:
             tensors = message_format.tensors_in(self._receive_payload(message_format.payload_bytes))
@@ -284,7 +284,7 @@ class GlooReceiver(ConnectionReceiver):
             self._post_payload(size)
 
     def _post_head(self, buffer: _Buffer) -> None:
-        self._heads.append((self._endpoint.receive(buffer.whole, self._endpoint.head_tag), buffer))
+        self._heads.append((self._endpoint.receive(buffer.all_bytes, self._endpoint.head_tag), buffer))
 
     def _post_payload(self, size: int) -> None:
         if not size:

@@ -39,8 +39,8 @@ class SendingLink:
         message_format = self._headers.send_on(message, channel)
         for tensor, spec in zip(message.tensors, message_format.specs, strict=True):
             if tensor is not None and spec is not None and spec.begin is None and tensor.numel():
-                sent = _view_as_bytes(tensor)
-                self._unfinished.append((self._communicator.send([sent], self._receiver, 0), sent))
+                data = _view_as_bytes(tensor)
+                self._unfinished.append((self._communicator.send([data], self._receiver, 0), data))
         while self._unfinished and self._unfinished[0][0].is_completed():
             self._unfinished.popleft()
         return message_format.sent_bytes

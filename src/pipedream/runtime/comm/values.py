@@ -171,9 +171,9 @@ def to_device(value: Any, device: torch.device) -> Any:
 def _move_leaf(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, PackedSequence):
         data, sizes, *orders = leaf
-        moved = _move_leaf(data, device), sizes, *[_move_leaf(order, device) for order in orders]
+        fields = _move_leaf(data, device), sizes, *[_move_leaf(order, device) for order in orders]
         # Not by its class, which inspects the tensors: a recorded call may have something else in their place.
-        return tuple.__new__(type(leaf), moved)
+        return tuple.__new__(type(leaf), fields)
     if not isinstance(leaf, torch.Tensor):
         return leaf
     source = leaf.device
@@ -367,8 +367,8 @@ class _Nodes:
         nodes = [self.encode(part) for part in item.values()]
         if drops_opaque and self._opaque_as_none:
             pairs = zip(keys, nodes, item.values(), strict=True)
-            sent = [(key, node) for key, node, part in pairs if part is None or node is not None]
-            keys, nodes = [key for key, _ in sent], [node for _, node in sent]
+            sendable = [(key, node) for key, node, part in pairs if part is None or node is not None]
+            keys, nodes = [key for key, _ in sendable], [node for _, node in sendable]
         return ["d", keys, *nodes]
 
     def _encode_key(self, key: Any) -> Any:

@@ -387,8 +387,8 @@ class Guard:
         )
 
     def _list_ranks_here(self) -> list[int]:
-        here = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]
-        return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
+        ranks = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]
+        return [self._rank, *(rank for rank in ranks if rank or not self._store_is_rank_0s)]
 
     def _end_process(self, verdict: Verdict) -> None:
         """Kills an unresponsive process; ends this one unless the main thread does."""

@@ -152,8 +152,8 @@ def _run_attempts(
             write_lost(folder / str(attempt), lost)
             workers -= len(lost)
             extra_arguments = ["--workers", str(workers)]
-            fewer = "one worker" if len(lost) == 1 else f"{len(lost)} workers"
-            print(f"pipedream: continuing with {fewer} fewer, {workers}, {reason}", file=sys.stderr, flush=True)
+            lost_text = "one worker" if len(lost) == 1 else f"{len(lost)} workers"
+            print(f"pipedream: continuing with {lost_text} fewer, {workers}, {reason}", file=sys.stderr, flush=True)
         else:
             print(outcome.text, file=sys.stderr, flush=True)
             return outcome.status

@@ -71,8 +71,8 @@ class PartsCheck:
         output = map_tensors(output, torch.Tensor.detach)
         if self._left_out is None:
             self._left_out = [
-                each._replace(share=count_share(received, each.leaf, each.value, samples))
-                for each in find_left_out(self._evaluate, output, targets, samples)
+                item._replace(share=count_share(received, item.leaf, item.value, samples))
+                for item in find_left_out(self._evaluate, output, targets, samples)
             ]
             self._first_minibatch = minibatch
             self._ranges = _choose_ranges(received, samples)
@@ -106,9 +106,9 @@ class PartsCheck:
         """Returns whether a part has numbers beyond those before."""
         old_ranges = self._ranges
         tensors = tensors_in(received)
-        for number, (least, most) in old_ranges.items():
-            low, high = _measure_range(tensors[number]) if number < len(tensors) else (least, most)
-            self._ranges = {**self._ranges, number: (min(low, least), max(high, most))}
+        for number, (old_low, old_high) in old_ranges.items():
+            low, high = _measure_range(tensors[number]) if number < len(tensors) else (old_low, old_high)
+            self._ranges = {**self._ranges, number: (min(low, old_low), max(high, old_high))}
         return self._ranges != old_ranges
 
     def _compare(self, output: Any, targets: Any, samples: int) -> bool:
@@ -220,12 +220,12 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
             return []
         for number, leaf in enumerate(tensors_in(targets)):
             for value in MARKS if _may_be_marked(leaf, samples) else ():
-                changed = leaf.clone()
-                changed.view(-1)[: max(1, leaf.numel() // 2)] = value
-                others = map_tensors(targets, partial(_replace, leaf, changed))
+                marked = leaf.clone()
+                marked.view(-1)[: max(1, leaf.numel() // 2)] = value
+                marked_targets = map_tensors(targets, partial(_replace, leaf, marked))
                 try:
-                    second = float(evaluate(output, others))
-                    joined = float(evaluate(doubled_output, _join(targets, others, samples)))
+                    second = float(evaluate(output, marked_targets))
+                    joined = float(evaluate(doubled_output, _join(targets, marked_targets, samples)))
                 except Exception:  # the loss does not know the value
                     continue
                 if math.isfinite(joined) and not is_close(joined, (first + second) / 2, tolerance):

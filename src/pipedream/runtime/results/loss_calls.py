@@ -63,8 +63,8 @@ class Amounts(NamedTuple):
         if not own_amount or not other_amount:
             return True
 
-        def has_ratio(here: float, there: float) -> bool:
-            return abs(here / own_amount - there / other_amount) <= 1e-9 * here / own_amount
+        def has_ratio(value: float, other_value: float) -> bool:
+            return abs(value / own_amount - other_value / other_amount) <= 1e-9 * value / own_amount
 
         if not all(map(has_ratio, self.values, other.values)):
             return False

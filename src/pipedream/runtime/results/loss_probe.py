@@ -49,10 +49,10 @@ def probe_weight(
     except RuntimeError:  # a forward may take derivatives
         weight = _compare_parts(evaluate, batch, make_parts, samples, sizes)
     if weight == LossWeight.SAMPLES:
-        for changed in _change_equal_inputs(batch, samples):
+        for changed_batch in _change_equal_inputs(batch, samples):
             with suppress(Exception), torch.no_grad():  # it does not take this input
-                parts = partial(split, changed, samples, sizes)
-                if _compare_parts(evaluate, changed, parts, samples, sizes) == LossWeight.OTHER:
+                parts = partial(split, changed_batch, samples, sizes)
+                if _compare_parts(evaluate, changed_batch, parts, samples, sizes) == LossWeight.OTHER:
                     return LossWeight.OTHER
     return weight
 
@@ -112,10 +112,10 @@ def _change_equal_inputs(batch: Any, samples: int) -> Iterator[Any]:
             or not (tensor.is_floating_point() or abs(float(value)) <= 1)
         ):
             continue
-        changed = tensor.detach().clone()
-        first = changed[0].view(-1) if changed.ndim > 1 else changed[:1]
+        changed_tensor = tensor.detach().clone()
+        first = changed_tensor[0].view(-1) if changed_tensor.ndim > 1 else changed_tensor[:1]
         first[len(first) // 2 :] = other
-        yield map_tensors(batch, lambda leaf: leaf, replaced={id(tensor): changed})
+        yield map_tensors(batch, lambda leaf: leaf, replaced={id(tensor): changed_tensor})
 
 
 def _evaluate_loss(

@@ -186,9 +186,9 @@ class Loss:
             self._first_part = first = minibatch, amounts
         per_sample_before, per_sample = (max(part.full, default=0.0) / part.samples for part in (first[1], amounts))
         if not first[1].fits(amounts) or abs(per_sample_before - per_sample) > 1e-9 * per_sample_before:
-            here, before = (", ".join(f"{v:g}" for v in each.values) for each in (amounts, first[1]))
+            text, first_text = (", ".join(f"{v:g}" for v in part.values) for part in (amounts, first[1]))
             raise ValueError(
-                f"the loss is a mean over {here} in a part of {samples} samples, and over {before} in a part of "
+                f"the loss is a mean over {text} in a part of {samples} samples, and over {first_text} in a part of "
                 f"{first[1].samples} of the same minibatch, so that its parts do not count by their samples; "
                 f"{WEIGHT_ADVICE}"
             )
@@ -249,8 +249,8 @@ class Loss:
             return _call_function(self.function, "loss", output, batch)
         loss = find_loss(output)
         if loss is None:
-            what = type(output).__name__
-            raise TypeError(f"loss=None needs a model whose output has .loss, but the output is a {what}; give a loss")
+            kind = type(output).__name__
+            raise TypeError(f"loss=None needs a model whose output has .loss, but the output is a {kind}; give a loss")
         return loss
 
     @staticmethod

@@ -115,13 +115,13 @@ def keep_freed_memory(peak_bytes: int = 0, free_bytes: int = sys.maxsize) -> Non
 def tensor_bytes(*roots: Any) -> int:
     """Returns the bytes of the tensors that objects of the runtime, their modules and optimizers hold."""
     storages: dict[int, int] = {}
-    seen: set[int] = set()
+    visited_ids: set[int] = set()
     to_visit = deque(roots)
     while to_visit:
         item = to_visit.pop()
-        if id(item) in seen:
+        if id(item) in visited_ids:
             continue
-        seen.add(id(item))
+        visited_ids.add(id(item))
         if isinstance(item, torch.Tensor):
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
             to_visit.append(item.grad if item.is_leaf else None)
@@ -150,10 +150,10 @@ class _Heap(ctypes.Structure):
 
 def _read_heap_bytes() -> int:
     """Returns the bytes that malloc has allocated, in its heaps and as separate maps; 0 without glibc 2.33."""
-    read = _find_heap_reader()
-    if read is None:
+    read_heap = _find_heap_reader()
+    if read_heap is None:
         return 0
-    heap = read()
+    heap = read_heap()
     return int(heap.used_bytes + heap.map_bytes)
 
 
@@ -168,6 +168,6 @@ def _find_heap_reader() -> Any:
 @cache
 def _heap_has_tensors() -> bool:
     """Returns whether torch's memory is in the heap that is read; False if another malloc was loaded first."""
-    before = _read_heap_bytes()
+    old_bytes = _read_heap_bytes()
     block = torch.empty(1 << 20, dtype=torch.uint8)
-    return _read_heap_bytes() - before >= block.numel()
+    return _read_heap_bytes() - old_bytes >= block.numel()

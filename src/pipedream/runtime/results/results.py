@@ -4,7 +4,7 @@ A rank reads a minibatch's sums when its own weights contain the minibatch, long
 rank waits for them. They travel with the gradients of the minibatch's last microbatch, from stage to stage; a rank that
 does not get these gradients, because another replica does, receives a separate message.
 
-Losses on a GPU are read one minibatch of their rank later (`late`), those of an evaluation at its end, so that no
+Losses on a GPU are read one minibatch of their rank later (`reads_late`), those of an evaluation at its end, so that no
 worker waits for its GPU.
 """
 
@@ -136,7 +136,7 @@ class Results:
         senders: by rank, at the last stage.
         receivers: by rank of the last stage.
         raises_on_nan: whether a loss that is nan raises an error in training.
-        late: losses are read once the rank has computed those of its next minibatch, or at the end of an evaluation.
+        reads_late: losses are read once the rank has computed its next minibatch's, or at the end of an evaluation.
         process: this rank among all ranks of the job, for errors; by default `rank`.
 
     Attributes:
@@ -153,7 +153,7 @@ class Results:
         metrics: Sequence[str],
         *,
         raises_on_nan: bool = False,
-        late: bool = False,
+        reads_late: bool = False,
         process: int | None = None,
     ) -> None:
         self._rank = rank
@@ -165,7 +165,7 @@ class Results:
         self.receivers = receivers
         self._metrics = tuple(metrics)
         self.raises_on_nan = raises_on_nan
-        self._late = late
+        self._reads_late = reads_late
         self.where: Callable[[], str] = lambda: "the start"
         self._reached_ranks: dict[int, frozenset[int]] = {}
         self.begin()
@@ -173,7 +173,7 @@ class Results:
     def begin(self, microbatches: int = 0) -> None:
         """Begins a stream. `microbatches`: of a minibatch; 0 without backwards."""
         self._split = microbatches
-        self.delay = max(1, -(-len(self._last_stage_ranks) // microbatches)) if self._late and microbatches else 0
+        self.delay = max(1, -(-len(self._last_stage_ranks) // microbatches)) if self._reads_late and microbatches else 0
         self._open_sums: dict[int, MinibatchSums] = {}
         self._unsent: tuple[int, MinibatchSums] | None = None
         self._parts: dict[tuple[int, int], MinibatchSums] = {}
@@ -198,7 +198,7 @@ class Results:
         sums.samples += message.samples
         if self.delay:
             sums.unread.append(scores)
-        elif self._late:  # copied: a metric may write into its tensor until the evaluation's end
+        elif self._reads_late:  # copied: a metric may write into its tensor until the evaluation's end
             sums.unread.append([(v.clone() if isinstance(v, torch.Tensor) else v, factor) for v, factor in scores])
         else:
             self._add(sums, [float(value) * factor for value, factor in scores])
@@ -206,7 +206,7 @@ class Results:
     def complete(self, key: int, index: int = 0) -> None:
         """Ends a minibatch after its last forward here, of microbatch `index`; with a delay, sends the previous one."""
         sums = self._open_sums.pop(key, None) or MinibatchSums(numbers=[0.0] * len(self.zeros))
-        if self._late:
+        if self._reads_late:
             sums.begin_reading()
         if not self.delay:
             self._send(key, sums, index)

@@ -239,7 +239,7 @@ class Checkpointer:
         """Returns parts of tensors, read from this machine's files or received from ranks that have the files."""
         missing_files = folders.find_file_problems(path, manifest)
         shares = pieces.list_shares(manifest, boxes)
-        here = [share for share in shares if share.stored_in(manifest).file not in missing_files]
+        local_shares = [share for share in shares if share.stored_in(manifest).file not in missing_files]
         missing = [
             (name, number, [(side.start, side.stop) for side in box])
             for name, number, box in (share for share in shares if share.stored_in(manifest).file in missing_files)
@@ -251,7 +251,7 @@ class Checkpointer:
         ]
         requested = {share for _, share in requests if self._find_owner(manifest, share) == self._local.rank}
 
-        parts = self._run_on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*here, *requested})))
+        parts = self._run_on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*local_shares, *requested})))
         for rank, share in requests:
             owner = self._find_owner(manifest, share)
             if rank == self._local.rank:
@@ -317,13 +317,13 @@ class Checkpointer:
     def _find_tensors_to_load(self, manifest: Checkpoint) -> Iterable[str]:
         state = named_state(self._model)
         saved = self._model.state_dict(keep_vars=True)
-        for name in (name for names in self._names.by_stage for name in names if name in self._names.here):
+        for name in (name for names in self._names.by_stage for name in names if name in self._names.local):
             # A buffer that is not part of state dicts may be missing; it keeps its value.
             if name in state and (name in saved or f"model/{name}" in manifest.tensors):
                 yield f"model/{name}"
         trained = {name for _, stage_state in self._local.stage_states for name in stage_state.optimizer.named}
         # A shared weight is saved under its first name, perhaps of a layer elsewhere.
-        yield from (f"model/{name}" for name in trained - self._names.here if f"model/{name}" in manifest.tensors)
+        yield from (f"model/{name}" for name in trained - self._names.local if f"model/{name}" in manifest.tensors)
         yield from (name for name in self._loss if name in manifest.tensors)
         yield from (f"model/{name}" for name in self._names.unused if f"model/{name}" in manifest.tensors)
         same = _has_same_replicas(self._program, manifest)

@@ -90,14 +90,14 @@ class Comparer:
         return tuple(number / factor if factor else number for number in self._fingerprint(tensor))
 
     def compare_values(
-        self, stage: int, what: str, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
+        self, stage: int, kind: str, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
     ) -> None:
         """Compares tensors that a stage sends with those that its layers compute from the same input."""
         for number, pair in enumerate(zip(expected, actual, strict=False)):
             layers, pipeline = (self.fingerprint(tensor.detach()) for tensor in pair)
             if not is_close(layers, pipeline, self.reference.tolerance):
                 raise self.make_error(
-                    f"for its first microbatch stage {stage} has another {what} {number} than its layers give for the "
+                    f"for its first microbatch stage {stage} has another {kind} {number} than its layers give for the "
                     f"same input ({format_fingerprint(pipeline)} in the pipeline, {format_fingerprint(layers)} by the "
                     f"layers); {_CAUSES}"
                 )

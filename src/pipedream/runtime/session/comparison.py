@@ -133,8 +133,8 @@ class Comparison:
         local, placement = self._local, self._local.program.placement
         if local.rank == 0:
             is_compared = not (local.shardings or self._has_weights_elsewhere)
-            how = "compared stage by stage" if is_compared else "not compared with the model's own"
-            _log.warning("the first minibatch is %s: the whole model does not fit the worker that reads it", how)
+            outcome = "compared stage by stage" if is_compared else "not compared with the model's own"
+            _log.warning("the first minibatch is %s: the whole model does not fit the worker that reads it", outcome)
         if local.shardings or self._has_weights_elsewhere:
             return
         for stage, replica in placement.stage_replicas(local.worker_rank):
@@ -210,8 +210,8 @@ class StageCheck(StageObserver):
         if self._is_whole_update or index or not factor:
             return
         by_index = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None} | self._ready_gradients
-        named = {name: by_index.get(i) for i, name in enumerate(self._names)}
-        self._run.comparer.compare_gradients(self._stage, named, factor)
+        by_name = {name: by_index.get(i) for i, name in enumerate(self._names)}
+        self._run.comparer.compare_gradients(self._stage, by_name, factor)
         self._ready_gradients.clear()
 
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:

@@ -39,13 +39,13 @@ class ModelNames:
         by_stage: of each stage.
         shared: name -> all names of the same tensor.
         unused: of those that no stage reads; at rank 0 only.
-        here: of this process's stages.
+        local: of this process's stages.
     """
 
     by_stage: list[list[str]]
     shared: dict[str, tuple[str, ...]]
     unused: list[str]
-    here: set[str] = field(default_factory=set)
+    local: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, model: nn.Module, graph: LayerGraph, blueprint: Blueprint, rank: int) -> ModelNames:
@@ -57,7 +57,7 @@ class ModelNames:
 
     def loaded_from(self, state: Mapping[str, object]) -> set[str]:
         """Returns the names that this process takes from a state."""
-        return self.here | (set(self.unused) & set(state))
+        return self.local | (set(self.unused) & set(state))
 
 
 @dataclass
@@ -199,21 +199,21 @@ class LocalWorkers:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers of this process's stages."""
-        return {name: tensor for name, tensor in named_state(self.model).items() if name in self.names.here}
+        return {name: tensor for name, tensor in named_state(self.model).items() if name in self.names.local}
 
     def collect_tensors(self, local_tensors: Mapping[str, torch.Tensor], to: int = 0) -> dict[str, torch.Tensor]:
         """Returns the whole tensors of all stages at the first rank of worker `to`; every rank calls it."""
         leaders = None if self.connections is None else self.connections.leaders
         is_first = not self.distributed or leaders is not None
         if self.shardings:
-            local_tensors = self._gather(local_tensors, keeps=is_first)
+            local_tensors = self._gather(local_tensors, keep=is_first)
         if not is_first:
             return {}
         state, placement = named_state(self.model), self.program.placement
         return parameters.collect(local_tensors, state, self.names.by_stage, placement, self.worker_rank, leaders, to)
 
-    def _gather(self, parts: Mapping[str, torch.Tensor], *, keeps: bool) -> dict[str, torch.Tensor]:
-        """Returns tensors joined from the parts of this worker's ranks, on the CPU; an empty dict without `keeps`.
+    def _gather(self, parts: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+        """Returns tensors joined from the parts of this worker's ranks, on the CPU; an empty dict without `keep`.
 
         One at a time is whole on the device: a stage may fit only because it is sharded.
         """
@@ -221,6 +221,6 @@ class LocalWorkers:
         for name, tensor in parts.items():
             for sharding in self.shardings.values():
                 tensor = sharding.gather(self.names.shared.get(name, (name,)), tensor)
-            if keeps:
+            if keep:
                 gathered[name] = tensor.cpu()
         return gathered

@@ -49,8 +49,8 @@ class ClockOffset:
 
     def to_rank_0(self, seconds: Sequence[float]) -> list[float]:
         """Converts seconds of this process's clock to rank 0's."""
-        at, offsets = zip(*self._measured, strict=True)
-        moments: list[float] = (np.asarray(seconds) + np.interp(seconds, at, offsets)).tolist()
+        times_s, offsets = zip(*self._measured, strict=True)
+        moments: list[float] = (np.asarray(seconds) + np.interp(seconds, times_s, offsets)).tolist()
         return moments
 
 

@@ -105,12 +105,12 @@ class _ModelRunner:
         self._autocast = autocast
         self._dtypes = set() if autocast is None else {autocast}  # floating-point dtypes that were computed with
 
-    def restoring_state(self, values: Mapping[str, torch.Tensor], **how: bool) -> AbstractContextManager[Any]:
+    def restoring_state(self, values: Mapping[str, torch.Tensor], **options: bool) -> AbstractContextManager[Any]:
         """Context in which `values` are the model's missing weights; restores model, loss and generators after it."""
         buffers = dict(self.plain.model.named_buffers(remove_duplicate=False))
         copies = {id(value): value.clone() for name, value in values.items() if name in buffers}  # runs write buffers
         values = {name: copies.get(id(value), value) for name, value in values.items()}
-        return self.plain.restoring_state(values, [self.loss.function, *self.modules_of_loss], **how)
+        return self.plain.restoring_state(values, [self.loss.function, *self.modules_of_loss], **options)
 
     def run(
         self, parts: Sequence[tuple[Message, Message]], *, backward: bool, messages: Messages | None = None

@@ -185,9 +185,9 @@ def _check_activations(local: LocalWorkers) -> None:
 
 def _build_all(local: LocalWorkers, weights: Weights) -> None:
     blueprint, model, names = local.blueprint, local.model, local.names
-    names.here = {name for stage_names in names.by_stage for name in stage_names}
+    names.local = {name for stage_names in names.by_stage for name in stage_names}
     _read_weights(local, weights)
-    materialise(model, names.here, blueprint.weights_device, blueprint.settings.seed)
+    materialise(model, names.local, blueprint.weights_device, blueprint.settings.seed)
     local.store = HostStore(None, blueprint.device, blueprint.placement.workers)
     trained = [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
     local.workers = make_local_workers(blueprint, trained, local.store)
@@ -265,11 +265,11 @@ def _connect(local: LocalWorkers, processes: int) -> Connections:
 def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connections, weights: Weights) -> Worker:
     blueprint, model, by_stage = local.blueprint, local.model, local.names.by_stage
     local_stages = [stage for stage, _ in blueprint.placement.stage_replicas(local.worker_rank)]
-    local.names.here = {name for stage in local_stages for name in by_stage[stage]}
+    local.names.local = {name for stage in local_stages for name in by_stage[stage]}
     _fill_initial_values(local, connections, weights)
     # First: once foreign parameters are dropped, layers of different stages no longer share them.
     remote_forwards = _take_remote_forwards(local)
-    parameters.drop_foreign(model, local.names.here | set(local.names.unused))
+    parameters.drop_foreign(model, local.names.local | set(local.names.unused))
     for remote_forward in remote_forwards.values():
         remote_forward.drop_tensors()
     trained = {stage: parameters.select_trained(model, by_stage[stage]) for stage in local_stages}
@@ -296,17 +296,17 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
     on_meta = {name for name, tensor in named_state(model).items() if tensor.is_meta}
     # Rank 0's model decides: each owner draws what rank 0 has on the meta device, and receives the rest from it.
     drawn = set(json.loads(broadcast_text(json.dumps(sorted(on_meta)), connections.everyone)))
-    read: set[str] = set()
+    loaded: set[str] = set()
     failure: PipelineError | None = None
     try:
-        read = _read_weights(local, weights)
-        if unmatched := sorted(drawn & names.here - on_meta - read):
+        loaded = _read_weights(local, weights)
+        if unmatched := sorted(drawn & names.local - on_meta - loaded):
             raise CaptureError(
                 f"{unmatched[0]!r} is on the meta device at rank 0 and has values at rank {local.rank}; give every "
                 "rank the same model, or the values to rank 0"
             )
-        to_receive = on_meta - drawn - read
-        materialise(model, names.here - to_receive, blueprint.weights_device, blueprint.settings.seed)
+        to_receive = on_meta - drawn - loaded
+        materialise(model, names.local - to_receive, blueprint.weights_device, blueprint.settings.seed)
     except PipelineError as error:
         failure = error
     # All ranks stop if one has failed; otherwise they would wait for its values.
@@ -316,10 +316,10 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
     placement, rank = blueprint.placement, local.worker_rank
     with peers_may_end():
         if connections.leaders is None:  # the worker's first rank receives them, and shares them later
-            parameters.allocate(model, to_receive & names.here, blueprint.weights_device)
+            parameters.allocate(model, to_receive & names.local, blueprint.weights_device)
         else:
             parameters.share_initial(
-                model, names.by_stage, placement, rank, connections.leaders, drawn | read, blueprint.weights_device
+                model, names.by_stage, placement, rank, connections.leaders, drawn | loaded, blueprint.weights_device
             )
         broadcast_tied(model, blueprint.tied, connections.holders, placement, rank)
 

@@ -46,7 +46,7 @@ def collect_state_dict(local: LocalWorkers, ema: bool = False, predicted: bool =
         aliases = {
             name: (name, *local.names.shared.get(saved_name, (saved_name,))) for name, saved_name in saved_names.items()
         }
-        sources = {name: next((alias for alias in each if alias in state_dict), "") for name, each in aliases.items()}
+        sources = {name: next((alias for alias in names if alias in state_dict), "") for name, names in aliases.items()}
         return {name: state_dict[source] for name, source in sources.items() if source}
 
 
@@ -66,12 +66,12 @@ def save_pretrained(local: LocalWorkers, folder: Path, ema: bool, predicted: boo
 
 def load_state_dict(local: LocalWorkers, state: Mapping[str, torch.Tensor]) -> None:
     """Loads this process's part of the whole state."""
-    names, here = local.names.shared, local.names.loaded_from(state)
+    names, loaded = local.names.shared, local.names.loaded_from(state)
     for sharding in local.shardings.values():
         tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
         sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
         state = {**state, **{n: sharding.take_part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
-    parameters.load(local.model, state, here, names, local.blueprint.weights_device)
+    parameters.load(local.model, state, loaded, names, local.blueprint.weights_device)
     for key, module in find_modules_by_key(local.model).items():
         if key in state:
             module.set_extra_state(state[key])
@@ -93,8 +93,8 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
             source = stage_state if first_worker is None else first_worker.stage_states[stage]
             if source is not stage_state:
                 with torch.no_grad():
-                    for here, there in zip(_list_tensors(stage_state), _list_tensors(source), strict=True):
-                        here.copy_(there)
+                    for tensor, first in zip(_list_tensors(stage_state), _list_tensors(source), strict=True):
+                        tensor.copy_(first)
             for name in list_copies(stage_state):
                 stage_state.versions.handles[name].data.copy_(stage_state.module.handles[name].detach())
 

@@ -66,12 +66,12 @@ def make_emulated_optimizer(
 ) -> Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
     """Returns the factory of optimizers whose steps wait for the planned time."""
 
-    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        numbers = {int(name.split(".")[0].removeprefix("stage")) for name, _ in named}
+    def make(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        numbers = {int(name.split(".")[0].removeprefix("stage")) for name, _ in parameters}
         seconds = sum(
             stages[number].update_s - stages[number].copy_s for number in numbers
         )  # the runtime really copies
-        return EmulatedOptimizer([parameter for _, parameter in named], seconds)
+        return EmulatedOptimizer([parameter for _, parameter in parameters], seconds)
 
     return make
 

@@ -106,8 +106,8 @@ class OtherGenerators:
             return
         name, layer = self._layers[0]
         with seeded_rng(layer_seed(self._seed, microbatch, name), self._own_generators):
-            before = RngStates.read().to_json()
+            old = RngStates.read().to_json()
             yield
             if layer.training and not self._own_generators:
-                after = RngStates.read().to_json()
-                self.may_draw = any(before[kind] != after[kind] for kind in ("python", "numpy") if kind in before)
+                new = RngStates.read().to_json()
+                self.may_draw = any(old[kind] != new[kind] for kind in ("python", "numpy") if kind in old)

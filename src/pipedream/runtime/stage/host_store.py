@@ -391,8 +391,8 @@ class HostVersions(Versions):
         return super()._make_leaf(name, handle)
 
     def make_storage(self) -> WeightSet:
-        used = {self._numbers[id(weights)] for weights in self._all_sets}
-        number = next(number for number in range(len(self._stored.sets)) if number not in used)
+        used_numbers = {self._numbers[id(weights)] for weights in self._all_sets}
+        number = next(number for number in range(len(self._stored.sets)) if number not in used_numbers)
         leaves, _ = self._layout.view_set(self._stored.sets[number])
         weights = self._make_set(-1, {name: leaf.requires_grad_() for name, leaf in leaves.items()})
         self._numbers[id(weights)] = number
@@ -511,8 +511,8 @@ class RemoteForward:
         """Raises an `AssertionError`: a forward is recomputed only on the stage's own rank."""
         raise AssertionError(f"the forward of microbatch {saved.microbatch} was to be recomputed on a remote rank")
 
-    def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
-        return self.module.forward(value, read.leaves, microbatch, first)
+    def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
+        return self.module.forward(value, weights.leaves, microbatch, first)
 
     def forward_context(self) -> AbstractContextManager[None]:
         return self.layout.installed(self._untrained)

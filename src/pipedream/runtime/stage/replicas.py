@@ -104,15 +104,15 @@ class CopiedAttributes:
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         """Context of a forward."""
-        for number, (module, copied, seen) in enumerate(self._pairs):
+        for number, (module, copied, copied_values) in enumerate(self._pairs):
             for name, value in _read_plain(module).items():
-                if seen.get(name, _ABSENT) != value and (number, name) not in self._moving:
-                    copied.__dict__[name] = seen[name] = value
-        before = [_read_plain(copied) for _, copied, _ in self._pairs]
+                if copied_values.get(name, _ABSENT) != value and (number, name) not in self._moving:
+                    copied.__dict__[name] = copied_values[name] = value
+        old = [_read_plain(copied) for _, copied, _ in self._pairs]
         yield
         for number, (_, copied, _) in enumerate(self._pairs):
-            after = _read_plain(copied)
-            self._moving.update((number, name) for name in after if after[name] != before[number].get(name, _ABSENT))
+            new = _read_plain(copied)
+            self._moving.update((number, name) for name in new if new[name] != old[number].get(name, _ABSENT))
 
 
 _ABSENT = object()

@@ -59,13 +59,13 @@ class SavedTensorHooks:
     def switch_to(self, redirects: bool) -> None:
         self.redirects = redirects
 
-    def run(self, layers: Callable[[], Any], value: Any, read: WeightSet) -> Any:
+    def run(self, layers: Callable[[], Any], value: Any, weights: WeightSet) -> Any:
         """Runs the layers. Raises a `ScheduleError` as `watching` does, or if a layer saves tensors in its own way
         (checkpointing, offloading) or a function keeps a weight that cannot be redirected.
         """
         is_checked = self._checked and (self._redirect_checked or not self.redirects)
         try:
-            with self.watching(value, read) as tracker:
+            with self.watching(value, weights) as tracker:
                 output = layers()
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -76,11 +76,11 @@ class SavedTensorHooks:
             ) from error
         if not is_checked:
             self._redirect_checked = self.redirects
-            self._check_graph(tensors_in(output), _WeightLocator(read.leaves if self.redirects else {}), tracker)
+            self._check_graph(tensors_in(output), _WeightLocator(weights.leaves if self.redirects else {}), tracker)
         return output
 
     @contextmanager
-    def watching(self, value: Any, read: WeightSet) -> Iterator[_DataflowTracker | None]:
+    def watching(self, value: Any, weights: WeightSet) -> Iterator[_DataflowTracker | None]:
         """Context in which the layers run; the first one yields a tracker of what tensors are computed from.
 
         Raises:
@@ -90,8 +90,8 @@ class SavedTensorHooks:
         if self._checked and not self.redirects:
             yield None
             return
-        tracker = None if self._checked else _DataflowTracker(read.leaves, tensors_in(value))
-        locator = _WeightLocator(read.leaves if self.redirects else {})
+        tracker = None if self._checked else _DataflowTracker(weights.leaves, tensors_in(value))
+        locator = _WeightLocator(weights.leaves if self.redirects else {})
 
         wrap_other = find_offload_hook() or SavedTensor
 
@@ -183,10 +183,10 @@ class _WeightLocator:
         saved, tensor = tensor, local_part(tensor)
         for name, leaf in owners:
             offset = int(tensor.storage_offset() - leaf.storage_offset())
-            inside = offset >= 0 and offset + _count_elements_spanned(tensor) <= _count_elements_spanned(leaf)
+            lies_within = offset >= 0 and offset + _count_elements_spanned(tensor) <= _count_elements_spanned(leaf)
             same_kind = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
             # A weight with holes is dense in the other sets.
-            if inside and same_kind and _count_elements_spanned(leaf) == leaf.numel():
+            if lies_within and same_kind and _count_elements_spanned(leaf) == leaf.numel():
                 spec = None if saved is tensor else spec_of(saved)
                 return _WeightSlice(name, tensor.size(), tensor.stride(), offset, spec)
         raise ScheduleError(
@@ -205,12 +205,12 @@ def _quote(owners: Iterable[tuple[str, Any]]) -> str:
 
 def _walk_nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
     to_visit = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(to_visit)
+    visited = set(to_visit)
     while to_visit:
         node = to_visit.pop()
         yield node
-        children = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= children
+        children = {child for child, _ in node.next_functions if child is not None} - visited
+        visited |= children
         to_visit += children
 
 
@@ -248,13 +248,13 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origins |= dict.fromkeys(self._weights.get(address, ()), name.removeprefix("aten::")) | self._origins.get(
                 address, {}
             )
-        named = zip(args, func._schema.arguments, strict=False)
-        changed = [
-            value for value, argument in named if argument.alias_info is not None and argument.alias_info.is_write
+        named_args = zip(args, func._schema.arguments, strict=False)
+        written_args = [
+            value for value, argument in named_args if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        written = [item for item in tree_leaves((result, changed)) if isinstance(item, torch.Tensor)]
+        written_tensors = [item for item in tree_leaves((result, written_args)) if isinstance(item, torch.Tensor)]
         is_activation = any(address in self._activations for address in read_addresses)
-        for item in written:
+        for item in written_tensors:
             address = _find_address(item)
             if address in self._weights:
                 continue

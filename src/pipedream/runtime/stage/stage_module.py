@@ -451,12 +451,12 @@ def _skip_flattening() -> None:
     pass
 
 
-def _check_storages(before: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> None:
+def _check_storages(old_storages: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> None:
     """Raises a `CaptureError` if the forward has moved a weight, which updates would then not reach."""
-    moved = [name for name, storage in _list_storages(leaves).items() if before[name] != storage]
-    if moved:
+    moved_names = [name for name, storage in _list_storages(leaves).items() if old_storages[name] != storage]
+    if moved_names:
         raise CaptureError(
-            f"the forward moves the weight {moved[0]!r} to other memory (by weight.data = ..., or by a function "
+            f"the forward moves the weight {moved_names[0]!r} to other memory (by weight.data = ..., or by a function "
             "that flattens weights), where no update would reach it; move it before training, not in the forward"
         )
 

@@ -389,14 +389,14 @@ class WeightChoice:
         """Returns the weights for a forward; `release` follows its backward."""
         return self._versions.read(version)
 
-    def choose_for_backward(self, read: WeightSet) -> WeightSet:
-        return read
+    def choose_for_backward(self, weights: WeightSet) -> WeightSet:
+        return weights
 
-    def backward_version(self, read: WeightSet) -> int:
-        return read.version
+    def backward_version(self, weights: WeightSet) -> int:
+        return weights.version
 
-    def release(self, read: WeightSet) -> None:
-        self._versions.release(read)
+    def release(self, weights: WeightSet) -> None:
+        self._versions.release(weights)
 
 
 class _NewerChoice(WeightChoice):
@@ -406,10 +406,10 @@ class _NewerChoice(WeightChoice):
         super().__init__(versions)
         self._reader = reader
 
-    def choose_for_backward(self, read: WeightSet) -> WeightSet:
-        return self._versions.peek() if self._reader is None else self._reader(read)
+    def choose_for_backward(self, weights: WeightSet) -> WeightSet:
+        return self._versions.peek() if self._reader is None else self._reader(weights)
 
-    def backward_version(self, read: WeightSet) -> int:
+    def backward_version(self, weights: WeightSet) -> int:
         return self._versions.newest
 
 
@@ -421,7 +421,7 @@ class _PassingChoice(_NewerChoice):
     def read(self, version: int) -> WeightSet:
         return self._versions.peek(version)
 
-    def release(self, read: WeightSet) -> None:
+    def release(self, weights: WeightSet) -> None:
         """Does nothing."""
 
 

@@ -53,7 +53,7 @@ class WeightAverage:
         return {f"weights/{name}": handle.detach() for name, handle in self._handles.items()}
 
     @property
-    def shown(self) -> NamedTensors:
+    def tensors(self) -> NamedTensors:
         """This replica's tensors, or the common ones in their place."""
         return self._weights | {f"ema/{name}": average for name, average in self._ema.items()}
 
@@ -75,13 +75,13 @@ class WeightAverage:
     def show_common(self) -> Waiting[None]:
         if self.local:
             return
-        shown = self.shown
-        self.local = {name: tensor.clone() for name, tensor in shown.items()}
-        differing = shown if self.updates else {name: tensor for name, tensor in shown.items() if name[:4] == "ema/"}
-        _copy(shown, self._find_common((yield from self._average(differing))))
+        values = self.tensors
+        self.local = {name: tensor.clone() for name, tensor in values.items()}
+        differing = values if self.updates else {name: tensor for name, tensor in values.items() if name[:4] == "ema/"}
+        _copy(values, self._find_common((yield from self._average(differing))))
 
     def show_local(self) -> None:
-        _copy(self.shown, self.local)
+        _copy(self.tensors, self.local)
         self.local = {}
 
     def adopt(self) -> None:
@@ -98,7 +98,7 @@ class WeightAverage:
         """
         self.adopt()
         self.updates = updates
-        self.local = {name: local[name].clone() for name in self.shown if name in local}
+        self.local = {name: local[name].clone() for name in self.tensors if name in local}
 
     def _average(self, tensors: NamedTensors) -> Waiting[NamedTensors]:
         sums = yield from all_reduce_many(self._group, list(tensors.values()))

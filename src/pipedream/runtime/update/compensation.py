@@ -89,7 +89,7 @@ class Compensator:
     @property
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """What checkpoints save: name of a parameter -> tensors."""
-        return {name: kept | self._sides[name] for name, kept in self._state.items()}
+        return {name: tensors | self._sides[name] for name, tensors in self._state.items()}
 
     @property
     def needs_read_weights(self) -> bool:
@@ -166,7 +166,7 @@ class Compensator:
         handle = self._handles[name]
         sides = {side: saved[side].to(handle.device, copy=True) for side in ("left", "right") if side in saved}
         shapes = {} if self._rotation is None else self._rotation.kept_shapes(handle.shape)
-        if {side: tuple(kept.shape) for side, kept in sides.items()} == shapes:
+        if {side: tuple(matrix.shape) for side, matrix in sides.items()} == shapes:
             self._sides[name] |= sides
         elif sides:
             moments = {n: t for n, t in self._optimizer.state.get(handle, {}).items() if torch.is_tensor(t) and t.dim()}
@@ -197,13 +197,13 @@ class Compensator:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
             a, b = kind.coefficients(group["momentum"], self._staleness)
-            moved = [handle for handle in group["params"] if handle.grad is not None]
-            if not moved:
+            handles = [handle for handle in group["params"] if handle.grad is not None]
+            if not handles:
                 continue
-            weights = [handle.detach() for handle in moved]
-            velocities = [self._optimizer.state[handle]["momentum_buffer"] for handle in moved]
+            weights = [handle.detach() for handle in handles]
+            velocities = [self._optimizer.state[handle]["momentum_buffer"] for handle in handles]
             if b:
-                directions = [handle.grad for handle in moved]
+                directions = [handle.grad for handle in handles]
                 if group["weight_decay"]:
                     torch._foreach_add_(directions, weights, alpha=float(group["weight_decay"]))
                 if b != 1.0:
@@ -212,7 +212,7 @@ class Compensator:
             else:
                 directions = velocities
             torch._foreach_add_(weights, directions, alpha=-float(rate))
-            self._track_usual_step(moved, velocities, float(rate))
+            self._track_usual_step(handles, velocities, float(rate))
 
     def _step_and_track(self) -> None:
         handles = list(self._handles.values())
@@ -234,9 +234,9 @@ class Compensator:
             update_by_id = {id(handle): update for handle, update in zip(handles, updates, strict=True)}
             for group in self._optimizer.param_groups:
                 rate = float(group["lr"])
-                moved = [handle for handle in group["params"] if id(handle) in update_by_id]
+                stepped = [handle for handle in group["params"] if id(handle) in update_by_id]
                 if rate:
-                    self._track_usual_step(moved, [update_by_id[id(handle)] / rate for handle in moved], rate)
+                    self._track_usual_step(stepped, [update_by_id[id(handle)] / rate for handle in stepped], rate)
 
     def _track_usual_step(
         self, handles: Sequence[torch.nn.Parameter], steps: Sequence[torch.Tensor], rate: float

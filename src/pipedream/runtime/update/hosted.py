@@ -79,7 +79,7 @@ def _is_on_device(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
 
 
-def _make_like(handle: torch.nn.Parameter, place: torch.Tensor) -> torch.nn.Parameter:
-    copy: torch.nn.Parameter = torch.Tensor._make_subclass(type(handle), place, handle.requires_grad)
+def _make_like(handle: torch.nn.Parameter, tensor: torch.Tensor) -> torch.nn.Parameter:
+    copy: torch.nn.Parameter = torch.Tensor._make_subclass(type(handle), tensor, handle.requires_grad)
     copy.__dict__.update(handle.__dict__)
     return copy

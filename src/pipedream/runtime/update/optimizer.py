@@ -93,11 +93,11 @@ class Gradients:
         if self._ready is not None:
             self._ready.synchronize()
             self._ready = None
-        taken = (self._sums, self.loss_weight, self.count)
+        result = (self._sums, self.loss_weight, self.count)
         self._sums = [None] * len(self._dtypes)
         self.loss_weight = 0.0
         self.count = 0
-        return taken
+        return result
 
 
 class ReducedGradients(NamedTuple):
@@ -170,15 +170,15 @@ class Optimizer:
         self._handles = list(handles.values())
         self._names = list(handles)
         # A stage without weights still has the common clock and learning rate.
-        named = list(self.stepped.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
+        pairs = list(self.stepped.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         try:
-            self.optimizer = optimizer(named)
+            self.optimizer = optimizer(pairs)
         except ValueError as error:
             if "empty parameter list" not in str(error):
                 raise
             raise ScheduleError(
                 "the optimizer's factory is called once per stage, and has chosen none of this stage's parameters, "
-                f"{', '.join(name for name, _ in named[:3])}{', ...' if named[3:] else ''}; freeze what is not to be "
+                f"{', '.join(name for name, _ in pairs[:3])}{', ...' if pairs[3:] else ''}; freeze what is not to be "
                 "trained (requires_grad_(False)), so that a stage without trained parameters needs no optimizer"
             ) from error
         _check_steps_by_gradients(self.optimizer)

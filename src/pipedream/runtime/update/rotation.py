@@ -100,8 +100,8 @@ class RotatedStep:
         if is_new:
             sides |= {side: gradient.new_zeros(size) for side, size in self._kind.kept_shapes(handle.shape).items()}
         if self._kind.keeps_covariance:
-            for side, kept in sides.items():
-                kept[1].lerp_(gradient @ gradient.T if side == "left" else gradient.T @ gradient, 1 - betas[1])
+            for side, matrices in sides.items():
+                matrices[1].lerp_(gradient @ gradient.T if side == "left" else gradient.T @ gradient, 1 - betas[1])
         if not is_new and (int(moments["step"]) + 1) % self._kind.every:
             return
         average = None
@@ -110,8 +110,8 @@ class RotatedStep:
             average = average if is_new else _rotate(average, sides, back=True)
         mean = (1 - betas[0]) * gradient + (0 if average is None else betas[0] * average)
         second_moments = [key for key, tensor in moments.items() if key != _FIRST and tensor.shape == handle.shape]
-        for side, kept in sides.items():
-            order = self._renew_side(kept, mean if side == "left" else mean.T, is_new)
+        for side, matrices in sides.items():
+            order = self._renew_side(matrices, mean if side == "left" else mean.T, is_new)
             for key in second_moments:
                 reordered = _to_matrix(moments[key]).index_select(0 if side == "left" else 1, order)
                 moments[key].copy_(reordered.reshape(handle.shape))
@@ -120,24 +120,24 @@ class RotatedStep:
         for key in second_moments if is_new else ():
             moments[key].copy_(_rotate(_to_matrix(moments[key]), _square(sides)).reshape(handle.shape))
 
-    def _renew_side(self, kept: torch.Tensor, mean: torch.Tensor, is_new: bool) -> torch.Tensor:
+    def _renew_side(self, matrices: torch.Tensor, mean: torch.Tensor, is_new: bool) -> torch.Tensor:
         """Renews the basis of one side: the first exactly, later ones by a step of power iteration.
 
         Returns the order in which the step takes the old columns.
         """
-        total = kept[1].trace() if self._kind.keeps_covariance else mean.square().sum()
+        total = matrices[1].trace() if self._kind.keeps_covariance else mean.square().sum()
         noise = _NOISE * total / len(mean)
         if is_new:
-            kept[0] = kept[1] if self._kind.keeps_covariance else mean @ mean.T
-            kept[0].diagonal().add_(torch.arange(len(mean), 0, -1, device=mean.device) * noise / len(mean))
+            matrices[0] = matrices[1] if self._kind.keeps_covariance else mean @ mean.T
+            matrices[0].diagonal().add_(torch.arange(len(mean), 0, -1, device=mean.device) * noise / len(mean))
             # Numbers that are not finite have spoilt the weights already, and raise no error here. The matrix is
             # negated because eigh returns the least eigenvalues first.
-            kept[0] = torch.linalg.eigh(kept[0].nan_to_num_(0.0, 0.0, 0.0).neg_()).eigenvectors
+            matrices[0] = torch.linalg.eigh(matrices[0].nan_to_num_(0.0, 0.0, 0.0).neg_()).eigenvectors
             return torch.arange(len(mean), device=mean.device)
-        image = kept[1] @ kept[0] if self._kind.keeps_covariance else mean @ (mean.T @ kept[0])
-        order = (kept[0] * image).sum(0).clamp_(min=noise).argsort(descending=True, stable=True)
-        image = image.addcmul_(kept[0], noise)[:, order]
-        kept[0] = torch.linalg.qr(image).Q
+        image = matrices[1] @ matrices[0] if self._kind.keeps_covariance else mean @ (mean.T @ matrices[0])
+        order = (matrices[0] * image).sum(0).clamp_(min=noise).argsort(descending=True, stable=True)
+        image = image.addcmul_(matrices[0], noise)[:, order]
+        matrices[0] = torch.linalg.qr(image).Q
         return order
 
 
@@ -178,4 +178,4 @@ def _rotate(matrix: torch.Tensor, sides: Mapping[str, torch.Tensor], *, back: bo
 
 
 def _square(sides: Mapping[str, torch.Tensor]) -> Sides:
-    return {side: kept[:1].square() for side, kept in sides.items()}
+    return {side: matrices[:1].square() for side, matrices in sides.items()}

@@ -37,10 +37,10 @@ def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stag
                 if parameter is not None and parameter.requires_grad:
                     holders[id(parameter)].add(s)
                     storages[parameter.untyped_storage()._cdata].add(id(parameter))
-    named = dict(model.named_parameters())
+    by_name = dict(model.named_parameters())
     for parts in storages.values():
         if len(parts) > 1 and len(set.union(*(holders[part] for part in parts))) > 1:
-            names = ", ".join(name for name, parameter in named.items() if id(parameter) in parts)
+            names = ", ".join(name for name, parameter in by_name.items() if id(parameter) in parts)
             raise PlanError(
                 f"stages share one storage under different parameters ({names}), whose gradients cannot be summed; "
                 "keep these layers in one stage, or share the parameter itself"
@@ -53,11 +53,11 @@ def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stag
                 f"(layers {names}); keep these layers in one stage"
             )
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name, parameter in named.items():
+    for name, parameter in by_name.items():
         if len(holders[id(parameter)]) > 1:
             groups[tuple(sorted(holders[id(parameter)]))].append(name)
     return tuple(
-        TiedWeights(tuple(names), group, sum(named[name].nbytes for name in names)) for group, names in groups.items()
+        TiedWeights(tuple(names), group, sum(by_name[name].nbytes for name in names)) for group, names in groups.items()
     )
 
 
@@ -77,12 +77,12 @@ def broadcast_tied(
     rank: int,
 ) -> None:
     """Broadcasts the first holder's values; every holder calls it, with the group of holders of each of the weights."""
-    named = dict(model.named_parameters())
+    by_name = dict(model.named_parameters())
     for weights, group in zip(tied, groups, strict=True):
         if any(rank in placement.ranks[stage] for stage in weights.stages):
             for name in weights.names:
                 first = weights.ranks(placement).index(placement.ranks[weights.stages[0]][0])
-                dist.broadcast(named[name].data, group=group, group_src=first)
+                dist.broadcast(by_name[name].data, group=group, group_src=first)
 
 
 class TiedGradientSum:
@@ -100,7 +100,7 @@ class TiedGradientSum:
         replicas: Sequence[int],
         group: Group,
     ) -> None:
-        self._indices = {stage: [list(named).index(name) for name in tied.names] for stage, named in handles.items()}
+        self._indices = {stage: [list(names).index(name) for name in tied.names] for stage, names in handles.items()}
         handles_of_one = next(iter(handles.values()))
         self._like = [handles_of_one[name] for name in tied.names]
         self._replicas = replicas
