@@ -416,7 +416,7 @@ def _make_worker(
         channels.result_receivers,
         list(settings.metrics),
         raises_on_nan=settings.policy.on_nan == "error",
-        late=blueprint.device.type == "cuda",
+        reads_late=blueprint.device.type == "cuda",
         process=process,
     )
     return Worker(

@@ -77,8 +77,8 @@ class Block:
     """
 
     __slots__ = (
-        "changes", "file", "host", "is_away", "memory", "offset", "reading", "ready", "size", "tensors", "views",
-        "wanted",
+        "file", "host", "is_away", "is_loading", "memory", "needed", "offset", "ready", "saves", "size", "tensors",
+        "unpacks_left",
     )  # fmt: skip
 
     def __init__(self, memory: torch.UntypedStorage, file: BlockFile) -> None:
