@@ -42,7 +42,7 @@ def outcome(case: Case, late: bool) -> Outcome:
 
 
 def _make_results(is_late: bool, *arguments: Any, **keywords: Any) -> Results:
-    return Results(*arguments, **keywords | {"late": is_late})
+    return Results(*arguments, **keywords | {"reads_late": is_late})
 
 
 @pytest.mark.parametrize("case", thinned(CASES), ids=str)

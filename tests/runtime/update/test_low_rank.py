@@ -135,7 +135,7 @@ def test_few_numbers_are_sent_and_small_tensors_are_left_out() -> None:
     }
     group = Counted()
     low_rank = LowRankSum(handles, SumMethod("powersgd", 3), group, ["tied"])
-    assert low_rank.numbers == {0: "large"}
+    assert low_rank.names_by_index == {0: "large"}
     sums: list[Tensor | None] = [torch.randn(handle.shape) for handle in handles.values()]
     before = list(sums)
     list(low_rank.sum_up(sums, 1.0))
