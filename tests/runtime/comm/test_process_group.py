@@ -200,7 +200,7 @@ def _free_port() -> int:
             r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 1 s; read what",
             marks=pytest.mark.slow,
         ),
-        (0, r"rank 0 at \S+ \(.*\) is not connected within 1 s: ranks 1, 2 did not come to 127.0.0.1:{port}; read what"),
+        (0, r"rank 0 at \S+ \(.*\) is not connected within 1 s: ranks 1, 2 did not come to 127.0.0.1:{port}; read"),
     ],
 )
 def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch, rank: int, message: str) -> None:
