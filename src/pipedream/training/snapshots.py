@@ -142,8 +142,8 @@ def remove_snapshots(run: AnyPath) -> None:
 def find_newest_snapshot(folder: Path, saved_count: int) -> tuple[Path, list[int]] | None:
     """Returns the newest snapshot that the machines together have whole, if it is newer than the checkpoint on disk.
 
-    Also returns the ranks whose part, or all, is on another machine; such a part replaces a damaged one here. A snapshot
-    as new as the checkpoint is not used: a run that was at its end would save that again. Every rank calls it.
+    Also returns the ranks whose part, or all, is on another machine; such a part replaces a damaged one here. If the
+    checkpoint is as new, a run that was at its end would save it again, so it is used. Every rank calls it.
 
     Args:
         saved_count: minibatches of the newest checkpoint on disk, or -1.
