@@ -324,9 +324,8 @@ class Worker:
         if stop_requests:
             self._stop_data(StopReason.INTERRUPT)
         if stage == min(self.stage_states):
-            present_replicas = round(present_share * self._replicas[stage])
-            minibatches = _list_minibatches(self.program, op, self._microbatches, present_replicas)
-            self._uncollected += ((n, rate) for n in minibatches)
+            present = round(present_share * self._replicas[stage])
+            self._uncollected += ((n, rate) for n in _list_minibatches(self.program, op, self._microbatches, present))
             yield from self._collect(self.results.delay)
 
     def _collect(self, delay: int) -> Generator[Any, None, None]:

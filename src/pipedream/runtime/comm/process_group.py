@@ -342,7 +342,7 @@ def process_device(name: str) -> torch.device:
     Raises PlanError if this machine has no such device, or nothing shows which GPU is this process's.
     """
     if name.startswith("cuda"):
-        # CUDA reads it at its start: with the default of 8 queues, computation would wait behind a receive.
+        # CUDA reads it at its start: with the default of 8 queues, computation would wait for a receive.
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if started and is_distributed() and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
             warnings.warn(

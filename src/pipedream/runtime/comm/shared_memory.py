@@ -5,7 +5,7 @@ Unix socket. The receiver copies the tensors out and sends the number back. So a
 calls at each end, and wakes only its receiver; gloo wakes a thread too, which competes with the stages for the cores.
 A process that ends closes its sockets, which ends the other's wait.
 
-The memory is in no file system (`memfd_create`): a killed process leaves nothing behind, and the size of /dev/shm is no
+The memory is in no file system (`memfd_create`): a killed process leaves nothing, and the size of /dev/shm is no
 limit. There are two slots more than messages may be unread; a slot that is never used takes no memory. A message that
 is too large for a slot gets new memory with larger slots; earlier messages are read from the old memory first, because
 messages keep their order.

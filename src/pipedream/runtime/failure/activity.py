@@ -99,26 +99,26 @@ class Interrupts:
 
     def __init__(self, patient: bool) -> None:
         self._patient = patient
-        self._old_handler: Any = None
+        self._old_action: Any = None
         self.is_interrupted = False
         self.count = 0
 
     @property
     def may_raise(self) -> bool:
         """Whether a KeyboardInterrupt may come from a signal rather than from the user's code."""
-        return self.is_interrupted or self._old_handler is None
+        return self.is_interrupted or self._old_action is None
 
     def start(self) -> None:
         """Installs the handler; does nothing outside of the main thread, which alone receives signals."""
-        if self._old_handler is None and threading.current_thread() is threading.main_thread():
-            self._old_handler = signal.signal(signal.SIGINT, self._record_signal)
+        if self._old_action is None and threading.current_thread() is threading.main_thread():
+            self._old_action = signal.signal(signal.SIGINT, self._record_signal)
 
     def stop(self) -> None:
-        if self._old_handler is not None:
+        if self._old_action is not None:
             # A worker of the command only has files left to write, and the default handler would end it at once.
-            ignored = self._patient and self._old_handler is signal.SIG_DFL
-            signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else self._old_handler)
-            self._old_handler = None
+            ignored = self._patient and self._old_action is signal.SIG_DFL
+            signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else self._old_action)
+            self._old_action = None
 
     def _record_signal(self, number: int, frame: Any) -> None:
         if self.is_interrupted and not self._patient:

@@ -78,12 +78,12 @@ class Agent:
         def receive(number: int, _: Any) -> None:
             self.signals.append(number)
 
-        self._old_handlers = {number: signal.signal(number, receive) for number in _SIGNALS}
+        self._old_actions = {number: signal.signal(number, receive) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        for number, action in self._old_actions.items():
+            signal.signal(number, action)
 
     def run(self, count: int, attempt: int, arguments: Sequence[str], folder: Path) -> list[Worker]:
         """Runs ``python ARGUMENTS`` in `count` processes; once one has failed, the others are ended.
