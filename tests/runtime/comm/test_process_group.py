@@ -221,7 +221,7 @@ def test_rank_0_that_does_not_come_to_torchruns_store(monkeypatch: pytest.Monkey
         monkeypatch.setenv(f"MASTER_{name}", value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(process_group, "JOIN_TIMEOUT_S", 0.1)
-    message = rf"is not connected within 0.1 s: rank 0 did not come to \S+:{store.port}; look at"
+    message = rf"is not connected within 0.1 s: rank 0 did not come to \S+:{store.port}; read what"
     with pytest.raises(PlanError, match=message):
         process_group.join_group("cpu")
 
