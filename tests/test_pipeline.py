@@ -317,10 +317,10 @@ def test_a_loader_draws_from_the_generator_as_without_a_pipeline() -> None:
 def test_loggers_hear_of_every_minibatch() -> None:
     class Log:
         def __init__(self) -> None:
-            self.is_interrupted: list[pd.Done] = []
+            self.heard: list[pd.Done] = []
 
         def log(self, done: pd.Done) -> None:
-            self.is_interrupted.append(done)
+            self.heard.append(done)
 
     log, animal = Log(), zoo.make("mlp")
     with pipeline_of(animal, loggers=[log]) as pipeline:
