@@ -239,6 +239,8 @@ class OfTorch:
         self.update: Callable[[], Any] = self.optimizer.step
 
     def step(self, weights: Values, gradients: Values, rate: float) -> Values:
+        if not weights:  # of a stage without layers that are trained
+            return {}
         if not self.handles:
             self.begin(weights)
         for name, handle in self.handles.items():
@@ -251,7 +253,9 @@ class OfTorch:
 
     def direction(self) -> Values:
         """Returns v of momentum SGD, or Adam's m / (sqrt(v) + eps), m and v corrected for their beginning."""
-        names, direction = {id(handle): name for name, handle in self.handles.items()}, {}
+        names, direction = {id(handle): name for name, handle in self.handles.items()}, dict[str, Any]()
+        if not self.handles:
+            return direction
         for group, lr in zip(self.optimizer.param_groups, self.rates, strict=True):
             for handle in group["params"]:
                 state = self.optimizer.state[handle]
