@@ -121,8 +121,8 @@ def main() -> int:
     if options.sources:
         runs = {f"{name}, {src}": partial(measure, name, src) for name, src in product(names, options.sources)}
     table = []
-    for name, each in collect_rounds(lambda name: runs[name](), runs, options.trials).items():
-        seconds, repeated = zip(*each, strict=True)
+    for name, trials in collect_rounds(lambda name: runs[name](), runs, options.trials).items():
+        seconds, repeated = zip(*trials, strict=True)
         quartiles = format_quartiles(seconds, "{:.2f} s".format)
         table.append((name, quartiles, f"{max(seconds):.2f} s", f"{median(repeated):g}"))
     print(f"{environment.describe(f'{options.trials} trials')}\n")

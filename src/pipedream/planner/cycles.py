@@ -56,10 +56,10 @@ def list_cycles(counts: Sequence[int], workers: int, limit: int) -> list[int]:
         row = row[cycle % row == 0]
         divisors[int(np.lcm.reduce(row))] = row
     largest = (n for n in divisors if not any(multiple in divisors for multiple in range(2 * n, limit + 1, n)))
-    wanted = np.array(counts)
+    exact_counts = np.array(counts)
 
     def compute_loss(cycle: int) -> tuple[float, int]:
-        rounded = divisors[cycle][np.searchsorted(divisors[cycle], wanted, side="right") - 1]
-        return float((wanted / rounded).max()), cycle
+        rounded = divisors[cycle][np.searchsorted(divisors[cycle], exact_counts, side="right") - 1]
+        return float((exact_counts / rounded).max()), cycle
 
     return sorted(largest, key=compute_loss)

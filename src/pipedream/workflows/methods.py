@@ -1,4 +1,4 @@
-"""Tells the planner about methods: which to compare, what their stages hold, how fast they are."""
+"""Chooses the methods that the planner compares, and estimates their memory and rate."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ class Handing(_Waits):
 
     def __init__(self, run: Unrolled, readers: Sequence[int], early: int = 0) -> None:
         super().__init__(run, None)
-        self.readers = readers
+        self.readers_of_data = readers
         self.early = early
 
     def _step(self, rank: int, instruction: Instruction) -> bool:
@@ -323,7 +323,7 @@ class Handing(_Waits):
         if isinstance(instruction, Op) and (instruction.kind, instruction.stage) == (Kind.FORWARD, 0):
             k, count = instruction.index, len(row)
             first = k - k % (count if m == 1 else m)
-            for replica in {0, self.readers[row.index(rank)]} - {row.index(rank)}:
+            for replica in {0, self.readers_of_data[row.index(rank)]} - {row.index(rank)}:
                 opens = first + (replica - first) % count + self.early * count
                 place = self.run.ops.get(Op(Kind.FORWARD, 0, opens, replica))
                 if place is not None and self.position[row[replica]] < place[1]:

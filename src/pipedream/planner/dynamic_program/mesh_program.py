@@ -90,8 +90,8 @@ class MeshProgram(MeshCosts):
         for ranks in range(1, self._total + 1):
             for number, mesh in enumerate(self.space.meshes):
                 for replicas in self._list_replicas(ranks, mesh):
-                    left = ranks - replicas * mesh.size
-                    later = after.get(left)
+                    later_ranks = ranks - replicas * mesh.size
+                    later = after.get(later_ranks)
                     lies = self.space.site_at(self._total - ranks, replicas, mesh) if later else None
                     if lies is None or later is None:
                         continue
@@ -100,8 +100,8 @@ class MeshProgram(MeshCosts):
                         if self._requested is None or (workers, replicas) in self._requested:
                             after.setdefault(ranks, set()).add(workers)
                             state = MeshState(ranks, workers, number if self.how == "exact" else 0)
-                            in_flight = self._estimate_in_flight(replicas, left, rest)
-                            yield state, MeshState(left, rest, 0), MeshWorkers(number, replicas, lies, in_flight)
+                            in_flight = self._estimate_in_flight(replicas, later_ranks, rest)
+                            yield state, MeshState(later_ranks, rest, 0), MeshWorkers(number, replicas, lies, in_flight)
 
     def _list_replicas(self, ranks: int, mesh: Mesh) -> list[int]:
         return [count for count in range(1, ranks // mesh.size + 1) if not self.cycle % count]
@@ -241,8 +241,8 @@ class MeshPeriods(MeshProgram):
         limits = {}
         for number, same in {id(same): same for *_, same in self._alike}.items():
             most = reduce(np.maximum, (self._find_most(workers, period_s) for workers in same))
-            replicas, taken = same[0].replicas, same[0].replicas * self._mesh_sizes[same[0].mesh]
-            least[(most > 0) & (least > taken)] = taken
+            replicas, stage_ranks = same[0].replicas, same[0].replicas * self._mesh_sizes[same[0].mesh]
+            least[(most > 0) & (least > stage_ranks)] = stage_ranks
             limits[number] = _look_ahead(replicas * (most - 1))
         spans = find_spans(least, total)
         for ranks, rest, replicas, same in self._alike:

@@ -203,8 +203,8 @@ class DynamicProgram:
 
     def _keep(self, name: Any, make: Callable[[], _Kept]) -> _Kept:
         """Returns what all programs on these places and links have in common."""
-        kept, key = self.space.kept.setdefault("programs", Tables()), (name, self.allow_single_stage)
-        kept[key] = value = kept[key] if key in kept else make()
+        programs, key = self.space.kept.setdefault("programs", Tables()), (name, self.allow_single_stage)
+        programs[key] = value = programs[key] if key in programs else make()
         return value
 
     @cached_property
@@ -228,9 +228,9 @@ class DynamicProgram:
         return forward, backward + forward if recompute else backward, update, self._bytes[0]
 
     def _compute_cost(self, site: Site, recompute: bool) -> FloatArray:
-        bare, kept = replace(site, ports=(), memory_bytes=None), self._keep("costs", Tables)
-        compute_s = kept.look_up((bare, recompute), lambda: self._compute_s(site, recompute))
-        port_s = kept.look_up(site.ports, lambda: np.asarray(site.port_s(*self._bytes)))
+        bare, costs = replace(site, ports=(), memory_bytes=None), self._keep("costs", Tables)
+        compute_s = costs.look_up((bare, recompute), lambda: self._compute_s(site, recompute))
+        port_s = costs.look_up(site.ports, lambda: np.asarray(site.port_s(*self._bytes)))
         return spread(np.maximum(compute_s, port_s), self._allowed, np.inf)
 
     def _compute_s(self, site: Site, recompute: bool) -> FloatArray:

@@ -327,13 +327,13 @@ class DataSources:
         """Opens a loader as replica 0 decides for all."""
         loader, replicas = request.loader, len(self._input_ranks)
         replica = self._input_ranks.index(self._ranks_here[0]) if self._ranks_here else None
-        here = None
+        facts = None
         if replica is not None:
             state = request.state
             if replica == 0 and not state and can_be_sharded(loader):
                 state = target.initial_state(loader, request.epochs, replicas)
-            here = [can_be_sharded(loader), read_machine(), state if replica == 0 else None]
-        rows = gather_json(here, self.channels.group)
+            facts = [can_be_sharded(loader), read_machine(), state if replica == 0 else None]
+        rows = gather_json(facts, self.channels.group)
         first = self._input_ranks[0]
         can_shard, _, state = rows[first]
         request = replace(request, state=state)
