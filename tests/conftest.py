@@ -213,7 +213,7 @@ def pytest_collection_finish() -> None:
 
 
 def _freeze_imports() -> None:
-    """Leaves what was imported out of later collections of garbage: each profile makes two of them.
+    """Leaves what was imported out of later collections of garbage.
 
     Tests import more, torch._dynamo among it, which takes a tenth of a second of each collection.
     """
