@@ -12,6 +12,7 @@ import errno
 import os
 import signal
 import sys
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -60,6 +61,7 @@ class _Commands(TyperGroup):
         return name, command and load(command.name or ""), rest
 
 
+@cache  # workers, forked later, have it
 def load(name: str) -> Any:
     """Imports a command."""
     command_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
