@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.experimental import implicit_replication
 
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
@@ -380,6 +379,8 @@ class StageSharding:
         Args:
             what: "forward", "backward" or "weights' backward"; the first of each is checked for hidden gathers.
         """
+        from torch.distributed.tensor.experimental import implicit_replication  # it imports much that is not needed
+
         keeps = what == "forward" and self._shard_dim is not None
         references = self._gathered.keep_references() if keeps else nullcontext()
         kind = what, torch.is_grad_enabled()  # an evaluation may run other operators

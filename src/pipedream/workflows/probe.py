@@ -247,7 +247,7 @@ def measure_runtime(device: str = "cpu") -> MeasuredRuntime:
     workers are measured on CPUs: the host does the same work, but the bytes of messages cost it nothing.
     """
     torch_device = process_group.process_device(device)
-    _, processes = process_group.join_group(torch_device)
+    _, processes = process_group.join_group(torch_device, check_software=False)  # the session of `calibrate` does
     measured = _measure_processes(processes)
     if torch_device.type == "cpu":
         return measured
