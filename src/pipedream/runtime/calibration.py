@@ -33,7 +33,8 @@ from pipedream.runtime.session.session import Session
 _MESSAGE_NUMBERS = (1 << 4, 1 << 15)  # a small and a large message: few enough for torch to compute in one thread
 _MINIBATCHES = (32, 16)  # measured, with each size
 _ENCODED_NUMBERS = 1 << 16
-_WARM_UP = 12  # minibatches before them, while buffers grow and caches fill: a fresh process takes ten to settle
+_WARM_UP = 12  # minibatches before the first, while buffers grow and caches fill: a fresh process takes ten to settle
+_SHORT_WARM_UP = 4
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     Every rank calls it and gets the same answer. The random generators are left as they were.
     """
     count = program.placement.stages
+    warm_ups = _WARM_UP, max(_SHORT_WARM_UP, count)  # the second fills the pipeline again
     layers = [_Layer() for _ in range(count)]
     graph = LayerGraph.chain(tuple(Layer(str(i), "Layer", (f"{i}.weight",)) for i in range(count)))
     blueprint = Blueprint(
@@ -91,8 +93,8 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     session = Session(nn.Sequential(*layers), graph, blueprint, stuck_after_s=0)
     failed = True
     try:
-        for sample, minibatches in zip(samples, _MINIBATCHES, strict=True):
-            batches: Any = [(sample, torch.ones(1))] * (_WARM_UP + minibatches)
+        for sample, *counts in zip(samples, warm_ups, _MINIBATCHES, strict=True):
+            batches: Any = [(sample, torch.ones(1))] * sum(counts)
             # This loader costs next to nothing; the seconds of a recipe's own loader are added later.
             loader = DataLoader(batches, shuffle=True, collate_fn=itemgetter(0))
             with preserved_rng(loader):
@@ -105,8 +107,8 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
         session.close(failed=failed)
     group = world_group() if session.local.distributed else None
     rows = gather_json(layers_alone_s, group)
-    small = range(_WARM_UP, _WARM_UP + _MINIBATCHES[0])
-    large = range(small.stop + _WARM_UP, small.stop + _WARM_UP + _MINIBATCHES[1])
+    small = range(warm_ups[0], warm_ups[0] + _MINIBATCHES[0])
+    large = range(small.stop + warm_ups[1], small.stop + warm_ups[1] + _MINIBATCHES[1])
 
     def summarize(number: int, part: range) -> Calibration:
         layers_s = sum(row[number] for row in rows) / len(rows)
@@ -164,11 +166,11 @@ def _measure_layers_s(layers: int, sample: torch.Tensor, runs: int) -> float:
 
 def _measure_s(run: Callable[[], None], runs: int) -> float:
     seconds = []
-    for _ in range(_WARM_UP + runs):
+    for _ in range(_SHORT_WARM_UP + runs):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return lower_quartile(seconds[_WARM_UP:])
+    return lower_quartile(seconds[_SHORT_WARM_UP:])
 
 
 def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
