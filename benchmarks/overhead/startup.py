@@ -19,7 +19,7 @@ if __name__ == "__main__" or "RANK" in os.environ:
     from torch.utils.data import DataLoader, TensorDataset
 
     import pipedream as pd
-    from pipedream import pipeline
+    from pipedream import Pipeline, pipeline, run
     from pipedream.training import job, train
 
     ends_s = {STEPS[0]: time.time()}
@@ -39,7 +39,7 @@ if __name__ == "__main__" or "RANK" in os.environ:
     class Report(pd.callbacks.Callback):
         """Prints at the first minibatch of rank 0."""
 
-        def on_minibatch(self, pipeline: pd.Pipeline, done: pd.Done) -> None:
+        def on_minibatch(self, pipeline: Pipeline, done: pd.Done) -> None:
             if not pipeline.rank and not done.number:
                 print(f"{MARK}{json.dumps(ends_s | {STEPS[-1]: time.time()})}", flush=True)
 
@@ -59,4 +59,4 @@ if __name__ == "__main__" or "RANK" in os.environ:
     for (module, name), step in zip((*functions, (train, "Pipeline")), STEPS[1:-1], strict=True):
         note_end(module, name, step)
     if __name__ == "__main__":
-        pd.run(recipe)
+        run(recipe)

@@ -9,11 +9,14 @@ Names are imported on first use, so `import pipedream` does not load torch, and 
 
 from __future__ import annotations
 
+import sys as _sys
+from contextlib import nullcontext as _nullcontext
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from pipedream._version import __version__
 from pipedream.core.display import Tabular as _Tabular
+from pipedream.core.garbage import pause_collection as _pause_collection
 
 if TYPE_CHECKING:
     from pipedream import callbacks, capture, experts, loggers, metrics, schedules
@@ -105,13 +108,12 @@ _Tabular.drawing = staticmethod(lambda: _import_module("pipedream.report.noteboo
 
 
 def __getattr__(name: str) -> object:
-    value: object
-    if name in _MODULES:
-        value = _import_module(f".{name}", __name__)
-    elif name in _HOMES:
-        value = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
-    else:
+    if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = f"{__name__}.{_HOMES.get(name, name)}"
+    with _nullcontext() if home in _sys.modules else _pause_collection(age=True):
+        module = _import_module(home)
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -1,8 +1,7 @@
 """Starts several processes of one function, joined by gloo, and brings home what each returned or raised.
 
-The processes come from a fork server that has imported torch once, with torch._dynamo, which the first optimizer of a
-process imports (six tenths of a second); and meet in a store that this process holds,
-as the workers of torchrun meet in that of their agent.
+The processes come from a fork server that has imported torch once; and meet in a store that this process holds, as the
+workers of torchrun meet in that of their agent.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class End:
 def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 120.0) -> list[End]:
     """Runs ``function(*args)`` in as many processes as there are workers; never raises what they raise."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pipedream.pipeline"])
+    context.set_forkserver_preload(["torch.distributed", "pipedream.pipeline"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(workers):
@@ -179,7 +178,7 @@ class Team:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pipedream.pipeline"])
+        context.set_forkserver_preload(["torch.distributed", "pipedream.pipeline"])
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         for rank in range(self.workers):
             here, there = context.Pipe()

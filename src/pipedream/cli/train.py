@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,9 +19,10 @@ from pipedream.cli.options import (
     read_cluster,
     read_memory,
 )
-from pipedream.cli.workers import importing_torch, is_rank_0, is_worker, start_workers
+from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.flags import Panel, option
+from pipedream.core.garbage import pause_collection
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan
@@ -133,7 +135,7 @@ def train(
         options = replace(options, cluster=linked)
     if options.cluster is None:
         options = replace(options, memory_bytes=read_memory(links.memory))
-    with importing_torch():
+    with pause_collection(freeze="torch" not in sys.modules):
         from pipedream.recipe import Recipe, load_recipe
         from pipedream.training.train import train_recipe
         from pipedream.workflows.prepare import read_run_phases
@@ -182,7 +184,6 @@ def _start_processes(recipe: str, options: TrainingOptions, config: str | None, 
     start_workers(
         count,
         "pipedream.training.train",
-        "torch._dynamo",  # the first optimizer of a process imports it
         more=more,
         max_restarts=restarts.max_restarts,
         fewest=restarts.min_workers if restarts.elastic else None,

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NoReturn
 
 import typer
 
+from pipedream.core.garbage import pause_collection
 from pipedream.runtime.comm.launcher import read_launcher
-
-
-@contextmanager
-def importing_torch() -> Iterator[None]:
-    """Context of imports: the garbage collector does not search torch's million objects, during them or later."""
-    if "torch" in sys.modules or not gc.isenabled():
-        yield  # what is there now may be the caller's, and garbage some day
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def is_worker() -> bool:
@@ -56,7 +41,7 @@ def start_workers(
     """
     from pipedream.runtime.failure.launch import import_for_workers, launch
 
-    with importing_torch():
+    with pause_collection(freeze="torch" not in sys.modules):  # what is there now may be a caller's
         import_for_workers(modules, count)
     arguments = ["-m", "pipedream", *sys.argv[1:], *more]
     status = launch(count, arguments, max_restarts=max_restarts, fewest=fewest, forks=True, in_memory=in_memory)

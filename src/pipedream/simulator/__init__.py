@@ -1,6 +1,6 @@
 """Runs a program in simulated time on a cluster: when each op runs, what waits for what, and the bytes held."""
 
-from pipedream.simulator.clock import pause_collection, simulate, time_updates
+from pipedream.simulator.clock import simulate, time_updates
 from pipedream.simulator.costs import Costs, Stragglers, costs
 
-__all__ = ["Costs", "Stragglers", "costs", "pause_collection", "simulate", "time_updates"]
+__all__ = ["Costs", "Stragglers", "costs", "simulate", "time_updates"]

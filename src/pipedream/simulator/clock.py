@@ -14,16 +14,16 @@ Nothing that a rank does later comes before it, so ports see all events in the o
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter, mul
 from typing import Any, NoReturn
 
 from pipedream.core.errors import DeadlockError, ScheduleError
+from pipedream.core.garbage import pause_collection
 from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
@@ -100,18 +100,6 @@ def time_updates(program: Program, costs: Costs, total: int, first: int, last: i
 
 class _EnoughError(Exception):
     """The clock has run far enough."""
-
-
-@contextmanager
-def pause_collection() -> Iterator[None]:
-    """Pauses Python's garbage collector, which would take a third of the time or more."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError
+from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.host_memory import check_host_memory, check_snapshots, count_snapshot_bytes
@@ -48,7 +49,7 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
     return {name: methods[name] for name in (*reversed(flushing), *delayed)}
 
 
-@simulator.pause_collection()
+@pause_collection()
 def score(plan: Plan) -> planner.Score:
     """Simulates a plan under its method, without a proof, until it repeats itself, and measures whole periods."""
     program = lower(schedules.build(plan.schedule, plan, plan.microbatches))

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch._dynamo  # noqa: F401  # the first optimizer does so if not done here, where `pause_collection` helps
+
 from pipedream.core.checkpoint import Checkpoint, Position
 from pipedream.core.schedule.phase import Phase, find_next_end, phase_after
 from pipedream.runtime.comm.message import StopReason
