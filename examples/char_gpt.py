@@ -36,8 +36,8 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
     torch.manual_seed(seed)
     text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
     windows = torch.tensor(list(text.encode("ascii", "replace"))).unfold(0, CONTEXT + 1, CONTEXT)
-    order, kept = torch.Generator().manual_seed(seed), torch.arange(len(windows)) % 10 == 0
-    train = DataLoader(windows[~kept], batch_size=16, shuffle=True, generator=order)
+    order, is_test = torch.Generator().manual_seed(seed), torch.arange(len(windows)) % 10 == 0
+    train = DataLoader(windows[~is_test], batch_size=16, shuffle=True, generator=order)
     embed = nn.Embedding(128, WIDTH), Positions(CONTEXT, WIDTH), nn.Dropout(0.1)
     blocks = [Block(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(4)]
     return pipedream.Recipe(
@@ -46,7 +46,7 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS * len(train)),  # one step an update
         train=train,
-        test=DataLoader(windows[kept], batch_size=64),
+        test=DataLoader(windows[is_test], batch_size=64),
         inputs=lambda text: text[:, :-1],
         targets=lambda text: text[:, 1:],
         metrics={"bits_per_character": lambda output, text: loss(output, text) / torch.tensor(2.0).log()},

@@ -37,7 +37,7 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
     torch.manual_seed(seed)
     text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
     windows = torch.tensor(list(text.encode("ascii", "replace"))).unfold(0, CONTEXT + 1, CONTEXT)
-    order, kept = torch.Generator().manual_seed(seed), torch.arange(len(windows)) % 10 == 0
+    order, is_test = torch.Generator().manual_seed(seed), torch.arange(len(windows)) % 10 == 0
     layers: list[nn.Module] = [nn.Embedding(128, WIDTH), Positions(CONTEXT, WIDTH)]
     for _ in range(2):
         dense = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
@@ -46,8 +46,8 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
         model=nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)),
         loss=lambda output, text: nn.functional.cross_entropy(output.flatten(0, 1), text.flatten()),
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
-        train=torch.utils.data.DataLoader(windows[~kept], batch_size=16, shuffle=True, generator=order),
-        test=torch.utils.data.DataLoader(windows[kept], batch_size=64),
+        train=torch.utils.data.DataLoader(windows[~is_test], batch_size=16, shuffle=True, generator=order),
+        test=torch.utils.data.DataLoader(windows[is_test], batch_size=64),
         inputs=lambda text: text[:, :-1],
         targets=lambda text: text[:, 1:],
         epochs=2,

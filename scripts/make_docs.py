@@ -117,12 +117,12 @@ def write_gallery(entries: Iterable[GalleryEntry], compensated: Iterable[tuple[S
 
 def read_prose(docstring: str | None) -> str:
     """Returns the paragraphs of a docstring before its first picture."""
-    kept = []
+    paragraphs = []
     for paragraph in (docstring or "").split("\n\n"):
         if paragraph.startswith("    "):
             break
-        kept.append(paragraph.strip())
-    return "\n\n".join(kept)
+        paragraphs.append(paragraph.strip())
+    return "\n\n".join(paragraphs)
 
 
 def measure_bubble(entry: GalleryEntry) -> float:

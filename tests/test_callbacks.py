@@ -25,16 +25,16 @@ class Events(Callback):
     """Writes down what it gets, with the weights' position then."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def on_minibatch(self, pipeline: Any, done: pd.Done) -> None:
-        self.seen.append(("minibatch", done.number))
+        self.calls.append(("minibatch", done.number))
 
     def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        self.seen.append(("evaluation", pipeline.drain(), sorted(metrics)))
+        self.calls.append(("evaluation", pipeline.drain(), sorted(metrics)))
 
     def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
-        self.seen.append(("checkpoint", pipeline.drain(), (folder / "checkpoint.json").is_file()))
+        self.calls.append(("checkpoint", pipeline.drain(), (folder / "checkpoint.json").is_file()))
 
 
 class StopsAt(Callback):
@@ -86,16 +86,16 @@ def test_events_come_in_order_with_complete_checkpoints(tmp_path: Path) -> None:
         heard = []
         for done in pipeline.train(animal.batches, epochs=2):
             heard.append(done.number)
-            assert ("minibatch", done.number) in events.seen, "before the loop"
+            assert ("minibatch", done.number) in events.calls, "before the loop"
             if done.ends_epoch:
                 pipeline.evaluate(animal.batches)
                 pipeline.evaluate(animal.batches, name="train")
                 pipeline.save(tmp_path, wait=False)
                 pipeline.save(tmp_path)  # exists already
-    numbers = [event[1] for event in events.seen if event[0] == "minibatch"]
+    numbers = [event[1] for event in events.calls if event[0] == "minibatch"]
     assert numbers == heard
     count = len(animal.batches)
-    others = [event for event in events.seen if event[0] != "minibatch"]
+    others = [event for event in events.calls if event[0] != "minibatch"]
     assert others[:2] == [("evaluation", others[0][1], ["loss"]), ("checkpoint", others[0][1], True)]
     assert [event[0] for event in others] == ["evaluation", "checkpoint"] * 2
     assert others[-1][1] == 2 * count
@@ -166,7 +166,7 @@ class Worsens(Callback):
 def test_early_stopping(losses: list[float], options: dict[str, Any], evaluations: int) -> None:
     heard = Events()
     *_, stopped = trained((1, 1), [Worsens(EarlyStopping(**options), losses), heard], evaluate=True)
-    assert len([event for event in heard.seen if event[0] == "evaluation"]) == evaluations
+    assert len([event for event in heard.calls if event[0] == "evaluation"]) == evaluations
     assert stopped == (evaluations < 8)
 
 
@@ -250,7 +250,7 @@ def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.Captu
     rows = (tmp_path / "own.csv").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 1 + count
     assert len((tmp_path / "run" / "train.csv").read_text(encoding="utf-8").splitlines()) == len(rows)
-    assert [event for event in events.seen if event[0] == "checkpoint"] == [
+    assert [event for event in events.calls if event[0] == "checkpoint"] == [
         ("checkpoint", count // 2, True),
         ("checkpoint", count, True),
     ]

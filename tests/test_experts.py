@@ -50,24 +50,24 @@ def loops(
             mine = [s for s in range(size) if importance[g, s] == 1]
             share = sum(firsts[s] == e for s in mine) / size
             products.append(share * sum(odds[s][e] for s in mine) / size)
-        taken = [0] * experts
+        occupied = [0] * experts
         places: list[dict[int, int]] = [{}, {}]
         for s in range(size):
-            if importance[g, s] == 1 and taken[firsts[s]] < capacity:
-                places[0][s] = taken[firsts[s]]
-                taken[firsts[s]] += 1
+            if importance[g, s] == 1 and occupied[firsts[s]] < capacity:
+                places[0][s] = occupied[firsts[s]]
+                occupied[firsts[s]] += 1
         for s in range(size) if top == 2 else ():
             chance = min(1.0, weights[s][1] / threshold)
             goes = second == "all" or float(uniform[g, s]) < chance
-            if importance[g, s] > 0 and goes and taken[seconds[s]] < capacity:
-                places[1][s] = taken[seconds[s]]
-                taken[seconds[s]] += 1
+            if importance[g, s] > 0 and goes and occupied[seconds[s]] < capacity:
+                places[1][s] = occupied[seconds[s]]
+                occupied[seconds[s]] += 1
         for s in range(size):
-            kept = [weights[s][i] if s in places[i] else 0.0 for i in range(2)]
-            divisor = sum(kept) if top == 2 and normalise == "after" and sum(kept) else 1.0
+            used = [weights[s][i] if s in places[i] else 0.0 for i in range(2)]
+            divisor = sum(used) if top == 2 and normalise == "after" and sum(used) else 1.0
             for i, chosen in enumerate((firsts, seconds)):
                 if s in places[i]:
-                    combine[g, s, chosen[s], places[i][s]] = kept[i] / divisor
+                    combine[g, s, chosen[s], places[i][s]] = used[i] / divisor
     return combine, experts**2 * sum(products) / len(products)
 
 
@@ -115,10 +115,10 @@ def test_the_gate_follows_its_rules(drawn: Drawn, pads: bool) -> None:
 
 def test_the_softmax_is_taken_in_full_precision() -> None:
     logits = torch.randn(1, 16, 4)
-    for dtype, kept in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+    for dtype, result_dtype in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         masks = gate(logits.to(dtype), 8, second="all")
-        assert (masks.combine.dtype, masks.loss.dtype) == (kept, kept)
-        expected = gate(logits.to(dtype).to(kept), 8, second="all")
+        assert (masks.combine.dtype, masks.loss.dtype) == (result_dtype, result_dtype)
+        expected = gate(logits.to(dtype).to(result_dtype), 8, second="all")
         assert torch.equal(masks.combine, expected.combine)
 
 

@@ -114,15 +114,15 @@ def test_the_memory_of_a_machine_is_that_of_its_control_groups(tmp_path: Path) -
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
 
-    def left() -> list[int]:
+    def free_bytes() -> list[int]:
         return list(_list_group_bytes(tmp_path / "cgroup", tmp_path / "self"))
 
-    assert left() == []
+    assert free_bytes() == []
     limit("outer", "1000", 700, 100)
     limit("outer/inner", "max", 650, 0)
-    assert left() == [400]
+    assert free_bytes() == [400]
     limit("outer/inner", "600", 650, 20)
-    assert left() == [0, 400]
+    assert free_bytes() == [0, 400]
     assert 0 < host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

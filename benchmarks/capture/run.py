@@ -151,10 +151,10 @@ def capture_alone(quick: bool) -> str:
     before = scaffold.read_memory("VmRSS")
     began = time.perf_counter()
     captured = pipedream.capture(model, batch)
-    taken = time.perf_counter() - began
+    capture_s = time.perf_counter() - began
     most = scaffold.read_memory("VmHWM")
     sizes = format_bytes(most - before), f"{(most - before + size) / size:.2f}"
-    return scaffold.format_row((format_bytes(size), len(captured.graph.layers), f"{taken:.1f} s", *sizes))
+    return scaffold.format_row((format_bytes(size), len(captured.graph.layers), f"{capture_s:.1f} s", *sizes))
 
 
 def capture_in_processes(quick: bool) -> None:

@@ -107,11 +107,11 @@ def main() -> int:
 
 def of_arm(curves: Curves, task: str, arm: str, stages: int) -> dict[int, Curve]:
     """Returns an arm's curves at the rate that it was tuned to, by seed; none where it is not tuned yet."""
-    left = due(curves, task, arm, stages, 1)
+    missing = due(curves, task, arm, stages, 1)
     arm_stages = 1 if arms_of(task)[arm].synchronous else stages
     mine = {run: curve for run, curve in curves.items() if run[:3] == (task, arm, arm_stages)}
     tuning = {run.step: curve for run, curve in mine.items() if run.seed not in range(SEEDS)}
-    if not tuning or any(run.seed not in range(SEEDS) for run in left):
+    if not tuning or any(run.seed not in range(SEEDS) for run in missing):
         return {}
     best = best_step(tuning, task)
     return {run.seed: curve for run, curve in mine.items() if run.step == best and run.seed in range(SEEDS)}

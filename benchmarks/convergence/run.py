@@ -181,13 +181,13 @@ def settings() -> dict[str, Any]:
 
 def _list_environments(path: Path) -> list[dict[str, str]]:
     """Returns where the runs of a file were made, each with its last day; this machine is the last."""
-    here = {
+    environment = {
         "machine": f"{os.cpu_count()} cores of {name_processor()}, {platform.system()}",
         "software": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
     environments = json.loads(path.read_text())["environments"] if path.exists() else []
-    return [other for other in environments if not other.items() >= here.items()] + [
-        {"date": str(date.today()), **here}
+    return [other for other in environments if not other.items() >= environment.items()] + [
+        {"date": str(date.today()), **environment}
     ]
 
 
@@ -225,10 +225,10 @@ def main() -> int:
                         f"accuracy {end.accuracy:.3f}; {curve.seconds:.1f} s",
                         flush=True,
                     )
-    left = [case for case in cases if due(curves, *case, options.seeds)]
+    remaining = [case for case in cases if due(curves, *case, options.seeds)]
     print(
-        f"{len(cases) - len(left)} of {len(cases)} arms done in {time.monotonic() - begin:.0f} s"
-        + ("; call again" * bool(left))
+        f"{len(cases) - len(remaining)} of {len(cases)} arms done in {time.monotonic() - begin:.0f} s"
+        + ("; call again" * bool(remaining))
     )
     return 0
 

@@ -126,8 +126,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         shape = (batch, length, 3, self.heads, width // self.heads)
         query, key, value = self.read(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.write(seen.transpose(1, 2).reshape(x.shape))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.write(attended.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.relu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
@@ -166,8 +166,8 @@ def characters(context: int = 32) -> tuple[Pair, Pair]:
     """Returns windows of the source of modules of Python's standard library; every tenth is kept for the test."""
     text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
     windows = torch.tensor(list(text.encode("ascii", "replace"))).unfold(0, context + 1, context)
-    kept = torch.arange(len(windows)) % 10 == 0
-    train, test = windows[~kept], windows[kept]
+    is_test = torch.arange(len(windows)) % 10 == 0
+    train, test = windows[~is_test], windows[is_test]
     return (train[:, :-1], train[:, 1:]), (test[:250, :-1], test[:250, 1:])
 
 

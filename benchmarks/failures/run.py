@@ -92,7 +92,7 @@ class Trial:
     load: float = 0.0
     fired: bool = True
     ended_s: float = 0.0
-    left: int = 0
+    survivors: int = 0
     tracebacks: int = 0
     status: int | None = None
     message: str = ""
@@ -101,7 +101,7 @@ class Trial:
 
     @property
     def good(self) -> bool:
-        return self.ended_s <= SOON_S and not self.left and not self.tracebacks and self.exact is not False
+        return self.ended_s <= SOON_S and not self.survivors and not self.tracebacks and self.exact is not False
 
     @property
     def drains_anywhere(self) -> bool:
@@ -162,7 +162,7 @@ class Job:
             if MOMENTS[self.trial.moment] is None and (self.folder / "trial.json").exists():
                 self._send_soon(process)
             started = time.monotonic()
-            while process.poll() is None or self.left():
+            while process.poll() is None or self.list_processes():
                 time.sleep(0.1)
                 fired = self._fired_at
                 since_s = time.time() - float(fired.read_text() or "inf") if fired.exists() else 0.0
@@ -185,13 +185,13 @@ class Job:
         for pid in pids:
             os.kill(pid, getattr(signal, self.trial.signal))
 
-    def left(self) -> list[int]:
+    def list_processes(self) -> list[int]:
         """Returns the processes of this job that are still there."""
         return recovery.list_processes(f"TRIAL_MARK={self.mark}")
 
     def kill(self) -> int:
         """Kills what is left; returns how many."""
-        pids = self.left()
+        pids = self.list_processes()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         return len(pids)
@@ -222,7 +222,7 @@ def attempt(trial: Trial, folder: Path, plan: Path, expected: dict[str, torch.Te
     (folder / "trial.json").write_text(json.dumps(order(trial)))
     trial.status, ended, errors = job.run("--out", str(folder / "run"))
     trial.load = os.getloadavg()[0]
-    trial.left = job.kill()
+    trial.survivors = job.kill()
     trial.message, trial.tracebacks = errors.strip()[-1000:], errors.count("Traceback")
     fired_at = folder / "fired_at"
     trial.fired = fired_at.exists()
@@ -339,7 +339,7 @@ def counts(trials: list[Trial]) -> list[str]:
     numbers = [
         len(trials),
         sum(second > SOON_S for second in seconds),
-        sum(trial.left for trial in trials),
+        sum(trial.survivors for trial in trials),
         sum(trial.tracebacks for trial in trials),
         sum(trial.exact is True for trial in trials),
         sum(trial.exact is None for trial in trials),

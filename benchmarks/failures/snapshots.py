@@ -88,7 +88,7 @@ def compare(model: str, minibatches: int, rounds: int) -> list[tuple[object, ...
         plan = Path(folder, "plan.json")
         plan.write_text(measure("without", model, 16)["plan_text"])  # all rounds train by the same plan
         results = collect_rounds(lambda variant: measure(variant, model, minibatches, plan), VARIANTS, rounds)
-    seconds = {variant: [summary["train_seconds"] for summary in each] for variant, each in results.items()}
+    seconds = {variant: [summary["train_seconds"] for summary in summaries] for variant, summaries in results.items()}
     rows: list[tuple[object, ...]] = []
     for variant in VARIANTS[1:]:
         snapshots = [summary["snapshots"] for summary in results[variant]]

@@ -81,11 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profiles", type=Path, help="folder for profiles of VGG-16, ResNet-50 and GPT-2 medium")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu, where checks show only that they run")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a child: prints the findings of one check or profile
+    parser.add_argument("--findings", help=argparse.SUPPRESS)  # a child: prints those of one check or profile
     options = parser.parse_args(arguments)
     device = options.device if options.device != "cuda" else "cuda:0"
-    if options.one:
-        return _print_findings(options.one, device, options.scale, options.profiles)
+    if options.findings:
+        return _print_findings(options.findings, device, options.scale, options.profiles)
     if device != "cpu" and not _has_card():
         unusable = describe_unusable_card()
         print(unusable or NO_CARD)
@@ -159,11 +159,11 @@ def rows(
 
     def run(name: str) -> dict[str, Any]:
         since = now_s()
-        left = began + limit_s - since
-        if left <= 0:
+        rest_s = began + limit_s - since
+        if rest_s <= 0:
             note = f"the limit of {limit_s:g} s was reached"
             return _make_row(name, [], {"skipped": note}, ok=False, seconds=0.0)
-        findings, wrong = start(name, min(left, LIMITS_S.get(name, CHECK_LIMIT_S)))
+        findings, wrong = start(name, min(rest_s, LIMITS_S.get(name, CHECK_LIMIT_S)))
         notes = {finding["name"]: finding["note"] for finding in findings if finding["note"]}
         notes |= {"error": wrong} if wrong else {}
         notes |= {} if findings or wrong else {"skipped": "needs a CUDA device"}
@@ -245,7 +245,7 @@ def _start(name: str, common: Sequence[str], limit_s: float, out: Path) -> tuple
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     beside = out.with_suffix(f".{name.replace(' ', '_')}.stdout")
     errors = beside.with_suffix(".stderr")
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, *common]
+    command = [sys.executable, str(Path(__file__).resolve()), "--findings", name, *common]
     # Files, not pipes: what a check has found is kept if this process is killed, too.
     with beside.open("w") as stdout, errors.open("w") as stderr:
         child = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)

@@ -97,9 +97,9 @@ def _format_tables(rows: Sequence[dict[str, Any]]) -> str:
             for method in METHODS:
                 cells: list[str] = []
                 for stages in sorted({row["stages"] for row in rows if row["task"] == task}):
-                    here = {"task": task, "method": method, "stages": stages}
-                    full = _select(rows, here | {"messages": "full"})
-                    mine = _select(rows, here | {"messages": messages})
+                    arm = {"task": task, "method": method, "stages": stages}
+                    full = _select(rows, arm | {"messages": "full"})
+                    mine = _select(rows, arm | {"messages": messages})
                     values = [scale * row[metric] for row in mine.values()]
                     changes = [scale * (mine[seed][metric] - full[seed][metric]) for seed in mine if seed in full]
                     sent = statistics.mean(row["bytes_per_update"] for row in mine.values()) if mine else 0

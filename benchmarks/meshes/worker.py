@@ -208,9 +208,9 @@ def _time_trainers(request: dict[str, Any]) -> dict[str, Any]:
     collectives, losses = {}, {}
     for name, trainer in trainers.items():
         trainer.train(batches)  # the first minibatches make buffers
-        with _Collectives() as seen:
+        with _Collectives() as counter:
             loss = trainer.train(batches[:1])
-        losses[name], collectives[name] = fmean(gather(loss)), seen.counts
+        losses[name], collectives[name] = fmean(gather(loss)), counter.counts
     if abs(losses["torch"] - losses["ours"]) > 1e-3 * losses["torch"]:
         raise SystemExit(f"the two train differently: losses {losses}")
     runs = {name: partial(trainer.train, batches) for name, trainer in sorted(trainers.items())}
@@ -288,7 +288,7 @@ def _count_stashed_bytes(pipeline: Any) -> int:
         return 0
     versions = state.versions
     newest = {handle.untyped_storage().data_ptr() for handle in versions.handles.values()}
-    leaves = [leaf for kept in versions._all_sets for leaf in kept.leaves.values()]
+    leaves = [leaf for weights in versions._all_sets for leaf in weights.leaves.values()]
     storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}
     return sum(size for place, size in storages.items() if place not in newest)
 

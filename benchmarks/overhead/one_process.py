@@ -73,18 +73,18 @@ def _make_stages_by_hand(model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> 
     updates = [optimizer(layer.parameters()) for layer in layers]
     inputs, targets = batch
     while True:
-        kept, x = [], inputs
+        tensors, x = [], inputs
         for update, layer in zip(updates, layers, strict=True):
             update.zero_grad()
             x = x.detach().requires_grad_(layer is not layers[0])
-            kept.append(x)
+            tensors.append(x)
             x = layer(x)
-            kept.append(x)
+            tensors.append(x)
         value = loss(x, targets)
         value.backward()
         updates[-1].step()
         for number in reversed(range(len(layers) - 1)):
-            kept[2 * number + 1].backward(kept[2 * number + 2].grad)
+            tensors[2 * number + 1].backward(tensors[2 * number + 2].grad)
             updates[number].step()
         yield value.item()
 

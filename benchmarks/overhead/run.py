@@ -159,9 +159,9 @@ def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
         rows_of_variant, rows = rows[: len(shapes)], rows[len(shapes) :]
         for rank, (small, large, lasting) in enumerate(zip(*rows_of_variant, strict=True)):
             rises = (scaffold.format_mib(part[0]["rise_bytes"]) for part in (small, large))
-            left = {name: lasting[1][name] - lasting[0][name] for name in ("resident_bytes", "objects")}
-            resident = scaffold.format_mib(left["resident_bytes"])
-            yield scaffold.format_row((variant, rank, *rises, resident, f"{left['objects']:,}"))
+            growth = {name: lasting[1][name] - lasting[0][name] for name in ("resident_bytes", "objects")}
+            resident = scaffold.format_mib(growth["resident_bytes"])
+            yield scaffold.format_row((variant, rank, *rises, resident, f"{growth['objects']:,}"))
     yield ""
 
 

@@ -130,8 +130,8 @@ def by_hand(bench: Bench) -> Iterator[Running]:
     layer = network(shape, bench.waits)[rank]
     update = optimizer(layer.parameters())
     inputs, targets = (part.split(len(part) // m) for part in shape.batch(m))
-    left = (WARMUP + bench.count(m)) * m
-    activations, gradients = (_post_receives(bench.group, peer, shape.message_shape, left)
+    microbatches = (WARMUP + bench.count(m)) * m
+    activations, gradients = (_post_receives(bench.group, peer, shape.message_shape, microbatches)
                               for peer in (rank - 1, rank + 1))  # fmt: skip
     if rank > 0:
         next(activations)
@@ -142,7 +142,7 @@ def by_hand(bench: Bench) -> Iterator[Running]:
 
     def step() -> None:
         update.zero_grad()
-        kept: deque[tuple[Tensor, Tensor]] = deque()
+        unfinished: deque[tuple[Tensor, Tensor]] = deque()
         forwards, sends = itertools.count(), []
         for op in order:
             if op == "F":
@@ -153,9 +153,9 @@ def by_hand(bench: Bench) -> Iterator[Running]:
                     y = loss(y, targets[k]) / m
                 else:
                     sends.append(dist.isend(y.detach(), rank + 1, bench.group))
-                kept.append((x, y))
+                unfinished.append((x, y))
             else:
-                x, y = kept.popleft()
+                x, y = unfinished.popleft()
                 torch.autograd.backward(y, None if last else next(gradients))
                 if rank > 0:
                     assert x.grad is not None
@@ -168,15 +168,15 @@ def by_hand(bench: Bench) -> Iterator[Running]:
     yield step, m, WARMUP
 
 
-def _post_receives(group: dist.ProcessGroup | None, peer: int, size: tuple[int, int], left: int) -> Iterator[Tensor]:
+def _post_receives(group: dist.ProcessGroup | None, peer: int, size: tuple[int, int], count: int) -> Iterator[Tensor]:
     """Yields what comes from a neighbour, one receive posted ahead; the first value only posts one."""
     buffer = torch.empty(size)
     work = dist.irecv(buffer, peer, group)
     yield buffer
-    for number in range(left):
+    for number in range(count):
         assert work is not None
         previous, received = work, buffer
-        if number < left - 1:
+        if number < count - 1:
             buffer = torch.empty(size)
             work = dist.irecv(buffer, peer, group)
         previous.wait()

@@ -185,9 +185,9 @@ class _Bench:
             seconds, others = [], 0.0
             for _ in range(self.options.rounds):
                 profiles.append(self.workers.profile(model))
-                lasted, taken = self._run(plan, link, _FREE_S, model)
+                lasted, other_s = self._run(plan, link, _FREE_S, model)
                 seconds.append(statistics.median(lasted))
-                others = max(others, taken)
+                others = max(others, other_s)
             # A machine is not always equally fast: predict from profiles taken before, between and after the runs.
             profiles.append(self.workers.profile(model))
             works = [p.forward_s + p.backward_s + p.loss_s + p.update_s for p in profiles]

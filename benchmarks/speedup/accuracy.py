@@ -187,9 +187,9 @@ class _Bench:
     def list_runs(self, rows: Sequence[dict[str, Any]], links: Sequence[float]) -> Iterator[dict[str, Any]]:
         """Yields the runs that `rows` lacks, which may grow: rates, seeds without a link, seeds over links."""
         common = {"task": self.task.name}
-        wanted = [common | {"variant": name, "seed": TUNING_SEED, "bytes_per_s": None, "rate": self.task.rate * factor}
+        planned = [common | {"variant": name, "seed": TUNING_SEED, "bytes_per_s": None, "rate": self.task.rate * factor}
                   for name in self.size.variants for factor in self.size.rates if len(self.size.rates) > 1]  # fmt: skip
-        yield from (run for run in wanted if not any(run.items() <= row.items() for row in rows))
+        yield from (run for run in planned if not any(run.items() <= row.items() for row in rows))
         for link in (None, *links):
             for seed in range(self.size.seeds):
                 for name in self.size.variants:

@@ -66,9 +66,9 @@ def _read(data: Dataset[Any], batch: int, seed: int, settings: dict[str, Any]) -
     samples = len(data) if settings["minibatches"] is None else batch * settings["minibatches"]
     order = RandomSampler(data, num_samples=samples, generator=torch.Generator().manual_seed(seed))
     train = DataLoader(data, batch * settings["batch"], sampler=order, drop_last=True)
-    each = settings["each_update"]
+    per_update = settings["each_update"]
     # A worker that accumulates has an update for what is left of an epoch; two workers leave out an odd minibatch.
-    updates = settings["epochs"] * (len(train) // each if each <= 2 else math.ceil(len(train) / each))
+    updates = settings["epochs"] * (len(train) // per_update if per_update <= 2 else math.ceil(len(train) / per_update))
 
     def factor(update: int) -> float:
         return min(1.0, (update + 1) / (0.1 * updates)) * (1 + math.cos(math.pi * min(update / updates, 1.0))) / 2

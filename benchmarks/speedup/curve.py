@@ -358,10 +358,10 @@ def _predict_ddp(profile: Profile, plan: Plan, variant: _Variant, speed: float) 
     DDP's buckets of 25 MiB hold all gradients of these models. FSDP gathers the weights twice and scatters the
     gradients once, each half of an all-reduce.
     """
-    each = max(1, variant.samples // 2)
-    update_s = each * compute_s(profile) + profile.update_s
+    samples = max(1, variant.samples // 2)
+    update_s = samples * compute_s(profile) + profile.update_s
     sums = 1.5 if variant.runs == "fsdp" else 1.0
-    return 2 * each * profile.batch / (update_s / speed + sums * plan.costs.sync_s[0])
+    return 2 * samples * profile.batch / (update_s / speed + sums * plan.costs.sync_s[0])
 
 
 def _predict_rate(plan: Plan, speed: float) -> float:

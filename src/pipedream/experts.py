@@ -126,24 +126,24 @@ def _route(
     chosen = F.one_hot(first, experts) * important.unsqueeze(-1)
     share = chosen.to(probabilities.dtype).mean(1)
     loss = experts**2 * (share * (probabilities * important.unsqueeze(-1)).mean(1)).mean()
-    place, kept = _assign_places(first, chosen, logits.new_zeros((groups, 1, experts), dtype=torch.long), capacity)
+    place, has_place = _assign_places(first, chosen, logits.new_zeros((groups, 1, experts), dtype=torch.long), capacity)
     if top == 1:
-        return _Routes(first[None], place[None], kept[None], (weight * kept)[None], loss)
+        return _Routes(first[None], place[None], has_place[None], (weight * has_place)[None], loss)
 
     others = probabilities.detach().masked_fill(chosen.bool(), -1.0)
     next_best = others.argmax(-1)
     weights = torch.stack([weight, probabilities.gather(-1, next_best.unsqueeze(-1)).squeeze(-1)])
     if normalise == "before":
         weights = weights / (weights.sum(0) + 1e-9)
-    taken = chosen.sum(1, keepdim=True).clamp(max=capacity)
+    occupied = chosen.sum(1, keepdim=True).clamp(max=capacity)
     eligible = torch.ones_like(important) if importance is None else importance > 0
     if second == "random":
         uniform = torch.rand_like(weights[1]) if uniform is None else uniform
         eligible = eligible & (uniform < weights[1].detach() / max(threshold, 1e-9))
-    next_place, next_kept = _assign_places(
-        next_best, F.one_hot(next_best, experts) * eligible.unsqueeze(-1), taken, capacity
+    next_place, has_next_place = _assign_places(
+        next_best, F.one_hot(next_best, experts) * eligible.unsqueeze(-1), occupied, capacity
     )
-    sent = torch.stack([kept, next_kept])
+    sent = torch.stack([has_place, has_next_place])
     weights = weights * sent
     if normalise == "after":
         total = weights.sum(0)
@@ -152,15 +152,15 @@ def _route(
 
 
 def _assign_places(
-    expert: torch.Tensor, chosen: torch.Tensor, taken: torch.Tensor, capacity: int
+    expert: torch.Tensor, chosen: torch.Tensor, occupied: torch.Tensor, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns each token's place at its expert, and whether it is chosen and has one, both [G, S].
 
     Args:
         chosen: [G, S, E], 1 for the expert that the token is to be sent to.
-        taken: [G, 1, E], places that are taken already.
+        occupied: [G, 1, E], places that earlier tokens have.
     """
-    places = chosen.cumsum(1) - chosen + taken
+    places = chosen.cumsum(1) - chosen + occupied
     place = places.gather(-1, expert.unsqueeze(-1)).squeeze(-1)
     return place, chosen.any(-1) & (place < capacity)
 
@@ -462,8 +462,8 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor, counts: list[int]) -> torch.Tensor:
         hidden, output = rows.new_empty(len(rows), up.shape[2]), torch.empty_like(rows)
         parts = (t.split(counts) for t in (rows, hidden, output))  # type: ignore[no-untyped-call]
-        each = zip(*parts, up, down, strict=True)
-        for inputs, inner, outputs, expert_up, expert_down in each:
+        slices = zip(*parts, up, down, strict=True)
+        for inputs, inner, outputs, expert_up, expert_down in slices:
             torch.mm(inputs, expert_up, out=inner).relu_()
             torch.mm(inner, expert_down, out=outputs)
         ctx.save_for_backward(rows, hidden, up, down)
@@ -477,8 +477,8 @@ class _Experts(torch.autograd.Function):
         results = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
         counts: list[int] = ctx.counts
         parts = (t.split(counts) for t in (rows, hidden, gradients[0], results[0]))
-        each = zip(*parts, up, down, results[1], results[2], strict=True)
-        for inputs, inner, arrived, back, expert_up, expert_down, to_up, to_down in each:
+        slices = zip(*parts, up, down, results[1], results[2], strict=True)
+        for inputs, inner, arrived, back, expert_up, expert_down, to_up, to_down in slices:
             torch.mm(inner.t(), arrived, out=to_down)
             through = torch.ops.aten.threshold_backward(torch.mm(arrived, expert_down.t()), inner, 0)
             torch.mm(inputs.t(), through, out=to_up)

@@ -171,13 +171,12 @@ def _measure_gpu_bytes(gpu: int) -> int:
 def work_s(device: torch.device, most_s: float) -> float:
     """Returns the lower quartile of the seconds of a float32 matrix product, repeated for at least `most_s`."""
     edge = _MATRIX.get(device.type, _MATRIX["cpu"])
-    left = torch.ones(edge, edge, device=device)
-    two = torch.ones(edge, edge, device=device)
+    matrix = torch.ones(edge, edge, device=device)
     seconds: list[float] = []
     begun = time.perf_counter()
     while len(seconds) < 5 or time.perf_counter() - begun < most_s:
         start = time.perf_counter()
-        torch.mm(left, two)
+        torch.mm(matrix, matrix)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
@@ -285,12 +284,12 @@ def both_ways(rank: int, pair: tuple[int, int], group: Any, size: int, device: t
     """Returns the bytes/s at which this rank receives while both send."""
     other = pair[1] if rank == pair[0] else pair[0]
     token = torch.zeros(1, dtype=torch.uint8, device=device)
-    sent, taken = _make_payload(size, device), _make_payload(size, device)
+    sent, received = _make_payload(size, device), _make_payload(size, device)
     seconds = []
     for _ in range(_REPEATS):
         _exchange(token, token.clone(), other, group)
         start = time.perf_counter()
-        seconds.append(_exchange(sent, taken, other, group) - start)
+        seconds.append(_exchange(sent, received, other, group) - start)
     return size / lower_quartile(seconds)
 
 
@@ -335,9 +334,9 @@ def sum_over(group: Any, members: int, device: torch.device, target_s: float) ->
         dist.all_reduce(payload, group=group)
         _finish(device)
         # The members must agree on what to measure next, so the slowest one counts.
-        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
-        dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)
-        return float(taken)
+        elapsed_s = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+        dist.all_reduce(elapsed_s, dist.ReduceOp.MAX, group=group)
+        return float(elapsed_s)
 
     latency_s = lower_quartile([seconds(4) for _ in range(_ECHOES // 2)]) / steps
     size = _choose_size(seconds, _LEAST_BYTES, _MOST_SUM_BYTES, target_s)
@@ -347,10 +346,10 @@ def sum_over(group: Any, members: int, device: torch.device, target_s: float) ->
 def _choose_size(seconds: Callable[[int], float], least: int, most: int, target_s: float) -> int:
     size = least
     while True:
-        taken = min(seconds(size), seconds(size))
-        if taken >= target_s or size >= most:
+        elapsed_s = min(seconds(size), seconds(size))
+        if elapsed_s >= target_s or size >= most:
             return size
-        size = min(most, size * (8 if taken < target_s / 8 else 2))
+        size = min(most, size * (8 if elapsed_s < target_s / 8 else 2))
 
 
 def _measure_rate(seconds: Callable[[int], float], size: int) -> float:
@@ -368,10 +367,10 @@ def _move_batch(move: Callable[..., Any], tensors: Sequence[torch.Tensor], other
         work.wait()
 
 
-def _exchange(sent: torch.Tensor, taken: torch.Tensor, other: int, group: Any) -> float:
+def _exchange(sent: torch.Tensor, received: torch.Tensor, other: int, group: Any) -> float:
     """Returns the time when everything was received."""
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, taken, other, group)]
+        [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, received, other, group)]
     )
     works[-1].wait()
     _finish(sent.device)

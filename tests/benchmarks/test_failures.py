@@ -33,7 +33,7 @@ def test_what_is_counted(run: ModuleType) -> None:
     trials = [trial for trial in run.trials(0) if trial.signal == "SIGKILL"][:6]
     ends = [(1, 0, 0, True), (15.1, 0, 0, True), (2, 1, 0, True), (3, 0, 2, True), (4, 0, 0, None), (5, 0, 0, False)]
     for trial, end in zip(trials, ends, strict=True):
-        trial.ended_s, trial.left, trial.tracebacks, trial.exact = end
+        trial.ended_s, trial.survivors, trial.tracebacks, trial.exact = end
     assert [trial.good for trial in trials] == [True, False, False, False, True, False]
     trials.append(run.Trial(0, 7, "1-1", "1f1b", "sgd", "SIGSTOP", "two", "end", fired=False, ended_s=99.0))
     assert "| SIGKILL | 6 | 1 | 1 | 2 | 4 | 1 | 3.5 | 15.1 |" in run.table(trials)
@@ -74,7 +74,7 @@ def test_a_trial(tmp_path: Path) -> None:
     ended = commands.run(str(RUN), *options, folder=tmp_path, timeout_s=300.0)
     assert ended.status == 0, ended.err
     (row,) = json.loads((tmp_path / "trials.json").read_text())
-    assert (row["fired"], row["left"], row["tracebacks"], row["exact"]) == (True, 0, 0, True)
+    assert (row["fired"], row["survivors"], row["tracebacks"], row["exact"]) == (True, 0, 0, True)
     assert "was ended by SIGKILL" in row["message"]
 
 

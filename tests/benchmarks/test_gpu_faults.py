@@ -61,9 +61,9 @@ def _do_before(action: Callable[[], object]) -> Fault:
 
     def make(function: Any) -> Any:
         def wrong(*args: Any, **keywords: Any) -> Any:
-            kept = action()
+            result_of_action = action()
             result = function(*args, **keywords)
-            del kept
+            del result_of_action
             return result
 
         return wrong

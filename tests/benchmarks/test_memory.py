@@ -66,7 +66,7 @@ def test_a_longer_profile_has_the_bytes_of_a_longer_model() -> None:
     assert longer.optimizer_bytes == measured.optimizer_bytes
     for layer, other in zip(longer.layers, measured.layers, strict=True):
         sizes = [
-            {name: size for name, size in asdict(each).items() if name.endswith("_bytes")} for each in (layer, other)
+            {name: size for name, size in asdict(costs).items() if name.endswith("_bytes")} for costs in (layer, other)
         ]
         assert sizes[0] == sizes[1]
     assert [layer.name for layer in longer.graph.layers] == [layer.name for layer in measured.graph.layers]

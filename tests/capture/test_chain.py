@@ -184,9 +184,9 @@ def test_modules_with_hooks_or_state_of_their_own_stay_one_layer() -> None:
     assert names(captured) == ["0", "1", "2", "3"]
     assert len(hooked._forward_hooks) == 1
     assert find_chain(hooked, (torch.randn(2, 4),)) is None
-    seen: list[Tensor] = []
+    outputs: list[Tensor] = []
     watched = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    watched.register_forward_hook(lambda module, args, output: seen.append(output))
+    watched.register_forward_hook(lambda module, args, output: outputs.append(output))
     captured = find_chain(nn.Sequential(watched, nn.Linear(4, 4)), (torch.randn(2, 4),))
     assert captured is not None
     assert len(captured.layers) == 2, "the layers inside would not call the hook"

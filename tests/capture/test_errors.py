@@ -209,9 +209,9 @@ def test_layers_that_are_dropped_are_refused_or_an_error() -> None:
         value: Any = torch.randn(4, 4)
         torch.manual_seed(seed)
         try:
-            for each in part:
+            for layer in part:
                 torch.manual_seed(seed)
-                value = each(value)
+                value = layer(value)
         except CaptureError as error:
             has(str(error), "another path")
 

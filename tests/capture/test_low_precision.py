@@ -87,7 +87,7 @@ class _Dtypes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[str, set[torch.dtype]] = {}
+        self.dtypes_by_line: dict[str, set[torch.dtype]] = {}
 
     def note(self, function: Any, result: Any) -> None:
         frame: Any = sys._getframe(1)
@@ -95,7 +95,7 @@ class _Dtypes(TorchFunctionMode):
             frame = frame.f_back
         key = f"{frame.f_code.co_filename}:{frame.f_lineno} {getattr(function, '__name__', '')}"
         dtypes = {leaf.dtype for _, leaf in walk(result) if isinstance(leaf, Tensor)}
-        self.seen.setdefault(key, set()).update(dtypes)
+        self.dtypes_by_line.setdefault(key, set()).update(dtypes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -150,10 +150,10 @@ def test_every_cut_gives_the_numbers_of_the_model(name: str, kind: str, monkeypa
                 assert (actual[key] - tensor).abs().max() <= TOLERANCE[name] * max(1.0, tensor.abs().max()), key
             else:
                 assert torch.equal(actual[key], tensor), key
-    for line, dtypes in actual_dtypes.seen.items():
-        assert dtypes <= expected_dtypes.seen.get(line, dtypes), line
+    for line, dtypes in actual_dtypes.dtypes_by_line.items():
+        assert dtypes <= expected_dtypes.dtypes_by_line.get(line, dtypes), line
     if (name, kind) in DEFAULT and name.startswith("hf_"):
-        lines = [line for line in actual_dtypes.seen if line in expected_dtypes.seen]
+        lines = [line for line in actual_dtypes.dtypes_by_line if line in expected_dtypes.dtypes_by_line]
         assert len(lines) > 5, "nothing was computed without numbers"
 
 

@@ -138,7 +138,7 @@ def test_any_other_function_gives_what_torch_gives(function: Callable[[Any], Any
     expected, actual = function(torch.rand(2, 3, 4)), function(make_placeholder(torch.rand(2, 3, 4)))
     if type(expected).__module__ == "torch.return_types":
         assert type(actual) is type(expected)
-        assert [describe(each) for each in actual] == [describe(each) for each in expected]
+        assert [describe(value) for value in actual] == [describe(value) for value in expected]
     else:
         assert describe(actual) == describe(expected)
 

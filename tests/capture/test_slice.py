@@ -56,7 +56,7 @@ class Drawn(nn.Module):
         self.blocks = nn.ModuleList(RandomBlock(rng, rng.randint(2, 4), 1) for _ in range(rng.randint(1, 3)))
         self.counted = Counted()
         self.head = nn.Linear(WIDTH, WORDS)
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("tokens", torch.zeros(()))
         self.returns = rng.choice(["one", "tuple", "dict", "object"])
         if rng.random() < 0.5:
             self.head.weight = self.embed.weight
@@ -69,7 +69,7 @@ class Drawn(nn.Module):
             if number == 0:
                 live.append(self.counted(live[-1]))
         if self.training:
-            self.seen.add_(mask.sum())
+            self.tokens.add_(mask.sum())
         logits = self.head(live[-1])
         if self.returns == "tuple":
             return logits, [live[0], live[-1]]
@@ -109,8 +109,8 @@ def run_slices(model: nn.Module, graph: LayerGraph, cuts: Sequence[int], inputs:
             sent.append((value["values"], arrived))
             value = {**value, "values": [tensor.clone() for tensor in arrived]}
     backward(value)
-    for left, arrived in reversed(sent):
-        pairs = [(a, b.grad) for a, b in zip(left, arrived, strict=True) if b.grad is not None]
+    for sent_values, arrived in reversed(sent):
+        pairs = [(a, b.grad) for a, b in zip(sent_values, arrived, strict=True) if b.grad is not None]
         if pairs:
             torch.autograd.backward([a for a, _ in pairs], [b for _, b in pairs])
     return results(model, value)
@@ -118,14 +118,14 @@ def run_slices(model: nn.Module, graph: LayerGraph, cuts: Sequence[int], inputs:
 
 def check(make: Any, batches: Sequence[Any], cuts: Sequence[Sequence[int]], graph: LayerGraph) -> None:
     for training in (True, False):
-        for each in cuts:
+        for ends in cuts:
             whole, parts = make().train(training), make().train(training)
             for inputs in batches:
-                expected, actual = run_whole(whole, inputs), run_slices(parts, graph, each, inputs)
+                expected, actual = run_whole(whole, inputs), run_slices(parts, graph, ends, inputs)
                 for what, a, b in zip(("output", "gradient", "buffer"), expected, actual, strict=True):
                     assert a.keys() == b.keys()
                     for name in a:
-                        assert_same(f"{what} {name} with cuts {each}", a[name], b[name], exact=what != "gradient")
+                        assert_same(f"{what} {name} with cuts {ends}", a[name], b[name], exact=what != "gradient")
 
 
 def assert_same(what: str, a: Any, b: Any, *, exact: bool) -> None:

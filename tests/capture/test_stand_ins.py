@@ -12,22 +12,22 @@ from pipedream.capture import capture, stand_ins
 from pipedream.core.errors import CaptureError
 
 
-def kept(model: nn.Module) -> list[Any]:
+def list_tensors(model: nn.Module) -> list[Any]:
     return [(name, id(t)) for m in model.modules() for name, t in (*m._parameters.items(), *m._buffers.items())]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_nothing_is_computed_and_the_model_is_as_it_was(device: str) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.LSTM(3, 2)).to(device)
-    before, flat = kept(model), list(map(id, model[2]._flat_weights))
+    before, flat = list_tensors(model), list(map(id, model[2]._flat_weights))
     x = torch.randn(5, 4, device=device)
     with stand_ins(model, (x, [x])) as (a, (b,)):
         assert a is b
         output, _ = model(a)
         assert (tuple(output.shape), output.device.type) == ((5, 2), "cpu")
-        assert not {identity for _, identity in kept(model)} & {identity for _, identity in before}
+        assert not {identity for _, identity in list_tensors(model)} & {identity for _, identity in before}
         assert model[2]._flat_weights[0] is model[2].weight_ih_l0
-    assert kept(model) == before
+    assert list_tensors(model) == before
     assert list(map(id, model[2]._flat_weights)) == flat
     assert set(model[2].__dict__) == set(nn.LSTM(3, 2).__dict__)
 

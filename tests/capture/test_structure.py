@@ -87,16 +87,16 @@ def test_nothing_changes_if_each_leaf_is_kept(value: Any) -> None:
 
 @given(VALUE)
 def test_leaves_are_changed_in_the_order_of_their_paths(value: Any) -> None:
-    seen: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
 
     def numbered(path: str, leaf: Any) -> int:
-        seen.append((path, leaf))
-        return len(seen) - 1
+        leaves.append((path, leaf))
+        return len(leaves) - 1
 
     changed = map_leaves(numbered, value)
-    assert [path for path, _ in seen] == [path for path, _ in walk(value)]
-    assert all(a is b for (_, a), (_, b) in zip(seen, walk(value), strict=True))
-    assert [leaf for _, leaf in walk(changed)] == list(range(len(seen)))
+    assert [path for path, _ in leaves] == [path for path, _ in walk(value)]
+    assert all(a is b for (_, a), (_, b) in zip(leaves, walk(value), strict=True))
+    assert [leaf for _, leaf in walk(changed)] == list(range(len(leaves)))
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_output_that_nobody_takes(command: str, to: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "left"),
+    ("options", "message"),
     [
         (("--workers", "2", "--schedule", "chimera"), "--elastic may leave 1 worker, "),
         (("--workers", "4", "--schedule", "chimera", "--min-workers", "2"), "--elastic may leave 3 workers, "),
@@ -189,7 +189,7 @@ def test_output_that_nobody_takes(command: str, to: str) -> None:
 )
 def test_elastic_runs_need_a_method_for_fewer_workers(
     options: tuple[str, ...],
-    left: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -209,9 +209,9 @@ def test_elastic_runs_need_a_method_for_fewer_workers(
     replace(uniform("chimera", 2), schedule="chimera").save("chimera.json")
     replace(uniform("1f1b", 2), schedule="code.py").save("code.json")
     status = cli.main(["train", "recipe.py", "--elastic", *options])
-    assert (status, len(started)) == ((2, 0) if left else (0, 1))
+    assert (status, len(started)) == ((2, 0) if message else (0, 1))
     error = capsys.readouterr().err
-    assert left in error if left else not error
+    assert message in error if message else not error
 
 
 def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(

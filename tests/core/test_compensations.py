@@ -139,7 +139,7 @@ def test_sides_that_are_rotated(shape: list[int]) -> None:
     rows, columns = shape[0], int(np.prod(shape[1:]))
     assert two_sided == {side: (2, n, n) for side, n in (("left", rows), ("right", columns)) if n <= 10_000}
     shorter = "left" if rows < columns else "right"
-    assert one_sided == {side: kept for side, kept in two_sided.items() if side == shorter}
+    assert one_sided == {side: shapes for side, shapes in two_sided.items() if side == shorter}
     assert BasisRotation(estimate="first_moment").kept_shapes(shape) == {
         s: (1, n, n) for s, (_, n, _) in two_sided.items()
     }

@@ -107,9 +107,9 @@ class TestGraph:
         ties = tuple(data.draw(st.lists(st.sampled_from(pairs), max_size=2)))
         graph = replace(chain(count, *ties), edges=edges)
         for cut in range(1, count):
-            left = set(range(cut))
-            crossing = {source for source, target in edges if source in left and target not in left}
-            apart = any(len(left & set(tie)) not in (0, len(set(tie))) for tie in ties)
+            before_cut = set(range(cut))
+            crossing = {source for source, target in edges if source in before_cut and target not in before_cut}
+            apart = any(len(before_cut & set(tie)) not in (0, len(set(tie))) for tie in ties)
             assert (cut in graph.cuts()) == (crossing <= {cut - 1} and not apart)
 
     @pytest.mark.parametrize(
@@ -247,6 +247,6 @@ class TestPlan:
 
 
 def test_runs_layers_and_microbatches_draw_other_numbers() -> None:
-    seeds = [layer_seed(*each) for each in product((0, 1), range(5), ("", "a", "a@2", "b"))]
+    seeds = [layer_seed(*arguments) for arguments in product((0, 1), range(5), ("", "a", "a@2", "b"))]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 1 << 63 for seed in seeds)

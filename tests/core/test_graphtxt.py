@@ -84,9 +84,9 @@ def test_a_profile_in_this_form_has_the_same_costs() -> None:
     assert [node.kind for node in graph.nodes] == ["Conv2d", "Layer(InputBlock)", "two lines - long"]
     again = graph.profile()
     assert again.graph.edges == ((0, 1), (1, 2))
-    for cost, kept in zip(costs, again.layers, strict=True):
-        assert (kept.output_bytes, kept.parameter_bytes) == (cost.output_bytes, cost.parameter_bytes)
-        assert (kept.forward_s, kept.backward_s) == pytest.approx((cost.forward_s, cost.backward_s), rel=1e-15)
+    for cost, layer in zip(costs, again.layers, strict=True):
+        assert (layer.output_bytes, layer.parameter_bytes) == (cost.output_bytes, cost.parameter_bytes)
+        assert (layer.forward_s, layer.backward_s) == pytest.approx((cost.forward_s, cost.backward_s), rel=1e-15)
 
 
 @pytest.mark.parametrize(

@@ -26,22 +26,22 @@ def stages_somewhere(draw: st.DrawFn) -> tuple[Cluster, list[tuple[int, ...]]]:
 
 
 def counted(
-    cluster: Cluster, taken: list[tuple[int, ...]], sent: list[int], summed: list[int]
+    cluster: Cluster, stage_workers: list[tuple[int, ...]], sent: list[int], summed: list[int]
 ) -> dict[tuple[int, int], float]:
     """Sends each minibatch of a cycle from replica to replica, and each direction of each port its bytes."""
-    cycle = lcm(*map(len, taken))
+    cycle = lcm(*map(len, stage_workers))
     out: defaultdict[tuple[int, int], float] = defaultdict(float)
     into: defaultdict[tuple[int, int], float] = defaultdict(float)
     for k in range(cycle):
-        for here, behind, size in zip(taken, taken[1:], sent, strict=False):
+        for senders, receivers, size in zip(stage_workers, stage_workers[1:], sent, strict=False):
             for a, b in (
-                (here[k % len(here)], behind[k % len(behind)]),
-                (behind[k % len(behind)], here[k % len(here)]),
+                (senders[k % len(senders)], receivers[k % len(receivers)]),
+                (receivers[k % len(receivers)], senders[k % len(senders)]),
             ):
                 for level in range(cluster.reach(a, b) + 1):
                     out[level, cluster.component(level, a)] += size / cycle
                     into[level, cluster.component(level, b)] += size / cycle
-    for workers, size in zip(taken, summed, strict=False):
+    for workers, size in zip(stage_workers, summed, strict=False):
         factor = 2.0 if cluster.sums == "tree" else 2 * (len(workers) - 1) / len(workers)
         for level in range(len(cluster.levels)):
             inside = {cluster.component(level, worker) for worker in workers}
@@ -60,9 +60,9 @@ def counted(
 def test_equals_counting_minibatch_by_minibatch(
     drawn: tuple[Cluster, list[tuple[int, ...]]], sent: list[int], summed: list[int]
 ) -> None:
-    cluster, taken = drawn
-    predicted = ports_s(cluster, taken, sent[: len(taken)], summed[: len(taken)])
-    expected = counted(cluster, taken, sent, summed)
+    cluster, stage_workers = drawn
+    predicted = ports_s(cluster, stage_workers, sent[: len(stage_workers)], summed[: len(stage_workers)])
+    expected = counted(cluster, stage_workers, sent, summed)
     assert {place: s for place, s in predicted.items() if s} == pytest.approx({p: s for p, s in expected.items() if s})
 
 

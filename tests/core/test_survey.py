@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Workers
-from pipedream.core.hardware.survey import Fan, Link, Seen, Sum, Survey, machines_of, slope
+from pipedream.core.hardware.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of, slope
 
-SEEN = Seen("one", "cpu: a", 0.01, 8_000_000_000)
+WORKER = MeasuredWorker("one", "cpu: a", 0.01, 8_000_000_000)
 
 
 def survey(machines: str, **more: tuple[object, ...]) -> Survey:
     """Returns the survey of a worker on each of the machines, and of two links on each level."""
     links = tuple(Link(level, 0, 1, 1e-4 * (level + 1), rate, rate) for level, rate in ((0, 1e9), (1, 1e8)))
-    measured = Survey(tuple(replace(SEEN, machine=name) for name in machines), links)
+    measured = Survey(tuple(replace(WORKER, machine=name) for name in machines), links)
     return replace(measured, **more)  # type: ignore[arg-type]
 
 
@@ -104,23 +104,28 @@ def test_unequal_directions_are_not_half_duplex_while_one_of_them_keeps_its_own(
 
 
 def test_workers_that_are_unlike_become_kinds() -> None:
-    seen = (SEEN, replace(SEEN, work_s=0.0105), replace(SEEN, work_s=0.02), replace(SEEN, memory_bytes=4_000_000_000))
-    cluster = survey("aaaa", workers=seen).cluster()
+    workers = (
+        WORKER,
+        replace(WORKER, work_s=0.0105),
+        replace(WORKER, work_s=0.02),
+        replace(WORKER, memory_bytes=4_000_000_000),
+    )
+    cluster = survey("aaaa", workers=workers).cluster()
     assert cluster.speeds == pytest.approx((1.0, 1.0, 0.01 / 0.02, 1.0))
     assert cluster.memories == (8_000_000_000,) * 3 + (4_000_000_000,)
     assert [kind.count for kind in cluster.kinds] == [2, 1, 1]
 
 
 def test_alike_workers_have_no_kinds_and_the_least_memory() -> None:
-    seen = (SEEN, replace(SEEN, work_s=0.011, memory_bytes=7_800_000_000))
-    cluster = survey("aa", workers=seen).cluster()
+    workers = (WORKER, replace(WORKER, work_s=0.011, memory_bytes=7_800_000_000))
+    cluster = survey("aa", workers=workers).cluster()
     assert cluster.kinds == ()
     assert cluster.memory_bytes == 7_800_000_000
     assert cluster.device == "cpu: a"
 
 
 def test_rates_are_those_of_the_slowest_if_all_were_measured() -> None:
-    fast, slow = replace(SEEN, disk_bytes_per_s=2e9, host_bytes_per_s=2e10), replace(SEEN, disk_bytes_per_s=1e9)
+    fast, slow = replace(WORKER, disk_bytes_per_s=2e9, host_bytes_per_s=2e10), replace(WORKER, disk_bytes_per_s=1e9)
     cluster = survey("aa", workers=(fast, slow)).cluster()
     assert (cluster.disk_bytes_per_s, cluster.host_bytes_per_s) == (1e9, None)
     slow = replace(slow, host_bytes_per_s=1e10)
@@ -129,12 +134,12 @@ def test_rates_are_those_of_the_slowest_if_all_were_measured() -> None:
 
 
 def test_cluster_can_be_saved() -> None:
-    seen = (
-        replace(SEEN, machine="a", work_s=1.0),
-        replace(SEEN, machine="a", work_s=1.0),
-        replace(SEEN, machine="b", work_s=2.0),
+    workers = (
+        replace(WORKER, machine="a", work_s=1.0),
+        replace(WORKER, machine="a", work_s=1.0),
+        replace(WORKER, machine="b", work_s=2.0),
     )
-    cluster = survey("aab", workers=seen).cluster()
+    cluster = survey("aab", workers=workers).cluster()
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert cluster.kinds[1] == Workers(1, "cpu: a", 0.5, 8_000_000_000)
 

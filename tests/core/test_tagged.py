@@ -115,10 +115,10 @@ def test_what_is_kept(p: int, m: int) -> None:
         build("timeprest", Plan.uniform(p), m).weights,
         build("timeprest_interpolated", Plan.uniform(p), m).weights,
     )
-    kept = [tagged.versions(s) for s in range(p)]
-    assert kept[0] == 1
-    assert kept == sorted(kept)
-    assert kept == [between.versions(p - 1 - s) for s in range(p)]
+    versions = [tagged.versions(s) for s in range(p)]
+    assert versions[0] == 1
+    assert versions == sorted(versions)
+    assert versions == [between.versions(p - 1 - s) for s in range(p)]
     assert [between.buffers(s) for s in range(p)] == [int(s < p - 1) for s in range(p)]
     assert [tagged.buffers(s) for s in range(p)] == [0] * p
 

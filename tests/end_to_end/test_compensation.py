@@ -263,17 +263,17 @@ def test_weights_behind_the_prediction() -> None:
             state, stored = pipeline.state_dict(predicted=False), pipeline.state_dict()
         assert done
         rule = PUBLISHED[name, optimizer].rule(delays(case))
-        behind: dict[str, torch.Tensor] = {}
-        seen = rule.seen
+        evaluated: dict[str, torch.Tensor] = {}
+        predict = rule.predict
 
-        def look(stage: int, stepper: Any, w: Any, seen: Any = seen, behind: Any = behind) -> Any:
-            behind |= {n: p.detach().clone() for n, p in w.items()}
-            return seen(stage, stepper, w)
+        def look(stage: int, stepper: Any, w: Any, predict: Any = predict, evaluated: Any = evaluated) -> Any:
+            evaluated |= {n: p.detach().clone() for n, p in w.items()}
+            return predict(stage, stepper, w)
 
-        rule.seen = look  # type: ignore[method-assign]
+        rule.predict = look  # type: ignore[method-assign]
         outcome = cases.Outcome(drains=[len(done)])
         cases.answer(case, outcome, rule, PUBLISHED[name, optimizer].optimizer)
-        cases.assert_near(state, behind, BOUND)
+        cases.assert_near(state, evaluated, BOUND)
         assert any(not torch.equal(state[n], stored[n]) for n in state)
 
 
@@ -394,8 +394,8 @@ def test_named_methods_are_emulated_and_planned(name: str) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 100, 1000),) * 4, batch=8)
     chosen = pd.plan(profile, pd.Cluster.flat(2), schedule=name, shape="straight")
     assert chosen.schedule == name
-    kept = 1 if name in ("ftpipe_ga", "one_step_ef") else 0
-    assert [stage.memory.optimizer_bytes for stage in chosen.stages] == [kept * 2000] * 2
+    copies = 1 if name in ("ftpipe_ga", "one_step_ef") else 0
+    assert [stage.memory.optimizer_bytes for stage in chosen.stages] == [copies * 2000] * 2
 
 
 RECIPE = """

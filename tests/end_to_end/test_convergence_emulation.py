@@ -120,12 +120,12 @@ def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
 
 def _cases() -> list[Any]:
     """Returns the first arm with a method, or with an optimizer; those of the larger task are slow."""
-    parameters, seen = [], set()
+    parameters, covered = [], set()
     for arm in arms.ARMS:
         if arm.turns[0].method.rotation and arm.synchronous:
             continue  # a control: the library refuses to compensate for no delay
-        if new := {str(arm.turns), arm.optimizer} - seen:
-            seen |= new
+        if new := {str(arm.turns), arm.optimizer} - covered:
+            covered |= new
             marks = () if arm.task == "digits" else pytest.mark.slow
             parameters.append(pytest.param(arm.task, arm, id=f"{arm.task} {arm}", marks=marks))
     return parameters

@@ -104,8 +104,8 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
     jobs = JOBS[workers]
     apart, alone = (folders(tmp_path / name, len(jobs)) for name in ("apart", "alone"))
     of_ranks = processes.kept(workers).results(loading.run_all, jobs, str(apart), timeout_s=120.0)
-    here = loading.run_all(jobs, str(alone))
-    for number, (job, alone_run) in enumerate(zip(jobs, here, strict=True)):
+    alone_runs = loading.run_all(jobs, str(alone))
+    for number, (job, alone_run) in enumerate(zip(jobs, alone_runs, strict=True)):
         # gloo adds up three gradients in another order than one process does
         bound = 1e-12 if max(job.replicas) > 2 else 0.0
         for rank, runs in enumerate(of_ranks):
@@ -150,8 +150,8 @@ def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
     places = []
     for run in (*of_three, *of_one):
         drained = run.drains[0]
-        places.append(((drained // 5, drained % 5), run.left))
-        assert run.left["epoch"] == drained // 5
+        places.append(((drained // 5, drained % 5), run.data_state))
+        assert run.data_state["epoch"] == drained // 5
     seconds = [Job(kind, (1, 1, 1), "1f1b", 4) for kind in kinds] + [Job(kind, (2, 1)) for kind in kinds]
     root = folders(tmp_path / "on", 8)
     on = [(job, str(root / str(i)), *places[i]) for i, job in enumerate(seconds)]

@@ -83,14 +83,14 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
     check(case, outcome, BOUND)
     p, m = case.stages, outcome.split
     for stage in range(p):
-        kept = VERSIONS.get(case.schedule, lambda p, s, m: 1)(p, stage, m)
+        versions = VERSIONS.get(case.schedule, lambda p, s, m: 1)(p, stage, m)
         if case.options == _options(backward_rule="stash"):
-            kept = -(-(p - 1 - stage) // m) + 1
+            versions = -(-(p - 1 - stage) // m) + 1
         if case.replicas and (case.schedule in NF1B or case.options):  # each depth is rounded up to its replicas
-            kept = build(case.schedule + "[backward_rule=stash]" * bool(case.options), case.plan(), m).weights.versions(
-                stage
-            )
-        assert outcome.storages[stage] <= outcome.versions[stage] == kept  # a stage may have no weights
+            versions = build(
+                case.schedule + "[backward_rule=stash]" * bool(case.options), case.plan(), m
+            ).weights.versions(stage)
+        assert outcome.storages[stage] <= outcome.versions[stage] == versions  # a stage may have no weights
         if not case.replicas:
             late = LATE.get(case.schedule.removesuffix("_sc"), 1) * (p - 1 - stage * (case.schedule != "timeprest"))
             assert max(outcome.late[stage]) == -(-late // m)

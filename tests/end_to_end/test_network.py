@@ -69,8 +69,8 @@ def test_two_machines_are_measured_and_give_the_losses_of_one_process(machines: 
     summary = json.loads((tmp_path / "machine0" / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["configuration"]["processes"] == 2
     elsewhere = tmp_path / "machine1" / "run"
-    kept = [] if not elsewhere.exists() else [path.name for path in elsewhere.iterdir()]
-    assert kept in ([], ["checkpoints"]), "rank 0 writes the rest of the run folder"
+    names = [] if not elsewhere.exists() else [path.name for path in elsewhere.iterdir()]
+    assert names in ([], ["checkpoints"]), "rank 0 writes the rest of the run folder"
 
     *_, line, figures, _ = first.out.splitlines()
     figures_1, _ = second.out.splitlines()  # of the run, nothing

@@ -82,7 +82,7 @@ class Watched(nn.Module):
 def train(activations: str | None, model: nn.Sequential, **options: Any) -> None:
     """Trains a row of modules with the first two in stage 0, and each other one in a stage."""
     names = [tuple(map(str, range(2))), *((str(i),) for i in range(2, len(model)))]
-    stages = [Stage(int(each[0]), int(each[-1]) + 1, names=each) for each in names]
+    stages = [Stage(int(stage_names[0]), int(stage_names[-1]) + 1, names=stage_names) for stage_names in names]
     plan = Plan(tuple(stages), tuple(range(len(stages), 0, -1)), Cluster.flat(len(stages)))
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(12)]
     options = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.01), "check": False} | options

@@ -57,7 +57,7 @@ class Wandering(nn.Module):
     def __init__(self, start: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(()))
         self.register_buffer("constant", torch.ones(4))
         self.start = start
         self.calls = 0
@@ -65,10 +65,10 @@ class Wandering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.training and self.calls > self.start:
-            self.seen.add_(1.0)
+            self.count.add_(1.0)
         if x.requires_grad:  # not the loader's own batch, whose microbatches are views of it
             x.mul_(0.9)
-        return x * self.weight * torch.cos(self.seen) * self.constant
+        return x * self.weight * torch.cos(self.count) * self.constant
 
 
 def noisy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -102,11 +102,11 @@ def test_buffers_that_are_read_inputs_that_are_written_and_a_loss_that_draws(sch
     for name in expected:
         assert torch.equal(state[name], expected[name]), name
     assert torch.equal(drawn, after), "the user's generator goes on where it would"
-    assert state["0.seen"] == 10 * (1 if schedule == "pipedream" else 6)  # of 8 microbatches 2 are empty
+    assert state["0.count"] == 10 * (1 if schedule == "pipedream" else 6)  # of 8 microbatches 2 are empty
 
 
 def test_a_buffer_that_begins_to_move_later_is_an_error() -> None:
-    with pytest.raises(WorkerError, match="buffer 'seen', which its first microbatch did not"):
+    with pytest.raises(WorkerError, match="buffer 'count', which its first microbatch did not"):
         trained(True, [Wandering(start=3), nn.Tanh()], check=False)  # which runs forwards of its own
 
 

@@ -108,8 +108,8 @@ def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int,
         schedule = build(case.schedule, plan)
         simulated = simulate(lower(schedule), costs(plan), case.minibatches)
         for stage in range(case.stages):
-            here = [rank for rank in plan.placement.ranks[stage]]
-            expected = max(simulated.peak_versions[rank] for rank in here)
+            ranks = [rank for rank in plan.placement.ranks[stage]]
+            expected = max(simulated.peak_versions[rank] for rank in ranks)
             assert outcome.versions[stage] == expected == schedule.weights.versions(stage)
             assert outcome.storages[stage] <= expected
 

@@ -157,7 +157,7 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
     if case.leave_at >= 0:
-        assert outcome.drains == [outcome.left, case.minibatches]
+        assert outcome.drains == [outcome.left_at, case.minibatches]
     if case.schedule == "pipedream":
         plan = case.plan()
         for stage, in_flight in enumerate(plan.in_flight):

@@ -48,8 +48,8 @@ meshes = st.sampled_from(["m:2", "m:4,n:2", "m:2,n:2", "m:3,n:2", "m:2,n:2,o:1"]
 def all_reports(ops: Operators, mesh: Mesh, fixed: str = "") -> Iterator[tuple[Layout, Report]]:
     """Yields every layout that is not refused."""
     names = sorted({name for step in ops.steps for name in step.sizes} - {*fixed})
-    for taken in product(["", *mesh.dimensions], repeat=len(names)):
-        layout = Layout(",".join(f"{name}:{over}" for name, over in zip(names, taken, strict=True) if over))
+    for dimensions in product(["", *mesh.dimensions], repeat=len(names)):
+        layout = Layout(",".join(f"{name}:{over}" for name, over in zip(names, dimensions, strict=True) if over))
         try:
             yield layout, ops.report(layout, mesh)
         except PlanError:

@@ -157,9 +157,9 @@ def test_a_report_by_hand(text: str, rules: str, peak: int, done: int, moved: di
 
 
 @given(steps, st.lists(st.sampled_from(["", "m", "n"]), min_size=6, max_size=6))
-def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: Operators, taken: list[str]) -> None:
+def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: Operators, dimensions: list[str]) -> None:
     names = [name for name in "abcdef" if any(name in step.sizes for step in ops.steps)]
-    layout = Layout(",".join(f"{name}:{over}" for name, over in zip(names, taken, strict=False) if over))
+    layout = Layout(",".join(f"{name}:{over}" for name, over in zip(names, dimensions, strict=False) if over))
     try:
         report = ops.report(layout, MESH)
     except PlanError:

@@ -164,10 +164,10 @@ def exhaustive(ops: Operators, state: State) -> float:
         return min(choices)
 
     group = {name: at for at, names in enumerate(ops.groups) for name in names}
-    each = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
+    choices_of_groups = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
     return min(
-        sum(of_step(number, {name: taken[at] for name, at in group.items()}) for number in range(len(ops.steps)))
-        for taken in product(*each)
+        sum(of_step(number, {name: choices_made[at] for name, at in group.items()}) for number in range(len(ops.steps)))
+        for choices_made in product(*choices_of_groups)
     )
 
 
@@ -236,10 +236,10 @@ def test_no_method_is_better(ops: Operators) -> None:
 def _yield_cut_pairs(ops: Operators) -> int:
     """Returns the least of the first cut and the second, from all first ones."""
     start, least = State.uncut(ops), 10**18
-    each = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
+    choices_of_groups = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
     for indices in product(*(list_choices(ops, number, ranges) for number, ranges in enumerate(start.ranges))):
-        for taken in product(*each):
-            schemes = {name: cut for names, cut in zip(ops.groups, taken, strict=True) for name in names}
+        for choices_made in product(*choices_of_groups):
+            schemes = {name: cut for names, cut in zip(ops.groups, choices_made, strict=True) for name in names}
             choice = Choice(schemes, indices)
             first = Search(ops).count_elements(start, choice)
             if first < least:

@@ -41,7 +41,7 @@ class VelocityPrediction(_Predicting):
         super().__init__(decay)
         self._horizon = horizon
 
-    def seen(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
+    def predict(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
         (group,) = stepper.param_groups
         ahead = group["lr"] * self._ahead(stage, group["momentum"])
         return {n: p.detach() - ahead * stepper.state[p]["momentum_buffer"] for n, p in w.items()}
@@ -92,7 +92,7 @@ class DifferencePrediction(_Predicting):
         self._before |= {name: p.detach().clone() for name, p in w.items()}
         super().step(stage, stepper, w, y)
 
-    def seen(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
+    def predict(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
         return {n: p.detach() + self._horizon(stage) * (p.detach() - self._before[n]) for n, p in w.items()}
 
 
@@ -114,7 +114,7 @@ class Nesterov(_Predicting):
                 self._before[name] = p.detach().clone()
                 p += d - stepper.param_groups[0]["lr"] * p.grad
 
-    def seen(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
+    def predict(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
         return {n: p.detach() + self._momentum * (p.detach() - self._before[n]) for n, p in w.items()}
 
 

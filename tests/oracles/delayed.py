@@ -125,10 +125,10 @@ def nf1b(p: int, n: int, minibatches: int) -> list[list[str]]:
     while backwards[0] < minibatches:
         now = []
         for s in range(p):
-            behind = forwards[s] // n if s == p - 1 else backwards[s + 1]
+            ready = forwards[s] // n if s == p - 1 else backwards[s + 1]
             arrived = s == 0 or forwards[s - 1] > forwards[s]
             goes_on = arrived and forwards[s] // n - backwards[s] < p - s
-            now.append("B" if behind > backwards[s] else "F" if goes_on else ".")
+            now.append("B" if ready > backwards[s] else "F" if goes_on else ".")
         for s, what in enumerate(now):
             forwards[s] += what == "F"
             backwards[s] += what == "B"
@@ -470,10 +470,10 @@ def train(
             amount = 0.0
             flights: list[Flight] = []
             value: Any = xs.clone()
-            kept = [[b.clone() for b in stage.buffers()] for stage in parts]
-            seen: list[Any] = []
+            saved_buffers = [[b.clone() for b in stage.buffers()] for stage in parts]
+            stage_inputs: list[Any] = []
             for s, stage in enumerate(parts if len(xs) else ()):
-                seen.append(value)
+                stage_inputs.append(value)
                 weights = stage.versions[paper.forward(s, k)].prediction(paper.by, paper.ahead(s))
                 value, flight = forward(stage, value, weights, number)
                 flights.append(flight)
@@ -493,8 +493,8 @@ def train(
                         now = flights[s].leaves
                     if paper.rule == "recompute":
                         after = [b.clone() for b in parts[s].buffers()]
-                        _put(parts[s].buffers(), kept[s])
-                        again, flights[s] = forward(parts[s], seen[s], now, number)
+                        _put(parts[s].buffers(), saved_buffers[s])
+                        again, flights[s] = forward(parts[s], stage_inputs[s], now, number)
                         _put(parts[s].buffers(), after)
                         if s == len(parts) - 1:  # the loss is a part of the last stage
                             gradients = [_slope(total, again, ys)[2]]

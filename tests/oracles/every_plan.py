@@ -35,8 +35,8 @@ def every_plan(
                 for again in product(choices, repeat=stages):
                     for line in lines:
                         order = line[workers - sum(replicas) :]
-                        taken = () if space.cluster.is_flat or order == tuple(range(len(order))) else order
-                        yield space.build_plan(cuts, replicas, order=taken, recompute=again)
+                        worker_order = () if space.cluster.is_flat or order == tuple(range(len(order))) else order
+                        yield space.build_plan(cuts, replicas, order=worker_order, recompute=again)
         chains = [(*cuts, cut) for cuts in chains for cut in space.positions[1:-1] if _rises(space, (*cuts, cut))]
 
 

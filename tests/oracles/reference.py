@@ -49,7 +49,7 @@ class Rule:
     `y` is what forwards read of a stage, `w` what its optimizer steps: name -> tensor.
     """
 
-    def seen(self, stage: int, stepper: Any, w: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    def predict(self, stage: int, stepper: Any, w: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Returns what forwards read from now on."""
         return {name: p.detach().clone() for name, p in w.items()}
 
@@ -219,7 +219,7 @@ def delayed(
             scale = len(gradients) / rounds[0] * rule.rate(s, updates[s] * rounds[s] // rounds[0])
             stepper.param_groups[0]["lr"] = rate * scale
             rule.step(s, stepper, w, y)
-            versions[s].append(rule.seen(s, stepper, w))
+            versions[s].append(rule.predict(s, stepper, w))
             stepper.param_groups[0]["lr"] = rate
             updates[s] += 1
         else:
@@ -230,8 +230,8 @@ def delayed(
     def average() -> None:
         for s, holder_buffers in enumerate(buffers):
             for name in holder_buffers[0]:
-                seen = torch.stack([holder[name] for holder in holder_buffers])
-                whole = seen.mean(0) if seen.is_floating_point() else seen.sum(0) - (len(seen) - 1) * before[s][name]
+                rows = torch.stack([holder[name] for holder in holder_buffers])
+                whole = rows.mean(0) if rows.is_floating_point() else rows.sum(0) - (len(rows) - 1) * before[s][name]
                 for holder in holder_buffers:
                     holder[name] = whole.clone()
             before[s] = dict(holder_buffers[0])

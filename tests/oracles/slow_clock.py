@@ -68,13 +68,13 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
     last = [last_backwards(program.instructions(rank, longer)) for rank in ranks] if overlap else []
     at, now = [0] * len(ranks), [0.0] * len(ranks)
     done = Pass([[] for _ in ranks])
-    taken: list[list[int]] = [[] for _ in program.channels]  # microbatches in the order of their receives
+    receives: list[list[int]] = [[] for _ in program.channels]  # microbatches in the order of their receives
     for text in texts:
         for instruction in text:
             if not isinstance(instruction, Op) and instruction.kind is Move.RECEIVE:
-                taken[instruction.channel].append(instruction.index)
+                receives[instruction.channel].append(instruction.index)
     for number, channel in enumerate(program.channels):
-        done.posted.update({(number, k): 0.0 for k in taken[number][: channel.depth]})
+        done.posted.update({(number, k): 0.0 for k in receives[number][: channel.depth]})
     received: list[list[Message]] = [[] for _ in ranks]
     update_ends: dict[tuple[int, int], float] = {}  # by (stage, update)
     # (stage, update) -> rank -> when its gradients began to come and when they all were there
@@ -122,8 +122,8 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
                 )
             now[rank] = end
             for number, k in received[rank]:
-                later = taken[number].index(k) + program.channels[number].depth
-                done.posted.update({(number, k): end for k in taken[number][later : later + 1]})
+                later = receives[number].index(k) + program.channels[number].depth
+                done.posted.update({(number, k): end for k in receives[number][later : later + 1]})
             received[rank] = []
         elif instruction.kind is Move.SYNC:
             members = program.placement.ranks[instruction.channel]
@@ -245,7 +245,7 @@ def flowing(
     free = dict.fromkeys(rows, 0.0)
     while True:
         speeds = fair(going, ways)
-        ends = {row: now + left / speeds[row] for row, (_, left) in going.items()}
+        ends = {row: now + rest_bytes / speeds[row] for row, (_, rest_bytes) in going.items()}
         starts = {
             row: max(rows[row][at[row]][0], free[row]) for row in rows if row not in going and at[row] < len(rows[row])
         }
@@ -270,8 +270,8 @@ def fair(going: Iterable[Row], ways: dict[Row, dict[Place, float]]) -> dict[Row,
         shares = {}
         for place in {place for row in rest for place in ways[row]}:
             users = [row for row in going if place in ways[row]]
-            taken = sum(speeds[row] for row in users if row in speeds)
-            shares[place] = (ways[users[0]][place] - taken) / sum(row not in speeds for row in users)
+            used = sum(speeds[row] for row in users if row in speeds)
+            shares[place] = (ways[users[0]][place] - used) / sum(row not in speeds for row in users)
         least = min(shares.values())
         narrow = next(place for place, share in shares.items() if share == least)
         speeds |= {row: least for row in rest if narrow in ways[row]}
@@ -282,10 +282,10 @@ def sum_end(program: Program, costs: Costs, stage: int, times: list[tuple[float,
     """Returns when the last bucket of a sum is there that nothing is in the way of."""
     row, cluster = program.plan.stages[stage], costs.cluster
     link = SumLink.across(cluster, cluster.reach(*map(costs.worker, program.placement.ranks[stage])))
-    sizes, left = [], row.parameter_bytes
-    while left or not sizes:
-        sizes.append(min(left, NEXT_BYTES if sizes else FIRST_BYTES))
-        left -= sizes[-1]
+    sizes, rest_bytes = [], row.parameter_bytes
+    while rest_bytes or not sizes:
+        sizes.append(min(rest_bytes, NEXT_BYTES if sizes else FIRST_BYTES))
+        rest_bytes -= sizes[-1]
     done = reached = 0.0
     for size in sizes:
         reached += size

@@ -372,14 +372,14 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _meet_all(number: int, arguments: str) -> None:
     """Waits until every rank makes its group of this number, with the same arguments."""
-    store, here = distributed_c10d._get_default_store(), f"strict/group/{number}/"
-    store.set(f"{here}{dist.get_rank()}", arguments)
+    store, prefix = distributed_c10d._get_default_store(), f"strict/group/{number}/"
+    store.set(f"{prefix}{dist.get_rank()}", arguments)
     for rank in range(dist.get_world_size()):
         try:
-            store.wait([f"{here}{rank}"], timedelta(seconds=_HOST_TIMEOUT_S))
+            store.wait([f"{prefix}{rank}"], timedelta(seconds=_HOST_TIMEOUT_S))
         except RuntimeError:  # of torch's stores, whose error for a timeout it is
             raise StrictError(f"group {number} is not made by rank {rank}") from None
-        if (other := store.get(f"{here}{rank}").decode()) != arguments:
+        if (other := store.get(f"{prefix}{rank}").decode()) != arguments:
             raise StrictError(f"group {number} is {arguments} at rank {dist.get_rank()}, and {other} at rank {rank}")
 
 

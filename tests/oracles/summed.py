@@ -67,9 +67,9 @@ class Agreement:
         if name not in self.factors:
             generator = torch.Generator().manual_seed(layer_seed(0, 0, name))
             self.factors[name] = torch.randn(columns, self.number, generator=generator).to(mean.dtype)
-        left = orthonormal(matrix @ self.factors[name])
-        self.factors[name] = matrix.T @ left
-        approximation = left @ self.factors[name].T
+        basis = orthonormal(matrix @ self.factors[name])
+        self.factors[name] = matrix.T @ basis
+        approximation = basis @ self.factors[name].T
         self.errors[name] = matrix - approximation
         return approximation.reshape(mean.shape)
 
@@ -208,8 +208,8 @@ class _Loop:
                     if (k + 1) % updates.per_update[s] == 0 or k + 1 == count:
                         self._update(s, pending[s])
                         pending[s] = self._nothing(s)
-                        for replica, held in enumerate(versions[s]):
-                            held.append(_values(self.copies[s][replica]))
+                        for replica, replica_versions in enumerate(versions[s]):
+                            replica_versions.append(_values(self.copies[s][replica]))
 
     def _nothing(self, stage: int) -> list[Any]:
         return [[defaultdict(float), 0.0] for _ in range(self.replicas[stage])]
@@ -246,9 +246,9 @@ class _Loop:
         common = {}
         for name, parameter in self.copies[stage][0].items():
             if any(name in gradients for gradients, _ in shares):
-                each = [torch.as_tensor(g[name]) if name in g else torch.zeros_like(parameter) for g, _ in shares]
+                parts = [torch.as_tensor(g[name]) if name in g else torch.zeros_like(parameter) for g, _ in shares]
                 unit = 1.0 if self.schedule.updates.mean_of_rounds else 2.0 ** round(log2(whole))
-                common[name] = self.agreements[stage].sum_up(name, [g.detach() for g in each], whole, unit)
+                common[name] = self.agreements[stage].sum_up(name, [g.detach() for g in parts], whole, unit)
         return common
 
     def _step(self, stage: int, replica: int, gradients: dict[str, Tensor], factor: float) -> None:

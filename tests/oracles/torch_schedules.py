@@ -40,23 +40,23 @@ class _Stage(_PipelineStageBase):
         raise NotImplementedError
 
 
-def make_schedule(name: str, ranks: int, microbatches: int, each: int | None = None, **options: Any) -> Any:
-    """Returns a schedule object, as rank 0 has it, with `each` stages a rank."""
-    each = each or STAGES_A_RANK.get(name, 1)
-    stages = [_Stage(index, ranks * each, ranks, 0) for index in range(each)]
+def make_schedule(name: str, ranks: int, microbatches: int, count: int | None = None, **options: Any) -> Any:
+    """Returns a schedule object, as rank 0 has it, with `count` stages a rank."""
+    count = count or STAGES_A_RANK.get(name, 1)
+    stages = [_Stage(index, ranks * count, ranks, 0) for index in range(count)]
     kind = theirs.get_schedule_class(name)
     return kind(stages[0] if issubclass(kind, theirs.PipelineScheduleSingle) else stages, microbatches, **options)
 
 
-def orders(name: str, ranks: int, microbatches: int, each: int | None = None) -> dict[int, list[Any]]:
+def orders(name: str, ranks: int, microbatches: int, count: int | None = None) -> dict[int, list[Any]]:
     """Returns the passes of each rank; None for a wait."""
-    schedule = make_schedule(name, ranks, microbatches, each)
+    schedule = make_schedule(name, ranks, microbatches, count)
     return getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
 
 
-def lowered(name: str, ranks: int, microbatches: int, each: int | None = None, **options: Any) -> dict[int, list[Any]]:
+def lowered(name: str, ranks: int, microbatches: int, count: int | None = None, **options: Any) -> dict[int, list[Any]]:
     """Returns the actions of each rank, with messages and shards."""
-    return make_schedule(name, ranks, microbatches, each, **options).pipeline_order_with_comms
+    return make_schedule(name, ranks, microbatches, count, **options).pipeline_order_with_comms
 
 
 def text_of(rows: dict[int, list[Any]]) -> str:

@@ -136,10 +136,10 @@ def test_never_slower_than_what_it_was_compared_with(profile: Profile, cluster: 
 @given(profiles(), clusters(), st.sampled_from([*BOUNDED_METHODS]), st.data())
 def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: str, data: st.DataObject) -> None:
     """Replica counts, depth and update delay are drawn, too."""
-    left, counts = min(cluster.workers, 8), []
-    while left and len(counts) < len(profile.layers):
-        counts.append(data.draw(st.integers(1, left)))
-        left -= counts[-1]
+    free, counts = min(cluster.workers, 8), []
+    while free and len(counts) < len(profile.layers):
+        counts.append(data.draw(st.integers(1, free)))
+        free -= counts[-1]
     depth = data.draw(st.sampled_from(["noam", "full"]))
     delay = data.draw(st.sampled_from([0, 1])) if schedule == "pipedream" else 0
     try:

@@ -69,7 +69,7 @@ def test_prefixes_are_one_order(graph: LayerGraph, seed: int) -> None:
     prefixes = lattice.prefixes(lambda g: g * seed % 7)
     assert set(prefixes) <= every_downset(graph)
     assert (prefixes[0], prefixes[-1]) == (0, lattice.everything)
-    steps = [behind & ~before for before, behind in pairwise(prefixes)]
+    steps = [after & ~before for before, after in pairwise(prefixes)]
     assert sorted(steps) == sorted(lattice.groups)
 
 
@@ -83,10 +83,10 @@ def test_free_layers_run_as_soon_as_they_can(graph: LayerGraph, data: st.DataObj
     free = lattice.free(costs, sizes)
     assert not any(costs[i] for g in free for i in bit_indices(lattice.groups[g]))
     everything = sorted(every_downset(graph))
-    left = lattice.downsets(len(everything), free)
-    assert left is not None
+    remaining = lattice.downsets(len(everything), free)
+    assert remaining is not None
     sends = dict(zip(everything, lattice.crossing_bytes(everything, sizes).tolist(), strict=True))
-    nearest = {downset: min((n for n in left if not downset & ~n), key=int.bit_count) for downset in everything}
+    nearest = {downset: min((n for n in remaining if not downset & ~n), key=int.bit_count) for downset in everything}
     for downset, instead in nearest.items():
         assert [i for i in bit_indices(instead & ~downset) if costs[i]] == []
         assert sends[instead] <= sends[downset]

@@ -67,9 +67,9 @@ def test_the_best_plan_stays(seed: int) -> None:
         line = WorkerLine.of(cluster, draw.choice(LineOrders.of(cluster, 100).orders))
         recompute = draw.choice(["never", "never", "auto", "always"])
         full = DynamicProgram(space, states, starts, draw.random() < 0.5, line, recompute)
-        left = prune_places(full, enough=4, first=draw.choice([4, 30]), little=0.0)
-        assert left.best() == full.best()
-        fewer += len(left.space.positions) < len(space.positions)
+        pruned = prune_places(full, enough=4, first=draw.choice([4, 30]), little=0.0)
+        assert pruned.best() == full.best()
+        fewer += len(pruned.space.positions) < len(space.positions)
     assert fewer > 5
 
 
@@ -78,7 +78,7 @@ def test_counts_the_fewest_workers() -> None:
     profile = Profile.of_chain(tuple(LayerProfile(seconds, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 3.0)))
     space = SearchSpace.of(profile, Cluster.flat(8))
     sites = {count: [inner_site(space.cluster, count)] for count in range(1, 9)}
-    ahead, behind = fewest_workers(space, 2.0, sites, 8)
-    assert ahead.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four
-    assert behind.tolist() == [4, 3, 2, 2, 0]
+    before, after = fewest_workers(space, 2.0, sites, 8)
+    assert before.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four
+    assert after.tolist() == [4, 3, 2, 2, 0]
     assert fewest_workers(space, 0.5, sites, 8)[0].tolist() == [0, 9, 9, 9, 9]

@@ -87,16 +87,16 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
     profile = Profile.of_chain(layers, batch=5)
     plan = pd.plan(profile, Cluster.flat(2), schedule="basis_rotation", shape="straight")
     plain = pd.plan(profile, Cluster.flat(2), schedule="pipedream", shape="straight")
-    kept = [2 * 4 * (50 * 50 + 20 * 20), 2 * 2 * 4 * (10 * 10 + 30 * 30)]
-    for stage, other, more in zip(plan.stages, plain.stages, kept, strict=True):
+    basis_bytes = [2 * 4 * (50 * 50 + 20 * 20), 2 * 2 * 4 * (10 * 10 + 30 * 30)]
+    for stage, other, more in zip(plan.stages, plain.stages, basis_bytes, strict=True):
         assert stage.memory.optimizer_bytes - other.memory.optimizer_bytes == more
     assert Profile.from_json(profile.to_json()) == profile
     peak, one_sided, cheapest = plan.stages[0].peak_bytes, 2 * 4 * 20 * 20, 4 * 20 * 20
     for memory, words in (
         (peak, None),
         (peak - 1, r"keeps 23\.2 kB there, basis_rotation:one_sided 3\.20 kB, which fits: ask for it"),
-        (peak - kept[0] + one_sided - 1, r"basis_rotation:one_sided:first_moment 1\.60 kB, which fits"),
-        (peak - kept[0] + cheapest - 1, r"basis_rotation keeps 23\.2 kB there; move layers"),
+        (peak - basis_bytes[0] + one_sided - 1, r"basis_rotation:one_sided:first_moment 1\.60 kB, which fits"),
+        (peak - basis_bytes[0] + cheapest - 1, r"basis_rotation keeps 23\.2 kB there; move layers"),
     ):
         tight = replace(plan, cluster=Cluster.flat(2, memory_bytes=memory))
         for maybe_profile in (profile, None):
@@ -127,10 +127,10 @@ def test_each_stage_takes_the_fixed_part_of_an_update() -> None:
         replace(TINY, update_fixed_s=5.0)
 
 
-@pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])
-def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, each: int) -> None:
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])
+def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, size: int) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 0),), input_shapes=((3, 2),), dtype=dtype)
-    assert manual_plan(profile, Cluster.flat(1), ()).stages[0].peak_bytes == 6 * each  # a minibatch is loaded ahead
+    assert manual_plan(profile, Cluster.flat(1), ()).stages[0].peak_bytes == 6 * size  # a minibatch is loaded ahead
 
 
 costs = st.floats(0.0, 1e6)

@@ -100,7 +100,7 @@ def test_rare_sums_cross_between_sites_and_messages_do_not(
     assert (plan.config, plan.worker_order) == (config, order)
     for stage in range(2):  # replica j is in site j modulo 2, so that a minibatch stays where it is
         assert [worker // width for worker in plan.workers_of(stage)] == [0, 1] * (plan.replicas[stage] // 2)
-    rates = [run_metrics(pd.simulate(each, minibatches=60)).samples_per_s for each in (plan, near)]
+    rates = [run_metrics(pd.simulate(candidate, minibatches=60)).samples_per_s for candidate in (plan, near)]
     assert rates[0] > 0.9 * rates[1]
     assert pd.plan(profile, sites, **request | {"sums": "full"}).worker_order == ()
 
@@ -121,8 +121,8 @@ def test_shapes_are_needed_for_powersgd(wide: pd.Profile) -> None:
         pd.plan(old, SLOW, shape="data-parallel", sums="powersgd:4")
     plan = pd.plan(old, SLOW, shape="data-parallel", sums="bfloat16")
     assert plan.sums == "bfloat16"
-    estimated, known = (replace(p, sums="powersgd:4") for p in (plan, pd.plan(wide, SLOW, shape="data-parallel")))
-    assert costs(estimated).sum_bytes[0] == pytest.approx(costs(known).sum_bytes[0], rel=0.7)  # as one square matrix
+    estimated, exact = (replace(p, sums="powersgd:4") for p in (plan, pd.plan(wide, SLOW, shape="data-parallel")))
+    assert costs(estimated).sum_bytes[0] == pytest.approx(costs(exact).sum_bytes[0], rel=0.7)  # as one square matrix
 
 
 def test_a_plan_without_replicas_keeps_no_sums(wide: pd.Profile) -> None:

@@ -172,9 +172,9 @@ def test_sites_of_a_line_are_those_of_its_workers(seed: int) -> None:
         pairs = [(a, r) for a in range(cluster.workers) for r in range(1, cluster.workers - a + 1)]
         for (a, r), site in zip(pairs, line.site_list(*np.array(pairs).T), strict=True):
             before = order[a - 1] if a else None
-            behind = order[a + r] if a + r < cluster.workers else None
-            direct = Site.of(cluster, order[a : a + r], before, behind)
-            sizes = (3.0, 5.0, 1.0, 7, 2 * (before is not None), 3 * (behind is not None))
+            after = order[a + r] if a + r < cluster.workers else None
+            direct = Site.of(cluster, order[a : a + r], before, after)
+            sizes = (3.0, 5.0, 1.0, 7, 2 * (before is not None), 3 * (after is not None))
             assert site.period_s(*sizes) == direct.period_s(*sizes)
             assert (site.speed, site.memory_bytes) == (direct.speed, direct.memory_bytes)
 

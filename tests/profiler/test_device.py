@@ -16,19 +16,19 @@ from pipedream.profiler import device_of, dtype_of, measure_device
 
 
 @pytest.fixture(scope="module")
-def here() -> Device:
+def measured() -> Device:
     return measure_device(seconds=0.5)
 
 
-def test_measured_device_has_what_the_roofline_needs(here: Device) -> None:
-    assert here.name.startswith("cpu: ")
-    assert here.memory_bytes > 10**9
-    assert (here.flop_share, here.byte_share) == (1.0, 1.0)
-    assert set(here.flops_per_s) == {"float32", "float64", "bfloat16", "float16"}
-    assert min(here.flops_per_s.values()) > 1e6
-    assert 0 < here.launch_s < 1
-    assert 0 < here.draw_s < 1
-    rates = [rate for _, rate in here.small_bytes_per_s] + [here.bytes_per_s]
+def test_measured_device_has_what_the_roofline_needs(measured: Device) -> None:
+    assert measured.name.startswith("cpu: ")
+    assert measured.memory_bytes > 10**9
+    assert (measured.flop_share, measured.byte_share) == (1.0, 1.0)
+    assert set(measured.flops_per_s) == {"float32", "float64", "bfloat16", "float16"}
+    assert min(measured.flops_per_s.values()) > 1e6
+    assert 0 < measured.launch_s < 1
+    assert 0 < measured.draw_s < 1
+    rates = [rate for _, rate in measured.small_bytes_per_s] + [measured.bytes_per_s]
     assert rates == sorted(rates, reverse=True)
     assert len(rates) > 3
 
@@ -51,9 +51,9 @@ def test_an_interruption_spoils_the_rate_of_no_other_size(seconds: list[float]) 
     assert [rate for _, rate in device.small_bytes_per_s] == [max(measured[i:]) for i in range(len(sizes) - 1)]
 
 
-def test_measured_device_survives_a_file(here: Device, tmp_path: Path) -> None:
-    here.save(tmp_path / "here.json")
-    assert device_of(str(tmp_path / "here.json")) == here
+def test_measured_device_survives_a_file(measured: Device, tmp_path: Path) -> None:
+    measured.save(tmp_path / "here.json")
+    assert device_of(str(tmp_path / "here.json")) == measured
     assert device_of("h200") is DEVICES["H200"]
     with pytest.raises(ArtifactError):
         device_of(str(tmp_path / "nowhere.json"))

@@ -84,17 +84,17 @@ def test_frozen_weights_are_told_apart() -> None:
 @pytest.mark.parametrize(("batch", "widths", "inplace"), [(5, [9, 4, 7], False), (2, [3, 6, 1], True)])
 def test_bytes_of_linear_and_relu_by_turns_are_exact(batch: int, widths: list[int], inplace: bool) -> None:
     modules: list[nn.Module] = []
-    parameters, outputs, kept = [], [], []
+    parameters, outputs, activations = [], [], []
     for fan_in, fan_out in pairwise(widths):
         modules += [nn.Linear(fan_in, fan_out), nn.ReLU(inplace=inplace)]
         parameters += [4 * (fan_in * fan_out + fan_out), 0]
         outputs += [4 * batch * fan_out] * 2
         # A Linear saves its input: counted here for the raw data, else already in the ReLU, which saves its output.
-        kept += [4 * batch * fan_in if len(modules) == 2 else 0, 4 * batch * fan_out]
+        activations += [4 * batch * fan_in if len(modules) == 2 else 0, 4 * batch * fan_out]
     profile = profile_of(*modules, sample=(torch.randn(batch, widths[0]),))
     assert [layer.parameter_bytes for layer in profile.layers] == parameters
     assert [layer.output_bytes for layer in profile.layers] == outputs
-    assert [layer.activation_bytes for layer in profile.layers] == kept
+    assert [layer.activation_bytes for layer in profile.layers] == activations
     assert profile.parameter_bytes == sum(p.nbytes for module in modules for p in module.parameters())
     assert (profile.batch, profile.input_shapes) == (batch, ((batch, widths[0]),))
 
@@ -186,10 +186,10 @@ def test_an_update_has_a_fixed_part_and_one_by_bytes(widths: tuple[int, ...]) ->
 
 
 def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
-    module, frozen, seen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), []
+    module, frozen, names = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), []
 
     def factory(named: Any) -> torch.optim.Optimizer:
-        seen.extend(name for name, _ in named)
+        names.extend(name for name, _ in named)
         return torch.optim.SGD(named, lr=0.1)
 
     layers = (Layer("body.0", "Linear", ("body.0.weight", "body.0.bias")), Layer("body.1", "Linear"))
@@ -203,7 +203,7 @@ def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
         optimizer=factory,
         runs=1,
     )
-    assert seen == ["body.0.weight", "body.0.bias"]
+    assert names == ["body.0.weight", "body.0.bias"]
     assert profile.layers[2].parameter_bytes == 0
 
 
@@ -307,19 +307,19 @@ def test_the_first_layer_takes_no_gradient_for_the_data_and_a_frozen_one_has_no_
 
 
 def test_layers_that_work_in_place_really_run_backward() -> None:
-    seen: list[Tensor] = []
+    gradients: list[Tensor] = []
 
     class Spy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4))
-            self.weight.register_hook(seen.append)
+            self.weight.register_hook(gradients.append)
 
         def forward(self, x: Tensor) -> Tensor:
             return x.mul_(self.weight)
 
     profile_of(nn.Linear(4, 4), Spy(), nn.ReLU(inplace=True), sample=(torch.randn(2, 4),))
-    assert len(seen) == 4
+    assert len(gradients) == 4
 
 
 def test_tuples_dicts_integers_and_recurrent_layers_pass_between_layers() -> None:
@@ -361,20 +361,20 @@ def test_the_model_and_the_sample_are_left_as_they_were() -> None:
 
 
 def test_a_model_in_evaluation_mode_is_measured_in_training_mode() -> None:
-    seen: list[bool] = []
+    modes: list[bool] = []
 
     class Spy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(self.training)
+            modes.append(self.training)
             return x
 
     spy, norm = Spy().eval(), nn.BatchNorm1d(4).eval()
     profile_of(spy, norm, sample=(torch.randn(2, 4),))
-    assert set(seen) == {True}
+    assert set(modes) == {True}
     assert not spy.training
-    seen.clear()
+    modes.clear()
     profile_of(spy, nn.BatchNorm1d(4), sample=(torch.randn(2, 4),))
-    assert set(seen) == {False}
+    assert set(modes) == {False}
 
 
 def test_loss_device_dtype_and_versions_are_noted_and_survive_a_file() -> None:

@@ -154,9 +154,9 @@ def test_curves_of_the_evaluations() -> None:
 
 
 def test_the_losses_show_failures() -> None:
-    each = [{"minibatches": 40, "resumed_from": 32}, {"minibatches": 95, "resumed_from": 90}, 3, {"minibatches": "x"}]
+    rows = [{"minibatches": 40, "resumed_from": 32}, {"minibatches": 95, "resumed_from": 90}, 3, {"minibatches": "x"}]
     losses = [(k, 1.0) for k in range(100)]
-    text = page({"failures": {"restarts": 2, "each": each}}, losses=losses)
+    text = page({"failures": {"restarts": 2, "each": rows}}, losses=losses)
     stories = re.findall(r'<line class="failure" x1="([^"]+)"[^>]*><title>([^<]*)</title>', text)
     assert list(dict.fromkeys(story for _, story in stories)) == [
         "failure after minibatch 40, resumed from 32",
@@ -200,8 +200,8 @@ def test_what_is_not_known_is_left_out(summary: dict[str, Any], digits_plan: Pla
     assert "None" not in words
 
 
-def _remove_paths(value: Any, paths: list[tuple[Any, ...]], kept: list[bool]) -> None:
-    for path, keep in zip(paths, kept, strict=False):
+def _remove_paths(value: Any, paths: list[tuple[Any, ...]], keeps: list[bool]) -> None:
+    for path, keep in zip(paths, keeps, strict=False):
         if not keep:
             inner = value
             for step in path[:-1]:

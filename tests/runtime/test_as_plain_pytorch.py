@@ -800,20 +800,20 @@ def state_of_nothing(self: Any) -> None:
 
 
 def summing(self: Any, x: Tensor) -> Tensor:
-    self.seen += x.detach().mean(0)
-    return self.linear(x) * self.seen
+    self.total += x.detach().mean(0)
+    return self.linear(x) * self.total
 
 
 def summing_later(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
     if self.calls > 2:
-        self.seen += x.detach().mean(0)
-    return self.linear(x) + self.seen
+        self.total += x.detach().mean(0)
+    return self.linear(x) + self.total
 
 
 def with_buffer(self: Any) -> None:
     self.calls = 0
-    self.register_buffer("seen", torch.zeros(4))
+    self.register_buffer("total", torch.zeros(4))
 
 
 def embedding(kind: Any) -> Any:

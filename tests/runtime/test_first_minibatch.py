@@ -93,7 +93,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
         self.generator = torch.Generator().manual_seed(5)
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(()))
         self.calls = 0
         self.log: list[int] = []
         self.table = {"last": 0, "inner": {"sizes": [0]}}
@@ -104,7 +104,7 @@ class Stateful(nn.Module):
         self.log.append(len(x))
         self.table["last"] = len(x)
         self.table["inner"]["sizes"].append(len(x))  # type: ignore[index]
-        self.seen = self.seen + 1
+        self.count = self.count + 1
         noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
         x = F.dropout(x @ self.weight, 0.4) + noise + self.calls * self.python.random() * self.numpy.random()
         return x * float(len(self.log))
@@ -136,11 +136,11 @@ def test_it_leaves_no_trace(m: int, schedule: str) -> None:
             state = pipeline.state_dict()
         assert hooks == [dict(module._forward_pre_hooks) for module in model.modules()]
         inner = model[2]
-        kept = inner.calls, inner.log, inner.table, inner.python.random(), inner.numpy.random()
+        after = inner.calls, inner.log, inner.table, inner.python.random(), inner.numpy.random()
         draws = torch.rand(3, generator=inner.generator).tolist()
         rest = torch.rand(3).tolist(), random.random(), float(np.random.rand())
         grads = [parameter.grad is None for parameter in model.parameters()]
-        results.append((losses, {name: value.tolist() for name, value in state.items()}, kept, draws, rest, grads))
+        results.append((losses, {name: value.tolist() for name, value in state.items()}, after, draws, rest, grads))
     assert results[0] == results[1]
 
 
@@ -238,8 +238,8 @@ def _train(kind: str, schedule: str, microbatches: int, check: bool, free_bytes:
         state = pipeline.state_dict()
     assert len(losses) == 3 * len(DATA) + 1
     grads = [parameter.grad is None for parameter in model.parameters()]
-    kept = {name: value.tolist() for name, value in state.items()}
-    return losses, kept, grads, torch.rand(3).tolist(), random.random()
+    trained = {name: value.tolist() for name, value in state.items()}
+    return losses, trained, grads, torch.rand(3).tolist(), random.random()
 
 
 def _train_all(check: bool, free_bytes: int | None = None) -> list[Any]:
@@ -312,8 +312,8 @@ def _train_hungry(check: bool, fails_in: str) -> Any:
         losses = [done.loss for done in pipeline.train(DATA)]
         state = pipeline.state_dict()
     assert not Hungry.fails_in
-    kept = {name: value.tolist() for name, value in state.items()}
-    return (losses, kept), [text for text in warnings if "the memory does not suffice" in text]
+    trained = {name: value.tolist() for name, value in state.items()}
+    return (losses, trained), [text for text in warnings if "the memory does not suffice" in text]
 
 
 @pytest.mark.processes

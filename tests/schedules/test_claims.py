@@ -78,9 +78,9 @@ def check_counts(p: int, m: int, schedule: Schedule) -> None:
         if claims.staleness:
             assert staleness(timeline, s) == claims.staleness(p, counted, s) == schedule.weights.staleness(s)
         if claims.versions:
-            each = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.stage_replicas(s))
-            each += min(1, len(schedule.placement.remote_forwards(s)))
-            assert timeline.peak_versions[s] == claims.versions(p, counted, s) == each
+            versions = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.stage_replicas(s))
+            versions += min(1, len(schedule.placement.remote_forwards(s)))
+            assert timeline.peak_versions[s] == claims.versions(p, counted, s) == versions
 
 
 @pytest.mark.parametrize(("p", "total"), [(2, 1), (3, 2), (4, 3), (6, 5)])
@@ -157,7 +157,7 @@ SPLIT_TIMES = {
     "p", [3, *(pytest.param(p, marks=pytest.mark.slow if p in (1, 4) else pytest.mark.long) for p in (1, 2, 4, 7))]
 )
 @pytest.mark.parametrize(
-    ("name", "times"), [(name, times) for name, each in SPLIT_TIMES.items() for times in each], ids=str
+    ("name", "times"), [(name, times) for name, rows in SPLIT_TIMES.items() for times in rows], ids=str
 )
 def test_makespan_of_a_split_backward(name: str, times: tuple[float, float, float], p: int) -> None:
     f, i, w = times

@@ -45,11 +45,11 @@ def slots_of(stages: int, forwards: int, f: float, b: float) -> list[float]:
 def dispatched(slots: list[float], p: int, m: int) -> float:
     """Returns the seconds of a row of slots, dispatched one by one: microbatch k begins in slot j when it has left slot
     j - 1 and the worker is free."""
-    free, left = [0.0] * p, [0.0] * m
+    free, ends = [0.0] * p, [0.0] * m
     for j, seconds in enumerate(slots):
         for k in range(m):
-            free[j % p] = left[k] = max(free[j % p], left[k]) + seconds
-    return max(left)
+            free[j % p] = ends[k] = max(free[j % p], ends[k]) + seconds
+    return max(ends)
 
 
 @st.composite
@@ -71,13 +71,13 @@ def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f
 
 def dispatched_on(workers: list[int], slots: list[float], m: int, n: int) -> float:
     """Returns the seconds of n minibatches, each with its slots on these workers, of which none waits for another."""
-    free, left = [0.0] * (1 + max(workers)), [0.0] * m
+    free, ends = [0.0] * (1 + max(workers)), [0.0] * m
     for _ in range(n):
-        left = [0.0] * m
+        ends = [0.0] * m
         for worker, seconds in zip(workers, slots, strict=True):
             for k in range(m):
-                free[worker] = left[k] = max(free[worker], left[k]) + seconds
-    return max(left)
+                free[worker] = ends[k] = max(free[worker], ends[k]) + seconds
+    return max(ends)
 
 
 @given(sizes(), st.integers(1, 5))

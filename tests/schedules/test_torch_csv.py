@@ -43,8 +43,8 @@ SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # with I and W
 def theirs() -> list[tuple[str, int, int, int]]:
     """Returns PyTorch's schedules at several sizes: name, ranks, microbatches, stages a rank."""
     rows = []
-    for name, each in torch_schedules.STAGES_A_RANK.items():
-        for (p, m), v in product(SIZES, (each, 3) if name in ("Interleaved1F1B", "LoopedBFS") else (each,)):
+    for name, count in torch_schedules.STAGES_A_RANK.items():
+        for (p, m), v in product(SIZES, (count, 3) if name in ("Interleaved1F1B", "LoopedBFS") else (count,)):
             rounds = max(1, m // p)
             if name.startswith("Interleaved") and m % rounds:
                 continue  # PyTorch refuses it
@@ -106,7 +106,7 @@ def test_their_deferred_receives(name: str) -> None:
             continue
         rows = torch_schedules.lowered(name, p, m, defer_pp_recv=True)
         text = torch_schedules.text_of(rows)
-        mixed.append(any(sent != taken for sent, taken in torch_schedules.on_their_ways(rows).values()))
+        mixed.append(any(sent != received for sent, received in torch_schedules.on_their_ways(rows).values()))
         if mixed[-1]:
             with pytest.raises(ScheduleError, match="are received in the order in which they are sent"):
                 from_torch_csv(text, name=name)

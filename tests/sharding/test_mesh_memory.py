@@ -101,8 +101,8 @@ def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
             for _ in pipeline.train(Fresh(), epochs=2):
                 pass
-            seen = base + _read_status("VmHWM")
-            peaks.append((plan.stages[stage].peak_bytes, seen, pipeline.timeline().peak_bytes[stage]))
+            measured = base + _read_status("VmHWM")
+            peaks.append((plan.stages[stage].peak_bytes, measured, pipeline.timeline().peak_bytes[stage]))
         del pipeline, stage_state
         gc.collect()
     return peaks
@@ -115,6 +115,6 @@ def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
 def test_peaks_are_as_predicted() -> None:
     planned = [*_plan(CUT), *_plan(SHARDED)]
     for peaks in processes.results(_measure_peaks, 4, planned):
-        for name, (predicted, seen, reported) in zip(CASES, peaks, strict=True):
-            assert predicted == pytest.approx(seen, rel=0.1), name
+        for name, (predicted, measured, reported) in zip(CASES, peaks, strict=True):
+            assert predicted == pytest.approx(measured, rel=0.1), name
             assert predicted == pytest.approx(reported, rel=0.15), name  # which is read at some moments only

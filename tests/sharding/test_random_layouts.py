@@ -29,9 +29,9 @@ def _check(case: LaidOut, count: int) -> None:
         return
     hypothesis.event(f"trained on {case.mesh}")
     losses, weights, scores = trained(case, "")
-    for pipeline_losses, state, seen in (end.value for end in ends):
+    for pipeline_losses, state, evaluated in (end.value for end in ends):
         assert pipeline_losses == pytest.approx(losses, abs=1e-10)
-        assert seen == pytest.approx(scores, abs=1e-10)
+        assert evaluated == pytest.approx(scores, abs=1e-10)
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, weights[name], atol=1e-10, rtol=1e-10, msg=name)
 

@@ -27,12 +27,13 @@ def by_rank(timeline: Timeline) -> list[list[Span]]:
 def check_same(actual: list[list[Span]], expected: list[list[Span]], kinds: str) -> None:
     """Ops and messages alike; waits shorter than what is rounded may be there or not."""
     for mine, theirs in zip(actual, expected, strict=True):
-        here, there = (
+        spans, oracle_spans = (
             sorted((s for s in row if s.kind in kinds.split()), key=lambda s: (s.kind, s.stage, s.index))
             for row in (mine, theirs)
         )
-        assert [s[:4] for s in here] == [s[:4] for s in there]
-        assert [t for s in here for t in s[4:]] == pytest.approx([t for s in there for t in s[4:]], rel=1e-9, abs=1e-9)
+        assert [s[:4] for s in spans] == [s[:4] for s in oracle_spans]
+        seconds, oracle_seconds = ([t for s in row for t in s[4:]] for row in (spans, oracle_spans))
+        assert seconds == pytest.approx(oracle_seconds, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=8)

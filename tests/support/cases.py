@@ -148,7 +148,7 @@ class Outcome:
     ema: dict[str, Tensor] = field(default_factory=dict)
     drains: list[int] = field(default_factory=list)
     position: tuple[int, int] = (0, 0)
-    left: int = 0
+    left_at: int = 0
     late: dict[int, set[int]] = field(default_factory=dict)
     storages: dict[int, int] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
@@ -192,9 +192,9 @@ def run(case: Case) -> Outcome:
             if done.number == case.leave_at:
                 break
         if case.leave_at >= 0:
-            outcome.left = pipeline.drain()
+            outcome.left_at = pipeline.drain()
             epoch, batches = pipeline.position
-            assert epoch * len(animal.batches) + batches == outcome.left
+            assert epoch * len(animal.batches) + batches == outcome.left_at
             outcome.dones += list(pipeline.train(_fresh(animal.batches), epochs=case.epochs - epoch))
         timeline = pipeline.timeline()
         outcome.state, outcome.ema = pipeline.state_dict(), pipeline.state_dict(ema=True) if case.ema else {}
@@ -273,8 +273,8 @@ def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
     if "timeprest" in case.schedule and case.replicas:
         # The paper has a worker a stage. The warm-up is the schedule's own; the rest is the papers' arithmetic.
         built, m = SCHEDULES[case.schedule](plan, outcome.split), outcome.split
-        each = zip(built.plan.in_flight, case.replicas, strict=True)
-        waits = [(in_flight - -(-m // count)) * count for in_flight, count in each]
+        rows = zip(built.plan.in_flight, case.replicas, strict=True)
+        waits = [(in_flight - -(-m // count)) * count for in_flight, count in rows]
         tagged = case.schedule == "timeprest"
         paper = replace(paper, forward=lambda s, k: max(0, (k - waits[0 if tagged else s]) // m))
     elif case.replicas:
@@ -367,9 +367,9 @@ def check_same(outcome: Outcome, alone: Outcome, rank: int, bound: float = 0.0) 
         bound: greatest relative distance of losses and weights; 0 asks for the same bits.
     """
     assert len(outcome.dones) == len(alone.dones)
-    for there, here in zip(outcome.dones, alone.dones, strict=True):
-        assert replace(there, loss=here.loss) == here
-        assert abs(there.loss - here.loss) <= bound * abs(here.loss)
+    for done, alone_done in zip(outcome.dones, alone.dones, strict=True):
+        assert replace(done, loss=alone_done.loss) == alone_done
+        assert abs(done.loss - alone_done.loss) <= bound * abs(alone_done.loss)
     assert (outcome.drains, outcome.position, outcome.late) == (alone.drains, alone.position, alone.late)
     assert list(outcome.evaluated) == list(alone.evaluated)
     for number, loss in alone.evaluated.items():
@@ -380,12 +380,12 @@ def check_same(outcome: Outcome, alone: Outcome, rank: int, bound: float = 0.0) 
     if rank:
         assert not outcome.state
         return
-    for there, here in ((outcome.state, alone.state), (outcome.ema, alone.ema)):
-        assert list(there) == list(here)
+    for state, alone_state in ((outcome.state, alone.state), (outcome.ema, alone.ema)):
+        assert list(state) == list(alone_state)
         if bound:
-            assert_near(there, here, bound)
+            assert_near(state, alone_state, bound)
         else:
-            assert all(torch.equal(there[name], here[name]) for name in here)
+            assert all(torch.equal(state[name], alone_state[name]) for name in alone_state)
 
 
 def odd(batches: list[zoo.Batch]) -> list[zoo.Batch]:

@@ -132,20 +132,20 @@ class Started:
         end = time.monotonic() + 10.0
         while self.processes() and in_time and time.monotonic() < end:
             time.sleep(0.05)
-        left = self._kill_all()
+        processes = self._kill_all()
         self._process.wait()
-        ended = Ended(status, self._read(self._out), self._read(self._err), seconds, list(left.values()))
+        ended = Ended(status, self._read(self._out), self._read(self._err), seconds, list(processes.values()))
         self._out.close()
         self._err.close()
         return ended
 
     def _kill_all(self) -> dict[int, str]:
         """Returns what was killed."""
-        left = self.processes()
-        for pid in left:
+        processes = self.processes()
+        for pid in processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return left
+        return processes
 
     @staticmethod
     def _read(file: object) -> str:

@@ -94,9 +94,9 @@ class Stream(IterableDataset[int]):
     """Shuffles itself, as it goes."""
 
     def __iter__(self) -> Iterator[int]:
-        left = list(range(23))
-        while left:
-            yield left.pop(int(torch.randint(len(left), ())) if random.random() < 0.5 else 0)
+        rest = list(range(23))
+        while rest:
+            yield rest.pop(int(torch.randint(len(rest), ())) if random.random() < 0.5 else 0)
 
 
 class Plain:

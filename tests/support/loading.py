@@ -69,7 +69,7 @@ class Ran:
     state: dict[str, Tensor]
     drains: list[int]
     position: tuple[int, int]
-    left: dict[str, Any]
+    data_state: dict[str, Any]
     still: bool
 
 
@@ -99,9 +99,9 @@ class Drawn(IterableDataset[tuple[Tensor, Tensor]]):
         self.notes = notes
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        left = list(range(SIZE))
-        while left:
-            yield self.notes[left.pop(random.randrange(len(left)))]
+        rest = list(range(SIZE))
+        while rest:
+            yield self.notes[rest.pop(random.randrange(len(rest)))]
 
 
 class Stateful:
@@ -178,12 +178,12 @@ def run(job: Job, folder: str) -> Ran:
                 still = torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
                 torch.rand(1 + rank), random.random(), np.random.rand()
                 break
-        left: dict[str, Any] = {}
+        data_state: dict[str, Any] = {}
         if job.leave_at >= 0:
             pipeline.drain()
-            left = json.loads(json.dumps(pipeline._session.streams.data_state(*pipeline.position)))
+            data_state = json.loads(json.dumps(pipeline._session.streams.data_state(*pipeline.position)))
             dones += list(pipeline.train(loader, epochs=job.epochs - pipeline.position[0]))
-        return Ran(dones, pipeline.state_dict(), pipeline.drains, pipeline.position, left, still)
+        return Ran(dones, pipeline.state_dict(), pipeline.drains, pipeline.position, data_state, still)
 
 
 def run_all(jobs: list[Job], folder: str) -> list[Ran]:

@@ -167,6 +167,6 @@ def check_resumed(run: Run, folder: Path, train: Callable[..., Outcome], save_at
         assert rest.losses == {n: loss for n, loss in whole.losses.items() if n >= begin}
         assert rest.rates == {n: rate for n, rate in whole.rates.items() if n >= begin}
         assert rest.drains == whole.drains
-        for there, here in ((rest.state, whole.state), (rest.ema, whole.ema)):
-            assert all(torch.equal(there[name], here[name]) for name in here)
+        for actual, expected in ((rest.state, whole.state), (rest.ema, whole.ema)):
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
         shutil.rmtree(folder / "b")

@@ -45,11 +45,11 @@ def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: fl
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(workers):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(there, rank, workers, store.port, function, args), daemon=True)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(sender, rank, workers, store.port, function, args), daemon=True)
         process.start()
-        there.close()
-        pipes.append(here)
+        sender.close()
+        pipes.append(receiver)
         processes.append(process)
     for pipe in pipes:
         pipe.poll(timeout_s)
@@ -181,12 +181,12 @@ class Team:
         context.set_forkserver_preload(["torch.distributed", "pipedream.pipeline"])
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         for rank in range(self.workers):
-            here, there = context.Pipe()
-            args = there, rank, self.workers, self._store.port
+            parent_end, child_end = context.Pipe()
+            args = child_end, rank, self.workers, self._store.port
             self._processes.append(context.Process(target=_serve, args=args, daemon=True))
             self._processes[-1].start()
-            there.close()
-            self._pipes.append(here)
+            child_end.close()
+            self._pipes.append(parent_end)
 
 
 def _serve(pipe: Connection, rank: int, workers: int, port: int) -> None:

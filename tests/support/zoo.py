@@ -147,8 +147,8 @@ def lstm(dtype: torch.dtype) -> Animal:
     for length, count in ((5, 8), (7, 8), (3, 8), (6, 8), (4, 2)):
         x, y = torch.randint(1, words, (count, length)), torch.randint(1, words, (count, length))
         for row in range(count):
-            kept = length - row % 3
-            x[row, kept:], y[row, kept:] = PAD, PAD
+            valid = length - row % 3
+            x[row, valid:], y[row, valid:] = PAD, PAD
         batches.append((x, y))
     batches[2][1][0] = batches[2][1][1] = PAD  # a microbatch in which nothing counts
     cuts = {1: (), 2: (2,), 3: (2, 3), 4: (1, 2, 3)}

@@ -117,7 +117,7 @@ def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("loader", "position", "epochs", "minibatches", "left"),
+    ("loader", "position", "epochs", "minibatches", "count"),
     [
         ([0] * 10, (0, 0), 3, None, 30),
         ([0] * 10, (1, 4), 3, None, 16),
@@ -126,5 +126,5 @@ def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -
         (iter([0]), (0, 0), 3, 20, 0),
     ],
 )
-def test_what_is_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None, left: int) -> None:
-    assert loop.count_left(loader, position, epochs, minibatches) == left
+def test_what_is_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None, count: int) -> None:
+    assert loop.count_left(loader, position, epochs, minibatches) == count

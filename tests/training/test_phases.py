@@ -504,9 +504,9 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
             train_recipe(wide, out=tmp_path / "tight", **options, **limits)
     check_phases_fit(plan, read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
     # What a compensation keeps counts too.
-    kept = read_phases("pipedream_2bw/8:2,1f1b/8:4,pipedream_2bw/8+error_feedback")
+    phases = read_phases("pipedream_2bw/8:2,1f1b/8:4,pipedream_2bw/8+error_feedback")
     with pytest.raises(PlanError, match=r"in phase pipedream_2bw/8.error_feedback the plan"):
-        check_phases_fit(plan, kept, profile)
+        check_phases_fit(plan, phases, profile)
     options |= {"phases": None, "schedule": "pipedream_2bw", "microbatches": 8, "compensation": "error_feedback"}
     with pytest.raises(PlanError, match=r"in phase pipedream_2bw/8.error_feedback the plan"):
         train_recipe(wide, cluster=tight, out=tmp_path / "kept", **options)

@@ -190,8 +190,8 @@ def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
         assert rest.rates == {n: rate for n, rate in whole.rates.items() if n in rest.rates}
         assert min(rest.losses) == int(path.name.split("-")[1])
         assert rest.drains == whole.drains
-        for there, here in ((rest.state, whole.state), (rest.ema, whole.ema)):
-            assert all(torch.equal(there[name], here[name]) for name in here)
+        for actual, expected in ((rest.state, whole.state), (rest.ema, whole.ema)):
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
         manifest, other = (folders.read_manifest(folders.list_checkpoints(folder / f)[-1]) for f in "ab")
         assert manifest.stages == other.stages
         assert manifest.random == other.random
@@ -306,8 +306,8 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     assert [str(rule) for rule in manifest.compensation] == [
         "error_feedback:1.0", "gap_aware", "t1:40", "basis_rotation:2:one_sided",
     ]  # fmt: skip
-    kept = pieces.read_tensors(path, manifest, manifest.tensors)
-    assert {name.split("/")[-1] for name in kept if name.startswith("compensation")} == {
+    tensors = pieces.read_tensors(path, manifest, manifest.tensors)
+    assert {name.split("/")[-1] for name in tensors if name.startswith("compensation")} == {
         "last_update", "mean_square", "steps", "greatest_rate", "left", "right",
     }  # fmt: skip
     # A round of the two replicas in front holds two minibatches.
@@ -323,7 +323,7 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
                 assert (stage_state.optimizer.updates, stage_state.optimizer.rounds) == (0, rounds)
                 for name, state in stage_state.optimizer.compensator.state.items():
                     for key, tensor in state.items():
-                        assert torch.equal(tensor, kept[f"compensation/{name}/{key}"]), (stage, name, key)
+                        assert torch.equal(tensor, tensors[f"compensation/{name}/{key}"]), (stage, name, key)
         # PipeMare's T1, k of 40 updates, the first stage two updates late: 2^(k/40 - 1).
         assert pipeline.learning_rates() == pytest.approx((0.01 * 2 ** (rounds / 40 - 1), 0.01, 0.01))
         again = list(pipeline.train(Fresh(animal.batches), epochs=1))
@@ -409,12 +409,12 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     rest = train_recipe(regression, epochs=3, resume=url, **OPTIONS)
     assert rest["resumed_from"] == 10
     assert [number for number, _ in json.loads((store / "losses.json").read_text())] == list(range(15))
-    here = Path("runs", "memory", "bucket", "gpt")
-    files = sorted(path.name for path in here.iterdir())
+    folder = Path("runs", "memory", "bucket", "gpt")
+    files = sorted(path.name for path in folder.iterdir())
     assert "report.html" in files
     assert sorted(path.name for path in store.glob("*")) == sorted([*files, CHECKPOINTS])
     with (store / "weights.pt").open("rb") as file:
-        assert file.read() == (here / "weights.pt").read_bytes()
+        assert file.read() == (folder / "weights.pt").read_bytes()
     assert [folders.parse_minibatches(p.name) for p in folders.list_checkpoints(store / CHECKPOINTS)] == [10, 15]
     store.remove_folder()
 
@@ -433,9 +433,9 @@ def test_a_run_folder_that_cannot_be_copied_is_kept(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(RemotePath, "write_bytes", limited)
     with pytest.raises(WorkerError, match="credentials have expired") as caught:
         train_recipe(regression, epochs=1, out=url, **OPTIONS)
-    here = Path("runs", "memory", "bucket", "gpt")
-    assert (here / "report.html").exists()
-    assert f"the files are in {here}" in str(caught.value)
+    folder = Path("runs", "memory", "bucket", "gpt")
+    assert (folder / "report.html").exists()
+    assert f"the files are in {folder}" in str(caught.value)
     assert f"--resume {url} only what is missing" in str(caught.value)
     RemotePath(url).remove_folder()
 

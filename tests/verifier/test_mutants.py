@@ -255,8 +255,8 @@ def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
     text = refused(replace(program, weights=shifted(program.weights, +1)))
     assert re.search(r"\dF\d+: needs \dU\d+, which comes later|>\d+:\d+: \dU\d+, which makes it, does not come", text)
     text = refused(replace(program, weights=shifted(program.weights, -1)))
-    kept = r"versions of stage \d's weights exist at once, its weight rule 'shifted' keeps"
-    assert re.search(rf"{kept}|sends version \d+, in whose place \dU\d+ has written", text)
+    pattern = r"versions of stage \d's weights exist at once, its weight rule 'shifted' keeps"
+    assert re.search(rf"{pattern}|sends version \d+, in whose place \dU\d+ has written", text)
     # Dropped too early: one less than are read.
     text = refused(replace(program, weights=shifted(program.weights, 0, keeps=-1)))
     assert "versions of stage" in text
@@ -304,7 +304,7 @@ def with_update(schedule: Schedule, stage: int, late: int) -> Schedule:
                     waiting.append((late, op))
                 continue
             window.append(op)
-            waiting = [(left - 1, update) for left, update in waiting]
+            waiting = [(turns - 1, update) for turns, update in waiting]
             while waiting and waiting[0][0] == 0:
                 window.append(waiting.pop(0)[1])
             if len(window) > 8:
@@ -348,16 +348,16 @@ def check_late_update(name: str, which: int, late: int) -> None:
             )
             continue
         rank = changed.placement.ranks[stage][0]
-        taken: set[int] = set()
+        indices: set[int] = set()
         for op in (op for op in changed.instructions(rank, 6 * changed.cycle) if isinstance(op, Op)):
             if op.stage != stage:
                 continue
             if op.kind in GIVES:
-                taken.add(op.index)
+                indices.add(op.index)
             elif op.kind is Kind.UPDATE:
                 members = changed.updates.members(stage, op.index)
-                assert taken == {k for k in members if changed.placement.rank_of(stage, k) == rank}
-                taken.clear()
+                assert indices == {k for k in members if changed.placement.rank_of(stage, k) == rank}
+                indices.clear()
 
 
 def test_an_update_behind_a_gradient_of_another() -> None:

@@ -43,9 +43,9 @@ def test_a_single_process_measures_itself_once() -> None:
     assert measure_runtime() is measured
     assert measured.costs.op_s + measured.costs.message_s + measured.costs.update_s > 0
     assert measured.costs.load_s == 0
-    here = measured.on_links(Cluster.local(2))
-    assert here.link(0)[1] == 0.0
-    assert here.memory_bytes == Cluster.local(2).memory_bytes
+    cluster = measured.on_links(Cluster.local(2))
+    assert cluster.link(0)[1] == 0.0
+    assert cluster.memory_bytes == Cluster.local(2).memory_bytes
 
 
 def measured() -> tuple[RuntimeCosts, tuple[float, float]]:

@@ -123,7 +123,7 @@ class _Tracer(TorchFunctionMode):
         super().__init__()
         self.top = _Call(model, None, ())
         self._stack = [self.top]
-        self._kept: list[Any] = []
+        self._described: list[Any] = []
         self._drawn = _read_generators()
         self._attributes: dict[int, dict[str, Any]] = {}
 
@@ -154,7 +154,7 @@ class _Tracer(TorchFunctionMode):
     def _describe(self, value: Any) -> tuple[Any, list[Any]]:
         """Returns what is equal for the very same tensors, unchanged, and for equal plain values alone."""
         leaves, spec = tree_flatten(value)
-        self._kept.append(leaves)  # so that no id is used again
+        self._described.append(leaves)  # so that no id is used again
         return spec, list(map(_mark, leaves))
 
     def _note_draws(self) -> None:

@@ -80,10 +80,10 @@ def _explain_transformed(recording: Recording, failed: _LayerFailed) -> str:
     """Returns what a torch.func in the user's own forward has to do with a failure, or ""."""
     if not (place := recording.find_transformed(failed.call)):
         return ""
-    seen = getattr(failed.error, "cause", "") or str(failed.error).partition(". ")[0]
+    cause = getattr(failed.error, "cause", "") or str(failed.error).partition(". ")[0]
     return (
         f"{place} is inside a torch.func transform (vmap, jvp, grad, ...), which a stage that begins with "
-        f"{failed.call!r} would run again, on tensors of earlier stages that have no numbers there ({seen}). Put the "
+        f"{failed.call!r} would run again, on tensors of earlier stages that have no numbers there ({cause}). Put the "
         "transform and the modules that it calls into a module of its own, which allows cuts before and after it, or "
         f"cut elsewhere than before {failed.call!r}"
     )
@@ -140,10 +140,10 @@ def _run_both_modes(
                 part.reseed = partial(_reseed, devices)
             output: dict[str, torch.Tensor] = {}
             before = Attributes([model])
-            kept: dict[int, Attributes] = {}
+            attributes: dict[int, Attributes] = {}
             for following in reversed(range(rounds)):
                 output.clear()
-                output = _run(model, graph, parts, inputs, training, before, kept, keeps=following > 0)
+                output = _run(model, graph, parts, inputs, training, before, attributes, keeps=following > 0)
             if compares:
                 measurements.append(_fingerprint_all(model, output, training, gradients))
             del output
@@ -160,19 +160,19 @@ def _run(
     inputs: Any,
     training: bool,
     before: Attributes,
-    kept: dict[int, Attributes],
+    attributes: dict[int, Attributes],
     keeps: bool,
 ) -> dict[str, torch.Tensor]:
     """Runs a batch through all slices.
 
     Args:
         before: the modules' attributes before any forward.
-        kept: those of each slice after the batch before; filled in if this one `keeps` them.
+        attributes: those of each slice after the previous batch; filled in if this one `keeps` them.
     """
     value = _copy_inputs(inputs)
     for number, (first, part) in enumerate(parts):
-        if number in kept:
-            kept[number].restore()
+        if number in attributes:
+            attributes[number].restore()
         try:
             value = part(value)
         except CutFailed as error:
@@ -182,7 +182,7 @@ def _run(
                 raise explain_failure(model, training, error) from error
             raise _LayerFailed(graph.layers[first].name, error) from error
         if keeps:
-            kept[number] = Attributes([model])
+            attributes[number] = Attributes([model])
         before.restore()  # a stage does not see what another one keeps in its modules
     outputs = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
     if training:

@@ -54,8 +54,8 @@ class SliceErrors:
 
     def _locate_around(self, call: str) -> str:
         """The model and the module inside it whose forwards lead to a call, with their places in the user's files."""
-        start = next((each.start for each in self._graph.calls if each.name == call), 0)
-        paths = [each.path for each in self._graph.calls if each.start < start < each.end]
+        start = next((call_record.start for call_record in self._graph.calls if call_record.name == call), 0)
+        paths = [call_record.path for call_record in self._graph.calls if call_record.start < start < call_record.end]
         return ", or inside it that of ".join(map(self._locate, ["", *paths[-1:]]))
 
     def _locate(self, path: str) -> str:

@@ -171,13 +171,13 @@ class PlainModel:
         devices = self._devices = sorted({p.device.index for m in every for p in m.parameters(False) if p.is_cuda})
         tensors = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
         copy = partial(torch.Tensor.to, device="cpu", copy=True) if copies_on_cpu else torch.clone
-        kept = [(p, p.data, copy(p.detach()), p.grad) for p in tensors.values()]
+        saved = [(p, p.data, copy(p.detach()), p.grad) for p in tensors.values()]
         slots = [(m._parameters, dict(m._parameters)) for m in every]
         self.draws = self.draws_unseeded = False
         try:
             with preserve_state(modules, devices, None, others):
                 _fill(self.model, values)
-                for parameter, *_ in kept:
+                for parameter, *_ in saved:
                     parameter.grad = None
                 yield
         finally:
@@ -185,9 +185,9 @@ class PlainModel:
             for holder, kept_slots in slots:
                 holder.clear()
                 holder.update(kept_slots)
-            for parameter, *_, grad in kept:
+            for parameter, *_, grad in saved:
                 parameter.grad = grad  # first: comparing the values may need the memory
-            for parameter, storage, value, _ in kept:
+            for parameter, storage, value, _ in saved:
                 if parameter.data_ptr() != storage.data_ptr() or parameter.shape != storage.shape:
                     parameter.data = storage
                 if not torch.equal(storage.to(value.device), value):

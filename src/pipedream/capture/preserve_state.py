@@ -49,7 +49,7 @@ class _Objects:
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._restore: list[Callable[[], object]] = []
-        self._seen: set[int] = set()
+        self._ids: set[int] = set()
         for root in roots:
             self._note(root, _DEPTH)
 
@@ -58,11 +58,11 @@ class _Objects:
             restore()
 
     def _note(self, value: Any, depth: int) -> None:
-        if type(value) in _PLAIN or id(value) in self._seen or not depth:
+        if type(value) in _PLAIN or id(value) in self._ids or not depth:
             return
         if isinstance(value, (nn.Module, nn.Parameter, type)):
             return
-        self._seen.add(id(value))
+        self._ids.add(id(value))
         inner: Iterable[Any] = ()
         if isinstance(value, torch.Tensor):
             if not value.is_meta:
@@ -166,7 +166,7 @@ def _preserve_weights(model: nn.Module) -> Iterator[None]:
         for parameter, storage in storages:
             if parameter.data_ptr() != storage.data_ptr():
                 parameter.data = storage
-        for tensor, value in writes.kept:
+        for tensor, value in writes.originals:
             tensor.copy_(value)
 
 
@@ -184,7 +184,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.originals: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watched: dict[int, list[torch.Tensor]] = {}
         for parameter in parameters:
             self._watched.setdefault(parameter.untyped_storage()._cdata, []).append(parameter.data)
@@ -202,7 +202,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, tensor: Any) -> None:
         if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout == torch.strided:
             for parameter in self._watched.pop(tensor.untyped_storage()._cdata, ()):
-                self.kept.append((parameter, parameter.clone()))
+                self.originals.append((parameter, parameter.clone()))
 
 
 def list_cuda_devices(model: nn.Module, sample: Any) -> list[int]:

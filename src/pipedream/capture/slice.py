@@ -166,11 +166,11 @@ class ModelSlice(SliceCalls):
         yield from self._iterate_owned("_buffers", remove_duplicate)
 
     def _iterate_owned(self, slots: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
-        seen: set[int] = set()
+        ids: set[int] = set()
         for name, owner, slot in self._owners:
             tensor = getattr(owner, slots).get(slot)
-            if tensor is not None and not (remove_duplicate and id(tensor) in seen):
-                seen.add(id(tensor))
+            if tensor is not None and not (remove_duplicate and id(tensor) in ids):
+                ids.add(id(tensor))
                 yield name, tensor
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

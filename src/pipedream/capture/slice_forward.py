@@ -163,9 +163,9 @@ def _take_backward_hooks(
     for path, module in modules:
         if module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook):
             hooks = module._backward_hooks, module._backward_pre_hooks
-            makers[path] = partial(BackwardHook, module, *(list(each.values()) for each in hooks))
-            for slot, each in zip(("_backward_hooks", "_backward_pre_hooks"), hooks, strict=True):
-                saved.append((module.__dict__, slot, each))
+            makers[path] = partial(BackwardHook, module, *(list(slot_hooks.values()) for slot_hooks in hooks))
+            for slot, slot_hooks in zip(("_backward_hooks", "_backward_pre_hooks"), hooks, strict=True):
+                saved.append((module.__dict__, slot, slot_hooks))
                 module.__dict__[slot] = {}
     return makers
 
@@ -203,7 +203,7 @@ class SliceForward:
         self.frame_counts: dict[str, int] = {}
         self.backward_hooks: dict[str, Callable[[], Any]] = {}
         self.fill_in: Callable[[Any], None] = _do_nothing
-        self.left = False  # at the first call of a later stage
+        self.is_done = False  # at the first call of a later stage
         self.last_call = ""
 
     def result(self) -> Any:
@@ -237,7 +237,7 @@ class SliceForward:
         except NumbersNeeded as error:
             raise self._errors.numbers_needed(error, self.frames[-1]) from error
         except Exception as error:
-            if self.left:
+            if self.is_done:
                 raise self._errors.caught_leaving() from error
             note_module(error, part.model.named_modules())
             raise
@@ -245,7 +245,7 @@ class SliceForward:
             torch.backends.mha.set_fastpath_enabled(fast)
         if raised:
             raise self._errors.numbers_needed(raised[0], self.frames[-1]) from raised[0]
-        if self.left:
+        if self.is_done:
             raise self._errors.caught_leaving()
         if not part.is_last or not self.begun:
             missed = (part.stop_at if self.begun else part.begin_at) or ""
@@ -315,7 +315,7 @@ class SliceForward:
         part = self.part
         count = self.counts[path] = self.counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}@{count}"
-        if self.left:  # the model has caught it
+        if self.is_done:  # the model has caught it
             raise _Left
         self.last_call = name
         if not self.begun:
@@ -328,7 +328,7 @@ class SliceForward:
         if self.begun:
             self._keep(name, _find_arguments(part.leave_in.get(name, ()), args, kwargs))
             if name == part.stop_at:
-                self.left = True
+                self.is_done = True
                 raise _Left
             if path in part.seeded and part.reseed is not None:
                 part.reseed(name)
@@ -435,8 +435,8 @@ class SliceForward:
                 part.begin_at or "", self._errors.explain_unsent(f"the value {unsent[0].name!r}", self.entered)
             )
         outputs = {**self.outputs, **self.described}
-
-        results = {name: each for name, each in self.results.items() if name.rpartition("/")[0] in part.open_at_stop}
+        open_calls = part.open_at_stop
+        results = {name: value for name, value in self.results.items() if name.rpartition("/")[0] in open_calls}
         return {
             "inputs": Unsent(
                 _strip_inputs(self.inputs, self._input_names, part.graph.inputs) if part.is_first else self.inputs
@@ -549,7 +549,7 @@ def _strip_inputs(inputs: Any, names: Mapping[str, str], usual: Collection[str])
         is_read = differs and path in names and (names[path] not in usual or not leaf.is_floating_point())
         return leaf if is_read else _strip_numbers(leaf)
 
-    return [map_leaves(strip, each) for each in inputs]
+    return [map_leaves(strip, value) for value in inputs]
 
 
 def _is_cast(tensor: torch.Tensor, before: torch.Tensor) -> bool:

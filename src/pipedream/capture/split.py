@@ -224,14 +224,14 @@ def _is_read_across(record: TensorRecord, moment: int) -> bool:
 
 
 def _find_written_alias(recording: Recording, values: Sequence[TensorRecord], moment: int) -> TensorRecord | None:
-    seen: set[int] = set()
+    storages: set[int] = set()
     for record in values:
         if _is_read_across(record, moment) and recording.writes:
-            if record.storage in seen and any(
+            if record.storage in storages and any(
                 written >= moment for written in recording.writes.get(record.storage, ())
             ):
                 return record
-            seen.add(record.storage)
+            storages.add(record.storage)
     return None
 
 
@@ -287,8 +287,8 @@ def _assign_tensors(
                     names[layer][source[1:]] = None
     listed = {name for layer_names in names for name in layer_names}
     all_tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    seen = {id(all_tensors[name]) for name in listed}
-    names[0].update({name: None for name, tensor in all_tensors.items() if id(tensor) not in seen})
+    listed_ids = {id(all_tensors[name]) for name in listed}
+    names[0].update({name: None for name, tensor in all_tensors.items() if id(tensor) not in listed_ids})
     return [list(layer_names) for layer_names in names]
 
 
@@ -377,7 +377,7 @@ def _list_glue(state: Sequence[TensorRecord], leaves: Sequence[CallRecord]) -> t
     names = [*unread, *(record.state for record in state if id(record.tensor) in in_function)]
     for record in state:
         for _, call in record.reads:
-            inner = any(not each.free for each in call.inner)
+            inner = any(not inner_call.free for inner_call in call.inner)
             holds_it = any(record.tensor is tensor for tensor in [*call.module.parameters(), *call.module.buffers()])
             if inner or not holds_it or call.free:
                 names.append(record.state)

@@ -63,8 +63,8 @@ class LinkFlags:
         """Returns the processes, joined by the links that are given: on one level, or within and between machines."""
         if not self.bandwidth and self.latency is None:
             return None
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-        widths = [here, processes // here] if len(self.bandwidth or ()) > 1 else [processes]
+        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        widths = [local_processes, processes // local_processes] if len(self.bandwidth or ()) > 1 else [processes]
         return make_cluster(map(str, widths), self.bandwidth or [], self.latency or 0.0, self.memory)
 
 
@@ -86,16 +86,16 @@ class RestartFlags:
         """Raises a `ScheduleError` if the method does not work with a number of workers that may be left."""
         if method == "auto":
             return
-        for left in range(workers - 1, self.min_workers - 1, -1):
+        for remaining in range(workers - 1, self.min_workers - 1, -1):
             try:
                 if not isinstance(method, str):
                     raise ScheduleError(f"it is a Schedule object, made for {method.plan.workers} workers")
-                build(method, uniform(method, left, chunks=chunks))
+                build(method, uniform(method, remaining, chunks=chunks))
             except ScheduleError as error:
                 name = method if isinstance(method, str) else method.name
                 raise ScheduleError(
-                    f"--elastic may leave {left} worker{'s' * (left != 1)}, with which {name!r} does not work: "
-                    f"{error}; give --min-workers {left + 1}, another method, or no --elastic"
+                    f"--elastic may leave {remaining} worker{'s' * (remaining != 1)}, with which {name!r} does not "
+                    f"work: {error}; give --min-workers {remaining + 1}, another method, or no --elastic"
                 ) from error
 
 

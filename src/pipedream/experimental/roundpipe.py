@@ -52,15 +52,15 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
         delay: updates by which gradients are late, 0 or 1.
     """
     p, last = plan.workers, len(plan.stages) - 1
-    taken = plan.worker_order or tuple(range(sum(plan.replicas)))
-    if set(plan.replicas) != {1} or taken != homes(p, last + 1):
+    order = plan.worker_order or tuple(range(sum(plan.replicas)))
+    if set(plan.replicas) != {1} or order != homes(p, last + 1):
         raise kit.ScheduleError(
             f"schedule 'roundpipe' needs {dispatched.words}, without replicas; found plan {plan.config} on workers "
-            f"{taken}; plan for this method, or name the workers {homes(p, last + 1)} in the plan's order"
+            f"{order}; plan for this method, or name the workers {homes(p, last + 1)} in the plan's order"
         )
-    if apart := [worker for worker in taken if plan.cluster.reach(taken[0], worker)]:
+    if apart := [worker for worker in order if plan.cluster.reach(order[0], worker)]:
         raise kit.ScheduleError(
-            f"schedule 'roundpipe' keeps weights in the memory of one machine, but workers {taken[0]} and {apart[0]} "
+            f"schedule 'roundpipe' keeps weights in the memory of one machine, but workers {order[0]} and {apart[0]} "
             "of the cluster are on different ones; plan for one machine, or choose another method"
         )
     if forwards < 0 or delay not in (0, 1):

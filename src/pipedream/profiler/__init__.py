@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedream.profiler.device import device_of, dtype_of, here, measure_device, release_cache
+from pipedream.profiler.device import choose_device_type, device_of, dtype_of, measure_device, release_cache
 from pipedream.profiler.estimate import estimate
 from pipedream.profiler.measure import measure
 from pipedream.profiler.ranks import OneRank, one_rank
@@ -13,10 +13,10 @@ __all__ = [
     "OneRank",
     "Stopwatch",
     "all_parameters",
+    "choose_device_type",
     "device_of",
     "dtype_of",
     "estimate",
-    "here",
     "measure",
     "measure_device",
     "one_rank",

@@ -32,11 +32,11 @@ def device_of(name: str) -> Device:
         ArtifactError: the file does not contain a device.
     """
     if name == "here":
-        return measure_device(here())
+        return measure_device(choose_device_type())
     return Device.load(name) if name.endswith(".json") or Path(name).is_file() else device_named(name)
 
 
-def here() -> str:
+def choose_device_type() -> str:
     """Returns 'cuda' if it is available, else 'cpu'."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 

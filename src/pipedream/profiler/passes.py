@@ -116,11 +116,11 @@ class Passes:
 
     def measure_needs(self, sample: Sample, sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
         """Returns what each layer, and then the loss, needs in addition to what it keeps."""
-        kept = (*(size.activation_bytes for size in sizes), loss_bytes)
+        saved = (*(size.activation_bytes for size in sizes), loss_bytes)
         # Alive while the next layer runs, though no layer keeps it.
         entering = (0, *(size.leaving_bytes for size in sizes))
         if not Allocations.is_free():
-            return (Need(0, 0),) * len(kept)
+            return (Need(0, 0),) * len(saved)
         watches = []
         for adds in (False, True):
             with Allocations(self._device) as watch:
@@ -135,11 +135,10 @@ class Passes:
         for index, ((_, forward, alone), (_, _, added)) in enumerate(zip(first, adding, strict=True)):
             sizes_of = [p.nbytes for p in self._parameters[index]] if index < len(self._layers) else []
             passing = sum(size.output_bytes for size in sizes[max(index - 1, 0) : index + 1])  # gradients, in and out
-            working = max(
-                forward.rise_bytes + entering[index] - kept[index], added.rise_bytes - max(sizes_of, default=0), passing
-            )
+            added_bytes = added.rise_bytes - max(sizes_of, default=0)
+            working = max(forward.rise_bytes + entering[index] - saved[index], added_bytes, passing)
             needs.append(Need(working, alone.rise_bytes))
-        return (*needs, *[Need(0, 0)] * (len(kept) - len(needs)))
+        return (*needs, *[Need(0, 0)] * (len(saved) - len(needs)))
 
     def _watch_call(
         self,

@@ -136,14 +136,14 @@ class OneRank:
         """Returns the parts of an output; at the model's end whole tensors."""
         self._entering = []
 
-        def left(tensor: Any) -> Any:
+        def take_part(tensor: Any) -> Any:
             if not _is_part(tensor):
                 return tensor
             part, placed = self._sharding.leave_layer(tensor, whole=whole)
             self._entering.append(placed)
             return part
 
-        return tree_map(left, value)
+        return tree_map(take_part, value)
 
     def collectives(
         self, sample: Sample, autocast: torch.dtype | None = None

@@ -107,7 +107,7 @@ def measure_sizes(
     that saves it as its input. Parameters and buffers do not count; copies of them that autocast makes do.
     """
     owned = {t.untyped_storage()._cdata for layer in layers for t in [*layer.parameters(), *layer.buffers()]}
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     savers: dict[int, list[int]] = {}
     index = 0
     saved: list[list[torch.Tensor]] = []  # read if the forward takes derivatives, as of an energy
@@ -115,7 +115,7 @@ def measure_sizes(
     def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
         storage = local_part(tensor).untyped_storage()
         if storage._cdata not in owned:
-            kept.setdefault(storage._cdata, storage)
+            storages.setdefault(storage._cdata, storage)
             savers.setdefault(storage._cdata, []).append(index)
         saved.append([tensor])
         return saved[-1]
@@ -129,7 +129,7 @@ def measure_sizes(
                 arguments = (value,)
                 tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
                 outputs.append(sum(leaf.nbytes for leaf in tensors))
-                new = [leaf for leaf in tensors if leaf.untyped_storage()._cdata not in kept]
+                new = [leaf for leaf in tensors if leaf.untyped_storage()._cdata not in storages]
                 leaving.append(count_storage_bytes(new))
             index = len(layers)
             if loss is not None:
@@ -140,7 +140,7 @@ def measure_sizes(
     first = [0] * (len(layers) + 1)
     again = [0] * (len(layers) + 1)
     for number, layers_of in savers.items():
-        size = kept[number].nbytes()
+        size = storages[number].nbytes()
         first[layers_of[0]] += size
         for later in range(layers_of[0] + 1, min(layers_of[-1], len(layers) - 1) + 1):
             again[later] += size

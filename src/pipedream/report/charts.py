@@ -44,14 +44,14 @@ def curve_svg(
     curves = {name: list(curve) for name, curve in (points.items() if isinstance(points, Mapping) else [("", points)])}
     all_points = [point for curve in curves.values() for point in curve]
     means = {name: _average(curve) for name, curve in curves.items()} if several else {}
-    kept = sorted(point for curve in means.values() for point in curve) if several else _keep_finite(all_points)
+    shown = sorted(point for curve in means.values() for point in curve) if several else _keep_finite(all_points)
     top = 46.0 if title else 20.0
     right, bottom = width_px - (_NAMES if several else _RIGHT), height_px - _BOTTOM
     parts = [text(_LEFT, 21, title, size=14, weight=600)] if title else []
-    if kept:
-        left_x, right_x = kept[0][0], kept[-1][0] if kept[-1][0] > kept[0][0] else kept[0][0] + 1
-        low = min(y for _, y in kept)
-        high = max(y for _, y in kept)
+    if shown:
+        left_x, right_x = shown[0][0], shown[-1][0] if shown[-1][0] > shown[0][0] else shown[0][0] + 1
+        low = min(y for _, y in shown)
+        high = max(y for _, y in shown)
         if low > 0 and low < high / 2:
             low = 0.0
         high = high if high > low else low + (abs(low) or 1.0)
@@ -83,7 +83,7 @@ def curve_svg(
                 for ends in ((x, x, top, bottom), (x - 4, x + 4, top - 4, top + 4), (x - 4, x + 4, top + 4, top - 4)):
                     parts.append(line("failure", *ends, COLOURS["send"][0], title=words))
         parts += (
-            _draw_curves(means, at, right, top) if several else _draw_means(average_neighbours(kept), at, len(kept))
+            _draw_curves(means, at, right, top) if several else _draw_means(average_neighbours(shown), at, len(shown))
         )
     else:
         parts.append(

@@ -197,18 +197,18 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
 
 def collectives_table(stages: Sequence[Mapping[str, Any]]) -> str:
     """Returns what the ranks of each stage exchange, predicted and measured; "" where no stage has a mesh."""
-    rows, seen = [], set()
+    rows, shown = [], set()
     for stage in stages:
         sources = stage.get("collectives") or {}
         predicted, number = sources.get("predicted"), amount(stage.get("stage"))
-        for name, measured in (sources.get("measured") or {}).items() if number not in seen else ():
+        for name, measured in (sources.get("measured") or {}).items() if number not in shown else ():
             sides = [_sum_by_kind((predicted or {}).get(name, ())), _sum_by_kind(measured)]
             for key in sorted({*sides[0], *sides[1]}):
                 (count, total), (measured_count, measured_size) = (side.get(key, (0, 0)) for side in sides)
                 cells = (NOTHING, NOTHING) if predicted is None else (str(count), format_bytes(total))
                 numbers = (cells[0], str(measured_count), cells[1], format_bytes(measured_size))
                 rows.append((number, *map(amount, (stage.get("mesh"), name, *key)), *numbers))
-        seen.add(number)
+        shown.add(number)
     if not rows:
         return ""
     heads = ("stage", "mesh", "of", "collective", "over", "predicted", "measured", "predicted", "measured")

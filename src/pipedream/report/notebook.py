@@ -1,4 +1,4 @@
-"""Shows nouns in a notebook: their first line, their picture and their table."""
+"""Shows results in a notebook: first line, picture and table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_LAYERS = ("layer", "kind", "forward_s", "backward_s", "output_bytes", "activ
 
 
 def html(noun: Tabular) -> str:
-    """Returns HTML; a picture or a table that would be too long is shortened, and the text says so."""
+    """Returns HTML; a picture or a table that is too long is shortened, and says so."""
     line = repr(noun).removeprefix("<").removesuffix(">")
     rows = [] if isinstance(noun, Timeline | Program) else noun.rows()
     if isinstance(noun, Profile):

@@ -207,11 +207,11 @@ def failures_text(failures: Mapping[str, Any]) -> str:
 
 def collectives_text(stages: Sequence[Mapping[str, Any]]) -> str:
     """Returns a line for each stage of a summary that has a mesh, each after a line break."""
-    lines, seen = [], set()
+    lines, shown = [], set()
     for stage in stages:
-        if stage["collectives"] is None or stage["stage"] in seen:
+        if stage["collectives"] is None or stage["stage"] in shown:
             continue
-        seen.add(stage["stage"])
+        shown.add(stage["stage"])
         collectives = decode(StageCollectives, stage["collectives"], "collectives")
         passes = [f"{name} {', '.join(map(str, rows)) or 'none'}" for name, rows in collectives.measured.items()]
         verdict = "not predicted" if collectives.predicted is None else "as predicted"

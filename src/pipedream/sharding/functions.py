@@ -163,8 +163,8 @@ def _shard_along(t: DTensor, at: int, dim: int) -> DTensor:
 
 def part_sizes(size: int, parts: int) -> list[int]:
     """Returns the sizes of the parts of a dimension, as `Shard` and `torch.chunk` shard it."""
-    each = -(-size // parts)
-    return [max(0, min(each, size - part * each)) for part in range(parts)]
+    part_size = -(-size // parts)
+    return [max(0, min(part_size, size - part * part_size)) for part in range(parts)]
 
 
 def all_to_all(part: torch.Tensor, group: dist.ProcessGroup, before: int, after: int, size: int) -> torch.Tensor:
@@ -230,12 +230,12 @@ def exchange(
     if not goes_over_gloo(outgoing):  # NCCL sends and receives at once, and its first batch waits for all ranks
         dist.all_to_all_single(incoming, outgoing, received, sent, group=ranks)
         return
-    here, count = ranks.rank(), ranks.size()
+    my_rank, count = ranks.rank(), ranks.size()
     arriving, leaving = incoming.split(received), outgoing.split(sent)  # type: ignore[no-untyped-call]
-    arriving[here].copy_(leaving[here])
-    sources = [rank for rank in (*range(here), *range(here + 1, count)) if received[rank]]
+    arriving[my_rank].copy_(leaving[my_rank])
+    sources = [rank for rank in (*range(my_rank), *range(my_rank + 1, count)) if received[rank]]
     # Each begins with the next rank, so that not all send to one.
-    targets = [rank for rank in (*range(here + 1, count), *range(here)) if sent[rank]]
+    targets = [rank for rank in (*range(my_rank + 1, count), *range(my_rank)) if sent[rank]]
     moves = [dist.P2POp(dist.irecv, arriving[rank], group=ranks, group_peer=rank) for rank in sources]
     moves += [dist.P2POp(dist.isend, leaving[rank], group=ranks, group_peer=rank) for rank in targets]
     for work in dist.batch_isend_irecv(moves) if moves else ():

@@ -201,8 +201,8 @@ def apply_batch_norm(
         variance = sum_partials((x - mean).square().sum(over, keepdim=True)) / count
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
-                seen = (mean, running_mean), (variance * (count / (count - 1)), running_var)
-                for statistic, running in seen:
+                updates = (mean, running_mean), (variance * (count / (count - 1)), running_var)
+                for statistic, running in updates:
                     running.lerp_(statistic.full_tensor().flatten().to(running.dtype), momentum)
     return _scale_and_shift_channels((x - mean) * (variance + eps).rsqrt(), weight, bias).to(input.dtype)
 

@@ -63,9 +63,9 @@ def _may_keep_sums(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 @cache
 def _open_to_modes(function: Any) -> Any:
     """Returns torch's function so that modes see the functions that it calls."""
-    seen = {name: lambda *operands: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    none = {name: lambda *operands: False for name in function.__globals__ if name.startswith("has_torch_function")}
     opened = FunctionType(
-        function.__code__, function.__globals__ | seen, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, function.__globals__ | none, function.__name__, function.__defaults__, function.__closure__
     )
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened

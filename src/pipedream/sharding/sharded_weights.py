@@ -39,9 +39,9 @@ class Rows:
     def __init__(self, group: dist.ProcessGroup, rows: int) -> None:
         self.group = group
         self.rows = rows
-        self.each = -(-rows // group.size())
-        begin = group.rank() * self.each
-        self.here = range(min(begin, rows), min(begin + self.each, rows))
+        self.rows_per_rank = -(-rows // group.size())
+        begin = group.rank() * self.rows_per_rank
+        self.local = range(min(begin, rows), min(begin + self.rows_per_rank, rows))
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the whole tensor."""
@@ -69,23 +69,23 @@ def _sum_rows(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callab
     pairs = [
         (place[at, : len(chunk)], chunk)
         for part_rows, place, whole in zip(rows, places, wholes, strict=True)
-        for at, chunk in enumerate(torch.split(whole, part_rows.each))
+        for at, chunk in enumerate(torch.split(whole, part_rows.rows_per_rank))
     ]
     torch._foreach_copy_([place for place, _ in pairs], [chunk for _, chunk in pairs])
     if functions.goes_over_gloo(every):  # gloo's own reduce-scatter is this of a copy
         dist.all_reduce(every, group=group)
         look()
         return [
-            place[group.rank(), : len(part_rows.here)].clone() for part_rows, place in zip(rows, places, strict=True)
+            place[group.rank(), : len(part_rows.local)].clone() for part_rows, place in zip(rows, places, strict=True)
         ]
     mine, my_places = _buffer(1, rows, wholes)
     _sum_and_scatter(mine, every, group=group)
-    return [place[0, : len(part_rows.here)] for part_rows, place in zip(rows, my_places, strict=True)]
+    return [place[0, : len(part_rows.local)] for part_rows, place in zip(rows, my_places, strict=True)]
 
 
 def _buffer(ranks: int, rows: Sequence[Rows], like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Returns memory for the rows of some ranks, and in it each tensor's place: [ranks, rows of each, ...]."""
-    shapes = [(part_rows.each, *tensor.shape[1:]) for part_rows, tensor in zip(rows, like, strict=True)]
+    shapes = [(part_rows.rows_per_rank, *tensor.shape[1:]) for part_rows, tensor in zip(rows, like, strict=True)]
     buffer = like[0].new_empty((ranks, sum(map(prod, shapes))))
     columns = torch.split(buffer, list(map(prod, shapes)), 1)
     return buffer, [column.view(ranks, *shape) for column, shape in zip(columns, shapes, strict=True)]

@@ -81,7 +81,7 @@ class _Part:
         place = spec.mesh.get_coordinate() or ()
         self.box = box_of(self.whole_shape, list_shards(spec.placements), spec.mesh.shape, place)
         if rows is not None:
-            self.box = (self.box[0][rows.here.start : rows.here.stop], *self.box[1:])
+            self.box = (self.box[0][rows.local.start : rows.local.stop], *self.box[1:])
         self.part_shape = torch.Size(map(len, self.box))
         self._waits_for_update = waits_for_update
         self.summed_late: frozenset[int] | None = None if waits_for_update else frozenset()

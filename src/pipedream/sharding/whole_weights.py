@@ -57,20 +57,20 @@ def whole_weights(
 
     def gather() -> None:
         stepped = [handle for group in optimizer.param_groups for handle in group["params"]]
-        kept = [dict(optimizer.state.pop(handle, {})) for handle in stepped]
-        states = [(at, key) for at, state in enumerate(kept) for key, value in state.items() if torch.is_tensor(value)]
+        saved = [dict(optimizer.state.pop(handle, {})) for handle in stepped]
+        states = [(at, key) for at, state in enumerate(saved) for key, value in state.items() if torch.is_tensor(value)]
         tensors = (
             [handle.detach() for handle in stepped],
             [handle.grad for handle in stepped],
-            [kept[a][k] for a, k in states],
+            [saved[a][k] for a, k in states],
         )
         owners = [names[handle] for handle in stepped]
         gathered = parts.gather_all(
             [*owners, *owners, *(owners[at] for at, _ in states)], [tensor for row in tensors for tensor in row]
         )
         for (at, key), whole in zip(states, gathered[2 * len(stepped) :], strict=True):
-            kept[at][key] = whole
-        for handle, whole, gradient, state in zip(stepped, gathered, gathered[len(stepped) :], kept, strict=False):
+            saved[at][key] = whole
+        for handle, whole, gradient, state in zip(stepped, gathered, gathered[len(stepped) :], saved, strict=False):
             assert whole is not None
             weight = nn.Parameter(whole, requires_grad=handle.requires_grad)
             weight.grad = gradient
@@ -86,12 +86,12 @@ def whole_weights(
             owner = [names[handle]]
             handle.data.copy_(parts.take_part(owner, weight.detach()))
             if state := optimizer.state.pop(weight, {}):
-                optimizer.state[handle] = {key: kept(owner, key, value, weight, handle) for key, value in state.items()}
+                optimizer.state[handle] = {key: cut(owner, key, value, weight, handle) for key, value in state.items()}
         for group in optimizer.param_groups:
             group["params"] = [handle_of[weight] for weight in group["params"]]
         handle_of.clear()
 
-    def kept(owner: list[str], key: str, value: Any, weight: torch.Tensor, handle: nn.Parameter) -> Any:
+    def cut(owner: list[str], key: str, value: Any, weight: torch.Tensor, handle: nn.Parameter) -> Any:
         if not torch.is_tensor(value) or value.dim() == 0:
             return value
         if value.shape == handle.shape != weight.shape:

@@ -15,7 +15,7 @@ from pipedream import schedules
 from pipedream.core.artifact import decode, encode
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import LOOPBACK, Cluster, Level
-from pipedream.core.hardware.survey import Fan, Link, Seen, Sum, Survey, machines_of
+from pipedream.core.hardware.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -76,7 +76,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
     world = process_group.world_group()
     # A barrier: all then compute at the same time.
     names = process_group.gather_json([machine_name(), memory_name(torch_device)], world)
-    seen = Seen(
+    worker = MeasuredWorker(
         names[rank][0],
         name_device(torch_device),
         work_s(torch_device, most_s / 30),
@@ -94,16 +94,15 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
             break
         results += _measure_step(step, rank, torch_device, target_s)
     rows = {
-        kind.__name__: [encode(result) for result in results if isinstance(result, kind)] for kind in (Link, Fan, Sum)
+        kind.__name__: [encode(result) for result in (worker, *results) if isinstance(result, kind)]
+        for kind in (MeasuredWorker, Link, Fan, Sum)
     }
-    reports = process_group.gather_json({"seen": encode(seen)} | rows, world)
+    reports = process_group.gather_json(rows, world)
 
     def read_all(kind: type[Any]) -> tuple[Any, ...]:
         return tuple(decode(kind, row, kind.__name__) for report in reports for row in report[kind.__name__])
 
-    survey = Survey(
-        tuple(decode(Seen, report["seen"], "Seen") for report in reports), read_all(Link), read_all(Fan), read_all(Sum)
-    )
+    survey = Survey(read_all(MeasuredWorker), read_all(Link), read_all(Fan), read_all(Sum))
     seconds = process_group.broadcast_text(str(time.perf_counter() - began_s), world)
     return Survey(survey.workers, survey.links, survey.fans, survey.sums, float(seconds))
 

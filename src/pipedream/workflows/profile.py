@@ -123,7 +123,7 @@ def profile(
     if device == "meta":
         datasheet = as_device if isinstance(as_device, Device) else profiler.device_of(as_device or "here")
         make = partial(_estimate, model, inputs, profiler.dtype_of(dtype), finest, device=datasheet, **shared)
-        return _profile_on_rank_0(make, profiler.here())
+        return _profile_on_rank_0(make, profiler.choose_device_type())
     parts = 2 if microbatches in (None, 1) else microbatches
     measure = partial(
         profiler.measure,

@@ -180,9 +180,9 @@ def test_a_newer_one_without_a_manifest_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / f".{folders.name_folder(1)}"
-    left.mkdir()
-    (left / "__0_0.distcp").write_bytes(b"half")
+    folder = tmp_path / f".{folders.name_folder(1)}"
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(b"half")
     saved = save(tmp_path, epochs=1)
     assert os.listdir(tmp_path) == names(saved)
 

@@ -104,11 +104,11 @@ def test_values_that_are_there_stay() -> None:
     model[1] = nn.BatchNorm1d(2).double()
     with torch.no_grad():
         model[1].weight.fill_(3.0)
-    kept = model[1].weight
+    weight = model[1].weight
     model[0].second.requires_grad_(False)
     materialise(model, named_state(model), CPU, 0)
-    assert model[1].weight is kept
-    assert torch.equal(kept, torch.full((2,), 3.0, dtype=torch.float64))
+    assert model[1].weight is weight
+    assert torch.equal(weight, torch.full((2,), 3.0, dtype=torch.float64))
     assert not model[0].second.requires_grad
 
 

@@ -255,7 +255,7 @@ class Odd(torch.optim.SGD):
 
 class Keeps(torch.optim.lr_scheduler.LRScheduler):
     def get_lr(self) -> list[float]:
-        self.kept = object()
+        self.state = object()
         return self.base_lrs
 
 

@@ -23,9 +23,9 @@ def test_messages_of_any_size_arrive_whole_and_in_order(shares_memory: bool) -> 
                     sent = message_of(number, size)
                     assert got[:4] == (number, sent.content, sent.loss_weight, sent.structure), which
                     assert len(got[4]) == len(sent.tensors)
-                    for there, here in zip(got[4], sent.tensors, strict=True):
-                        assert (there is None) == (here is None)
-                        assert here is None or (there.dtype == here.dtype and torch.equal(there, here))
+                    for received, tensor in zip(got[4], sent.tensors, strict=True):
+                        assert (received is None) == (tensor is None)
+                        assert tensor is None or (received.dtype == tensor.dtype and torch.equal(received, tensor))
         ((*_, sums),) = arrived["sums"]
         assert [float(tensor.sum()) for tensor in sums] == [18.0, 3.0, 8.0]
 

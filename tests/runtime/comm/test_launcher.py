@@ -25,10 +25,10 @@ def read(variables: Mapping[str, object]) -> dict[str, str]:
             patch.delenv(name)
         for name, value in variables.items():
             patch.setenv(name, str(value))
-        kept = dict(os.environ)
+        before = dict(os.environ)
         read_launcher()
         torch_variables = {name: os.environ[name] for name in TORCH if name in os.environ}
-        for name in torch_variables.keys() - kept.keys():
+        for name in torch_variables.keys() - before.keys():
             del os.environ[name]
         return torch_variables
 
@@ -42,11 +42,11 @@ def slurm(rank: int, counts: list[int], nodes: str = "n[01-99]", **more: object)
             runs[-1][1] += 1
         else:
             runs.append([count, 1])
-    each = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    tasks = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
     return {
         **{"SLURM_JOB_ID": 17, "SLURM_STEP_ID": 3, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": sum(counts)},
         **{"SLURM_NTASKS": 99, "SLURM_LOCALID": rank - sum(counts[:node]), "SLURM_NODEID": node},
-        **{"SLURM_STEP_TASKS_PER_NODE": each, "SLURM_STEP_NODELIST": nodes, "SLURM_GTIDS": rank},
+        **{"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_STEP_NODELIST": nodes, "SLURM_GTIDS": rank},
         **more,
     }
 

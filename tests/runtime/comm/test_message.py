@@ -86,16 +86,16 @@ def test_a_message_arrives_as_it_was(message: Message, wants: list[bool]) -> Non
     for _ in range(2):  # described, then called by its number
         received = through_bytes(message, sent_formats, formats)
         assert replace(received, tensors=()) == replace(message, tensors=())
-        for there, here in zip(received.tensors, message.tensors, strict=True):
-            assert (there is None) == (here is None)
-            if there is not None and here is not None:
-                assert there.dtype == here.dtype
-                assert torch.equal(there.double(), here.double()) if not here.is_complex() else torch.equal(there, here)
-                assert dimension_order(there) == dimension_order(copy_as_received(here))
-                assert there.stride() == copy_as_received(here).stride(), (
+        for copy, sent in zip(received.tensors, message.tensors, strict=True):
+            assert (copy is None) == (sent is None)
+            if copy is not None and sent is not None:
+                assert copy.dtype == sent.dtype
+                assert torch.equal(copy.double(), sent.double()) if not sent.is_complex() else torch.equal(copy, sent)
+                assert dimension_order(copy) == dimension_order(copy_as_received(sent))
+                assert copy.stride() == copy_as_received(sent).stride(), (
                     "in one process and over a wire the layout is the same"
                 )
-                assert there.clone().stride() == there.stride(), "a receiver's copy keeps it"
+                assert copy.clone().stride() == copy.stride(), "a receiver's copy keeps it"
 
 
 @given(tensor=tensors())

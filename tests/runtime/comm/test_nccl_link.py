@@ -50,7 +50,7 @@ def messages_arrive() -> list[int]:
     out, back = ends(0)
     senders = {n: LinkSender(out, n) for n in (ACTIVATIONS, WEIGHTS)}
     receivers = {n: LinkReceiver(back, n) for n in (ACTIVATIONS, WEIGHTS)}
-    kept = []
+    counts = []
     for stream in range(2):
         for i in range(COUNT):
             senders[ACTIVATIONS].send(numbers(i, 3 + 4 * i))
@@ -73,14 +73,14 @@ def messages_arrive() -> list[int]:
             assert torch.equal(tensor, torch.full((3 + 4 * i,), float(i)))
         dist.barrier()
         senders[ACTIVATIONS].send(numbers(stream))
-        kept.append(len(out._unfinished))
+        counts.append(len(out._unfinished))
         receivers[ACTIVATIONS].receive().result()
         drain([*senders.values(), *receivers.values()])
         strict.check_drained()
         strict.synchronize()
         assert not out._unfinished
         assert not out._headers._unfinished
-    return kept
+    return counts
 
 
 def refused(scenario: Callable[[], Any]) -> str:

@@ -22,9 +22,9 @@ Ends = tuple[SharedMemorySender, SharedMemoryReceiver]
 
 def ends_of(max_unread: int) -> tuple[tuple[MemoryPair, MemoryPair], Ends]:
     """Returns both ends, of rank 0 that sends and of rank 1."""
-    here, there = (MemoryPair(end, sends) for end, sends in zip(socket.socketpair(), (True, False), strict=True))
-    sender = SharedMemorySender(here.open(), 1, max_unread)
-    return (here, there), (sender, SharedMemoryReceiver(there.open(), 0))
+    near_end, far_end = (MemoryPair(end, sends) for end, sends in zip(socket.socketpair(), (True, False), strict=True))
+    sender = SharedMemorySender(near_end.open(), 1, max_unread)
+    return (near_end, far_end), (sender, SharedMemoryReceiver(far_end.open(), 0))
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def check(number: int, size: int, message: Message) -> None:
     sent = message_of(number, size)
     assert (message.microbatch, message.content, message.loss_weight) == (number, sent.content, sent.loss_weight)
     assert message.structure == sent.structure
-    for here, there in zip(sent.tensors, message.tensors, strict=True):
-        assert (here is None) == (there is None)
-        assert here is None or there is None or (here.dtype == there.dtype and torch.equal(here, there))
+    for tensor, arrived in zip(sent.tensors, message.tensors, strict=True):
+        assert (tensor is None) == (arrived is None)
+        assert tensor is None or arrived is None or (tensor.dtype == arrived.dtype and torch.equal(tensor, arrived))
 
 
 @given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 9), st.sampled_from((0, 1, 7, 600, 5000))), max_size=30))
@@ -49,8 +49,8 @@ def test_messages_of_any_size_arrive_whole_and_in_order(max_unread: int, turns: 
     """In each turn the receiver reads all but some, and one message is sent; memory grows while some are unread."""
     pairs, (sender, receiver) = ends_of(max_unread)
     unread: list[tuple[int, int]] = []
-    for number, (left, size) in enumerate(turns):
-        while len(unread) > min(left, max_unread):
+    for number, (most_unread, size) in enumerate(turns):
+        while len(unread) > min(most_unread, max_unread):
             check(*unread.pop(0), receiver.receive().result())
         sender.send(message_of(number, size))
         unread.append((number, size))
@@ -86,22 +86,22 @@ def test_memory_is_used_again(ends: Ends) -> None:
 
 
 def test_the_end_of_the_receiver_is_an_error() -> None:
-    (here, there), (sender, _) = ends_of(3)
+    (near_end, far_end), (sender, _) = ends_of(3)
     sender.send(message_of(0, 10))
-    there.close()
+    far_end.close()
     with pytest.raises(RuntimeError, match="Connection closed by rank 1"):
         sender.send(message_of(1, 10))
-    here.close()
+    near_end.close()
 
 
 def test_the_end_of_the_sender_is_an_error_after_its_messages() -> None:
-    (here, there), (sender, receiver) = ends_of(3)
+    (near_end, far_end), (sender, receiver) = ends_of(3)
     sender.send(message_of(0, 10))
-    here.close()
+    near_end.close()
     check(0, 10, receiver.receive().result())
     with pytest.raises(RuntimeError, match="Connection closed by rank 0"):
         receiver.receive().result()
-    there.close()
+    far_end.close()
 
 
 def test_a_structure_that_no_packet_holds_is_refused(ends: Ends) -> None:

@@ -225,17 +225,17 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             readers.append(ShardedReader(ShardedLoader(loader, replica, replicas), DataOrder(), extent, state))
         for reader in readers:
             reader.begin(replicas * cycles)
-        here: list[int] = []
+        leg_indices: list[int] = []
         for rounds in (drain, leave if i < len(legs) - 1 else None):
             stop_reason, _, numbers = stream(readers, rounds)
-            here += numbers
+            leg_indices += numbers
             if stop_reason is StopReason.DATA:
                 break
             for reader in readers:
                 reader.resume()
         loaded = [index for part in data for index in part.loaded]
-        assert sorted(loaded) == sorted(here), "each was loaded by one replica, once, and nothing ahead"
-        indices += here
+        assert sorted(loaded) == sorted(leg_indices), "each was loaded by one replica, once, and nothing ahead"
+        indices += leg_indices
         state = json.loads(json.dumps(readers[0].state(*places[len(indices)])))
     assert indices == expected[: len(indices)]
     assert len(indices) == len(expected) or stop_reason is not StopReason.DATA
@@ -337,8 +337,8 @@ class Noise(torch.utils.data.Dataset[torch.Tensor]):
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        own = [torch.rand((), generator=self.generator), *(transform() for transform in self.transforms)]
-        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()), *own], dtype=torch.float64)
+        drawn = [torch.rand((), generator=self.generator), *(transform() for transform in self.transforms)]
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()), *drawn], dtype=torch.float64)
 
 
 def alike(loader: Any, seed: int, extent: EpochRange, state: Any) -> ShardedReader:

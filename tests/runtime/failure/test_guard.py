@@ -179,8 +179,8 @@ def test_who_reports_another_rank_also_prints_it(
         first = rank_guard.first_cause(full, "stage 0, 1F19")
         assert isinstance(rank_guard.first_cause(first, "stage 0, 1F19"), PeerError) == (rank == 0)
         assert str(first) == str(full)
-        left = read_error(tmp_path / "error.json")
-        assert left == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
+        error = read_error(tmp_path / "error.json")
+        assert error == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
 
 
 def test_the_verdict_of_a_guard_is_printed_already(crew: list[Heartbeat]) -> None:

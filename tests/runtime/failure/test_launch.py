@@ -122,12 +122,12 @@ def test_the_folders_of_killed_launchers_are_removed(monkeypatch: pytest.MonkeyP
         replace(this, started=this.started - 1),  # its id is this process's now
         RankProcess(this.host, ended.pid, this.started),
     ]
-    kept = ["pipedream-notes", f"pipedream-00000000-{ended.pid}-1-x"]  # another container's launcher
-    kept += [f"{launching._make_folder_prefix(this)}a", f"{launching._make_folder_prefix(RankProcess.of(1))}b"]
-    for name in [*kept, *(f"{launching._make_folder_prefix(other)}c" for other in others)]:
+    names = ["pipedream-notes", f"pipedream-00000000-{ended.pid}-1-x"]  # another container's launcher
+    names += [f"{launching._make_folder_prefix(this)}a", f"{launching._make_folder_prefix(RankProcess.of(1))}b"]
+    for name in [*names, *(f"{launching._make_folder_prefix(other)}c" for other in others)]:
         (tmp_path / name / "attempt").mkdir(parents=True)
     launching._remove_abandoned_folders()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
 def test_a_launcher_names_its_folder_and_removes_those_of_others(
@@ -135,16 +135,16 @@ def test_a_launcher_names_its_folder_and_removes_those_of_others(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"{launching._make_folder_prefix(replace(RankProcess.this(), started=1))}x").mkdir()
-    seen: list[str] = []
+    names: list[str] = []
 
     def run(*_: Any) -> list[Worker]:
-        seen.extend(path.name for path in tmp_path.iterdir())
+        names.extend(path.name for path in tmp_path.iterdir())
         return []
 
     monkeypatch.setattr(Agent, "run", run)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
     assert launch(1, ["x.py"]) == 0
-    (name,) = seen
+    (name,) = names
     assert name.startswith(launching._make_folder_prefix(RankProcess.this()))
 
 

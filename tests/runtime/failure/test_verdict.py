@@ -143,8 +143,8 @@ def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, 
 )
 def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, limit_s: float | None) -> None:
     bench = Bench(stuck_after_s)
-    taken = bench.activity.durations.setdefault("a forward", TaskDurations())
-    taken.done, taken.longest_s = done, longest_s
+    durations = bench.activity.durations.setdefault("a forward", TaskDurations())
+    durations.done, durations.longest_s = done, longest_s
     bench.activity.describe_op = lambda: "stage 0, 0F9"
     bench.activity.begin("a forward")
     if limit_s is None:
@@ -200,8 +200,8 @@ def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
 @pytest.mark.parametrize("ends", ["end", "stop"])
 def test_waiting_is_not_a_task_nor_is_a_failed_one(ends: str) -> None:
     bench = Bench()
-    bench.activity.durations["a forward"] = taken = TaskDurations()
-    taken.done = 9
+    bench.activity.durations["a forward"] = durations = TaskDurations()
+    durations.done = 9
     bench.activity.begin("a forward")
     getattr(bench.activity, ends)()
     assert bench.run(1000.0) is None

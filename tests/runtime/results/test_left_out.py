@@ -48,8 +48,8 @@ CASES: list[tuple[Callable[..., Tensor], Any, set[tuple[int, int]]]] = [
 def test_what_a_loss_leaves_out(loss: Callable[..., Tensor], targets: Any, expected: set[tuple[int, int]]) -> None:
     output = torch.randn(2, 6, 14)
     left_out = find_left_out(loss, output, targets, 2)
-    assert {(each.leaf, each.value) for each in left_out} == expected
-    assert {each.share for each in left_out} <= {0.0}
+    assert {(leaf.leaf, leaf.value) for leaf in left_out} == expected
+    assert {leaf.share for leaf in left_out} <= {0.0}
 
 
 @pytest.mark.parametrize("samples", [1, 2])

@@ -147,7 +147,7 @@ def test_a_csv_file_has_a_row_for_each_minibatch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_csv_file_is_that_of_one_run(tmp_path: Path) -> None:
-    def kept(name: str) -> list[dict[str, str]]:
+    def read_rows(name: str) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if k not in ("samples_per_s", "bubble")} for row in read(tmp_path / name)]
 
     trained(pd.loggers.CSVLogger(tmp_path / "whole.csv"), epochs=3)
@@ -156,9 +156,9 @@ def test_a_resumed_csv_file_is_that_of_one_run(tmp_path: Path) -> None:
     with pd.loggers.CSVLogger(tmp_path / "parts.csv") as log:
         log.log_metrics({"loss": 0.0, "beyond": 1.0}, len(read(tmp_path / "parts.csv")))
     trained(pd.loggers.CSVLogger(tmp_path / "parts.csv"), epochs=3, folder=tmp_path / "saved", resume=True)
-    assert [{k: v for k, v in row.items() if k != "beyond"} for row in kept("parts.csv")] == kept("whole.csv")
+    assert [{k: v for k, v in row.items() if k != "beyond"} for row in read_rows("parts.csv")] == read_rows("whole.csv")
     trained(pd.loggers.CSVLogger(tmp_path / "parts.csv"), epochs=1)
-    assert kept("parts.csv") == kept("whole.csv")[: len(zoo.make("mlp").batches)], "a new run begins anew"
+    assert read_rows("parts.csv") == read_rows("whole.csv")[: len(zoo.make("mlp").batches)], "a new run begins anew"
 
 
 def test_what_is_no_logger_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

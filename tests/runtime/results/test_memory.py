@@ -203,8 +203,8 @@ def _count_new_pages() -> int:
     pages = []
     for _ in range(15):
         pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-        taken = [torch.ones(1 << 18) for _ in range(30)]
-        del taken
+        tensors = [torch.ones(1 << 18) for _ in range(30)]
+        del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - pages[5]
 
 

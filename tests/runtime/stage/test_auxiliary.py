@@ -88,16 +88,16 @@ def mse(output: Tensor, batch: Any) -> Tensor:
 
 def written_out(model: nn.Module) -> dict[str, Tensor]:
     """Trains in a plain loop with the sum of all losses; returns the state."""
-    kept: list[Tensor] = []
+    losses: list[Tensor] = []
     for module in model.modules():
         if hasattr(module, "adds"):
-            module.adds = lambda value, loss: (kept.append(loss), value)[1]
+            module.adds = lambda value, loss: (losses.append(loss), value)[1]
     optimizer = SGD(model.parameters())
     for batch in DATA:
         optimizer.zero_grad()
         loss = mse(model(batch[0]), batch)
-        (loss + sum(kept)).backward()
-        kept.clear()
+        (loss + sum(losses)).backward()
+        losses.clear()
         optimizer.step()
     return model.state_dict()
 

@@ -50,13 +50,13 @@ class Counted(nn.Module):
         super().__init__()
         self.inner = nn.Linear(width, width)
         self.frozen = nn.Parameter(torch.full((width,), 1.5), requires_grad=False)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("also", self.seen)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("also", self.count)
         self.register_buffer("mask", torch.arange(width) % 3 > 0, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.seen += 1
+            self.count += 1
         return torch.tanh(self.inner(x) * self.frozen * self.mask) / (1.0 + 0.1 * self.also) + x
 
 
@@ -67,7 +67,7 @@ def make() -> nn.Sequential:
         model = nn.Sequential(*layers, nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     for layer in model:
         if isinstance(layer, Counted):
-            layer.also = layer.seen  # double() made two of them
+            layer.also = layer.count  # double() made two of them
     return model
 
 
@@ -127,7 +127,7 @@ def test_buffers_frozen_weights_and_masks_are_those_of_one_process(workers: int)
     expected = reference.plain(make(), NAMES, batches() * 3, total, OPTIMIZER, microbatches=3, seed=3, drains=(6,))
     assert losses == pytest.approx(expected.losses, rel=1e-10)
     assert_near(state, {name: expected.state[name] for name in state}, 1e-10)
-    assert state["1.seen"] == state["1.also"] == 36.0, "each microbatch is seen once"
+    assert state["1.count"] == state["1.also"] == 36.0, "each microbatch is seen once"
     assert evaluated["loss"] == pytest.approx(reference.mean_loss(expected.at_drains[6], batches(), total), rel=1e-10)
 
 
@@ -190,7 +190,7 @@ class Apart(TorchDispatchMode):
 @pytest.mark.parametrize("schedule", ["roundpipe", "roundpipe[delay=1]"])
 def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(3, schedule=schedule)
-    apart, taken = Apart(), list[int]()
+    apart, addresses = Apart(), list[int]()
 
     def bring(copies: DeviceCopies, part: Tensor) -> Tensor:
         copy = part.clone()
@@ -199,7 +199,7 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch
 
     def copy_to_store(copies: DeviceCopies, tensors: list[Tensor | None], places: list[Tensor]) -> Any:
         pairs = [(tensor, place) for tensor, place in zip(tensors, places, strict=True) if tensor is not None]
-        taken.extend(id(place.copy_(tensor)) for tensor, place in pairs)
+        addresses.extend(id(place.copy_(tensor)) for tensor, place in pairs)
         return [None if tensor is None else place for tensor, place in zip(tensors, places, strict=True)], None
 
     def make(store: HostStore, stage: int, size: int, make: Any = HostStore._make) -> Tensor:
@@ -224,7 +224,7 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch
     monkeypatch.setattr(UpdateThread, "begin", begin)
     with apart:
         losses, state, evaluated = train(3, schedule=schedule)
-    assert taken
+    assert addresses
     assert (losses, evaluated) == (expected[0], expected[2])
     assert all(torch.equal(state[name], value) for name, value in expected[1].items())
 
@@ -295,13 +295,13 @@ class Slow(torch.optim.SGD):
 
     def __init__(self, named: Any, begins: Begins, microbatches: int, updates: int) -> None:
         super().__init__(named, lr=0.1)
-        self._begins, self._microbatches, self._left = begins, microbatches, updates
+        self._begins, self._microbatches, self._rest = begins, microbatches, updates
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._left -= 1
-        for _ in range(2 * self._microbatches + (self._left > 0)):
+        self._rest -= 1
+        for _ in range(2 * self._microbatches + (self._rest > 0)):
             assert self._begins.begun.acquire(timeout=60), "the next minibatch has not begun"
-        if self._left > 0:
+        if self._rest > 0:
             self._begins.begun.release()  # for the next update
         super().step()
 
@@ -333,11 +333,11 @@ def test_the_next_minibatch_begins_before_the_update_ends(workers: int) -> None:
 class Fails(torch.optim.SGD):
     def __init__(self, named: Any, fails: bool) -> None:
         super().__init__(named, lr=0.1)
-        self._left = 3 if fails else -1
+        self._rest = 3 if fails else -1
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._left -= 1
-        if not self._left:
+        self._rest -= 1
+        if not self._rest:
             raise RuntimeError("broken on purpose")
         super().step()
 
@@ -463,7 +463,7 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
     home, there = stage_of([Counted(6), nn.Conv2d(2, 3, 3)]), stage_of([Counted(6), nn.Conv2d(2, 3, 3)])
     home.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     there.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    home.layers[0][1].seen += 4  # type: ignore[operator]
+    home.layers[0][1].count += 4  # type: ignore[operator]
     store = HostStore(None, CPU)
     versions = HostVersions(home.handles, store.open(0, lay_out(home)))
     versions.publish()
@@ -481,17 +481,17 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
         assert leaf.data_ptr() != versions.peek().leaves[name].data_ptr()
     layer = there.layers[0][1]
     with remote_forward.forward_context():
-        assert layer.seen is layer.also
-        assert layer.seen == 4.0
+        assert layer.count is layer.also
+        assert layer.count == 4.0
         assert torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
-        layer.seen += 1  # type: ignore[operator]
+        layer.count += 1  # type: ignore[operator]
         layer.mask = ~layer.mask  # type: ignore[operator]
-    assert layer.seen is layer.also
+    assert layer.count is layer.also
     assert all(torch.equal(now, then) for now, then in zip(tensors(there), before, strict=True)), "nothing is left"
     with remote_forward.forward_context():
-        assert layer.seen == 5.0, "what a forward wrote is there for the next one"
+        assert layer.count == 5.0, "what a forward wrote is there for the next one"
         assert not torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
-    assert home.layers[0][1].seen == 4.0
+    assert home.layers[0][1].count == 4.0
 
 
 def test_passes_at_home_read_copies_and_leave_buffers() -> None:
@@ -502,10 +502,10 @@ def test_passes_at_home_read_copies_and_leave_buffers() -> None:
     read = versions.read(0)
     assert all(read.leaves[name].data_ptr() != leaf.data_ptr() for name, leaf in versions.peek().leaves.items())
     with versions.installed(read):
-        layer.seen += 1  # type: ignore[operator]
-    assert layer.seen == 0.0
+        layer.count += 1  # type: ignore[operator]
+    assert layer.count == 0.0
     versions.drop_copies()
-    assert (layer.seen, layer.also) == (1.0, 1.0)
+    assert (layer.count, layer.also) == (1.0, 1.0)
     assert layer.mask is mask
     assert not read.leaves, "copies are gone until the backward needs them"
     with versions.installed(read):

@@ -261,12 +261,12 @@ class Keeps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.kept = [weight]
+        ctx.tensors = [weight]
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, *slopes: Any) -> tuple[Tensor, None]:
-        return slopes[0] * ctx.kept[0], None
+        return slopes[0] * ctx.tensors[0], None
 
 
 class KeepsCopy(Keeps):
@@ -274,7 +274,7 @@ class KeepsCopy(Keeps):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.kept = [weight.clone()]
+        ctx.tensors = [weight.clone()]
         return x * weight
 
 

@@ -32,13 +32,13 @@ class Own(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.kept = [(x.clone(), weight.clone())]
+        ctx.tensors = [(x.clone(), weight.clone())]
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         Own.calls += 1
-        x, weight = ctx.kept.pop()
+        x, weight = ctx.tensors.pop()
         return weight * gradients[0], (x * gradients[0]).sum(0)
 
 
@@ -231,10 +231,10 @@ def test_a_kernel_that_makes_all_at_once_runs_once() -> None:
     net, entered, outputs, edges = prepared("recurrent", torch.float32)
     ones = [torch.ones_like(outputs[0])]
     expected = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile() as profile:
         back, deferred = split_backward(outputs, ones, edges)
         list(deferred.run())
-    kernels = [event.count for event in seen.key_averages() if event.key == "aten::mkldnn_rnn_layer_backward"]
+    kernels = [event.count for event in profile.key_averages() if event.key == "aten::mkldnn_rnn_layer_backward"]
     assert kernels in ([], [2]), "one a layer; none where torch has no such kernel"
     for first, two in zip(expected, [*back, *(weight.grad for weight in net.parameters())], strict=True):
         torch.testing.assert_close(two, first)
@@ -313,15 +313,15 @@ def test_what_the_weights_do_not_need_is_freed_between_the_halves() -> None:
 def test_a_graph_without_its_second_half_is_freed() -> None:
     """No circle of references holds it until the collector comes."""
     _, entered, outputs, edges = prepared("linear")
-    seen = weakref.ref(entered.untyped_storage())
+    storage = weakref.ref(entered.untyped_storage())
     gc.collect()
     gc.disable()
     try:
         halves = split_backward(outputs, [torch.ones_like(outputs[0])], edges)
         del outputs, edges, entered
-        assert seen() is not None
+        assert storage() is not None
         del halves
-        assert seen() is None
+        assert storage() is None
     finally:
         gc.enable()
 

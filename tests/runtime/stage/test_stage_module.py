@@ -64,10 +64,10 @@ def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
     weights = Versions(handles).read(0)
     output = stage.forward(torch.ones(2, 3), weights.leaves, 0, is_first=True)
-    kept = SavedForward(weights, (), (output,), (), 0)
-    stage.backward(kept, [torch.ones(2, 3)], [None, None])
+    saved = SavedForward(weights, (), (output,), (), 0)
+    stage.backward(saved, [torch.ones(2, 3)], [None, None])
     with pytest.raises(RuntimeError):  # its graph is gone
-        stage.backward(kept, [torch.ones(2, 3)], [torch.zeros(3), None])
+        stage.backward(saved, [torch.ones(2, 3)], [torch.zeros(3), None])
     assert all(leaf.grad is None for leaf in weights.leaves.values())
 
 
@@ -179,15 +179,15 @@ def test_the_generator_of_the_stage_s_own_gpu_is_seeded(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "default_generators", of_gpus)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    seen = []
+    seeds = []
     before = [generator.get_state() for generator in of_gpus]
     for device, index in (("cuda:1", 1), ("cuda", 2)):
         layer = nn.Dropout()
         stage = StageModule([("layer", layer)], {}, torch.device(device), seed=5)
-        layer.register_forward_hook(lambda *_: seen.append([g.initial_seed() for g in of_gpus]))
+        layer.register_forward_hook(lambda *_: seeds.append([g.initial_seed() for g in of_gpus]))
         stage.forward(torch.ones(2), {}, 7, is_first=True)
         expected = layer_seed(5, 7, "layer")
-        assert [seed == expected for seed in seen.pop()] == [number == index for number in range(3)]
+        assert [seed == expected for seed in seeds.pop()] == [number == index for number in range(3)]
         assert all(map(torch.equal, before, [generator.get_state() for generator in of_gpus]))
 
 

@@ -132,9 +132,9 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
     versions = Versions(handles, {"a": torch.bfloat16}, watched=True)
 
     def check() -> None:
-        seen: list[tuple[int, torch.dtype]] = []
+        calls: list[tuple[int, torch.dtype]] = []
         for weights in versions._sets.values():
-            for ready in (None, lambda number, gradient: seen.append((number, gradient.dtype))):
+            for ready in (None, lambda number, gradient: calls.append((number, gradient.dtype))):
                 weights.ready = ready
                 sum(leaf.float().sum() for leaf in weights.leaves.values()).backward()
                 assert all((leaf.grad is None) == (ready is not None) for leaf in weights.leaves.values())
@@ -142,7 +142,7 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
                     leaf.grad = None
             weights.ready = None
         expected = [(0, torch.bfloat16), (1, torch.float32)] * versions.kept_count
-        assert sorted(seen, key=str) == sorted(expected, key=str)
+        assert sorted(calls, key=str) == sorted(expected, key=str)
 
     check()
     versions.choose_storage({0})

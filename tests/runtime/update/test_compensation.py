@@ -74,11 +74,11 @@ def late(start: Tensor, delay: int, gradient: Gradient, step: Callable[[Tensor],
 
     Returns what forwards read, after each update.
     """
-    seen = deque([start.clone()], maxlen=delay + 1)
+    recent = deque([start.clone()], maxlen=delay + 1)
     weights = []
     for _ in range(updates):
-        weights.append(step(gradient(seen[0])).clone())
-        seen.append(weights[-1])
+        weights.append(step(gradient(recent[0])).clone())
+        recent.append(weights[-1])
     return weights
 
 
@@ -122,8 +122,8 @@ def predicting(start: Tensor, factory: Factory, predict: Callable[[Tensor, Tenso
 
 def check(actual: list[Tensor], expected: list[Tensor], bound: float = 1e-12) -> None:
     assert len(actual) == len(expected)
-    for t, (here, there) in enumerate(zip(actual, expected, strict=True)):
-        assert (here - there).norm() <= bound * there.norm(), f"update {t}"
+    for t, (weights, expected_weights) in enumerate(zip(actual, expected, strict=True)):
+        assert (weights - expected_weights).norm() <= bound * expected_weights.norm(), f"update {t}"
     assert expected[-1].isfinite().all()
     assert (expected[-1] - expected[0]).norm() > 1e-3, "nothing was learnt"
 
@@ -181,13 +181,13 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
         g = (g if name == "adamw" else g + decay * w) / penalty
         if name == "sgd":
             m = 0.9 * m + g
-            taken = m
+            step = m
         else:
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-            taken = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
-            taken = taken + decay * w if name == "adamw" else taken
-        w = w - RATE * taken
-        mean = beta * mean + (1 - beta) * taken**2
+            step = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+            step = step + decay * w if name == "adamw" else step
+        w = w - RATE * step
+        mean = beta * mean + (1 - beta) * step**2
         # The step is known to rounding of the weights, over the rate.
         assert (handle - w).abs().max() <= 1e-9, f"update {t}"
         versions.append(handle.detach().clone())
@@ -256,9 +256,9 @@ def test_bases_keep_the_bytes_that_plans_count(geometry: Any, estimate: Any, mon
         for handle in handles.values():
             handle.grad = torch.randn_like(handle)
         optimizer.step()
-    kept = sum(t.nbytes for state in optimizer.compensator.state.values() for t in state.values())
+    state_bytes = sum(t.nbytes for state in optimizer.compensator.state.values() for t in state.values())
     (matrices,) = list_matrices([nn.ParameterList(handles.values())])
-    assert kept == rule.matrix_bytes(matrices)[0] > 0
+    assert state_bytes == rule.matrix_bytes(matrices)[0] > 0
     assert all(bool(handle.isfinite().all()) for handle in handles.values())
 
 

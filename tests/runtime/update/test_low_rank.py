@@ -40,7 +40,7 @@ def make(replicas: int, shape: Sequence[int], rank: int, dtype: torch.dtype = to
 def sum_up(replicas: Sequence[LowRankSum], gradients: Sequence[Tensor | None], divisor: float = 1.0) -> list[Any]:
     """Sums over all replicas, one of which waits for another; returns what each has afterwards."""
     sums = [[gradient] for gradient in gradients]
-    waiting = [replica.sum_up(own, divisor) for replica, own in zip(replicas, sums, strict=True)]
+    waiting = [replica.sum_up(row, divisor) for replica, row in zip(replicas, sums, strict=True)]
     while waiting:
         waiting = [generator for generator in waiting if next(generator, None) is not None]
     assert all((row[0] is None) == (sums[0][0] is None) for row in sums)
@@ -67,11 +67,11 @@ def test_sum_and_errors_add_up_to_what_came_in(
         approximation = sum_up(replicas, gradients, divisor)[0] / divisor
         assert torch.linalg.matrix_rank(approximation) <= rank
         finish(replicas)
-        left = sum(replica.errors["weight"] for replica in replicas)
-        torch.testing.assert_close(approximation + left, came)
+        errors = sum(replica.errors["weight"] for replica in replicas)
+        torch.testing.assert_close(approximation + errors, came)
         # The projection on the factor's columns: what is left is orthogonal to what was sent.
-        assert abs(float((left * approximation).sum())) <= 1e-9 * float(came.norm() ** 2)
-        before = left
+        assert abs(float((errors * approximation).sum())) <= 1e-9 * float(came.norm() ** 2)
+        before = errors
 
 
 @given(SHAPES, st.integers(0, 99))

@@ -27,7 +27,7 @@ _HALF_DUPLEX_SHARE = 0.7
 
 
 @dataclass(frozen=True)
-class Seen:
+class MeasuredWorker:
     """One worker; `work_s` is for equal work on all. Rates are None without a folder, or without a GPU."""
 
     machine: str
@@ -86,7 +86,7 @@ class Survey(Artifact):
 
     FORMAT = 1
 
-    workers: tuple[Seen, ...]
+    workers: tuple[MeasuredWorker, ...]
     links: tuple[Link, ...] = ()
     fans: tuple[Fan, ...] = ()
     sums: tuple[Sum, ...] = ()
@@ -94,7 +94,7 @@ class Survey(Artifact):
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
-        return machines_of([seen.machine for seen in self.workers])
+        return machines_of([worker.machine for worker in self.workers])
 
     def cluster(self) -> Cluster:
         """Returns the cluster that these measurements describe; its worker n is rank n.
@@ -162,14 +162,14 @@ class Survey(Artifact):
         )
 
     def _derive_kinds(self) -> tuple[Workers, ...]:
-        speeds = _group_similar([(seen.device, seen.work_s) for seen in self.workers], _SPEED_TOLERANCE)
-        memories = _group_similar([("", float(seen.memory_bytes)) for seen in self.workers], _MEMORY_TOLERANCE)
+        speeds = _group_similar([(worker.device, worker.work_s) for worker in self.workers], _SPEED_TOLERANCE)
+        memories = _group_similar([("", float(worker.memory_bytes)) for worker in self.workers], _MEMORY_TOLERANCE)
 
-        def members(groups: Sequence[int], rank: int) -> list[Seen]:
-            return [seen for seen, group in zip(self.workers, groups, strict=True) if group == groups[rank]]
+        def members(groups: Sequence[int], rank: int) -> list[MeasuredWorker]:
+            return [worker for worker, group in zip(self.workers, groups, strict=True) if group == groups[rank]]
 
         def work_s(rank: int) -> float:
-            return median(seen.work_s for seen in members(speeds, rank))
+            return median(worker.work_s for worker in members(speeds, rank))
 
         runs = [list(run) for _, run in groupby(range(len(speeds)), lambda rank: (speeds[rank], memories[rank]))]
         return tuple(
@@ -177,7 +177,7 @@ class Survey(Artifact):
                 len(run),
                 self.workers[run[0]].device,
                 work_s(0) / work_s(run[0]),
-                min(seen.memory_bytes for seen in members(memories, run[0])),
+                min(worker.memory_bytes for worker in members(memories, run[0])),
             )
             for run in runs
         )
@@ -198,10 +198,10 @@ class Survey(Artifact):
         rows = [align(table), ""]
         for machine, ranks in enumerate(self.machines):
             for rank in ranks:
-                seen = self.workers[rank]
+                worker, speed = self.workers[rank], self.workers[0].work_s / self.workers[rank].work_s
                 rows.append(
-                    f"rank {rank}, machine {machine}: {seen.device}, {self.workers[0].work_s / seen.work_s:.2f} times "
-                    f"rank 0's speed, {format_bytes(seen.memory_bytes)}"
+                    f"rank {rank}, machine {machine}: {worker.device}, {speed:.2f} times rank 0's speed, "
+                    f"{format_bytes(worker.memory_bytes)}"
                 )
         return "\n".join([*rows, f"measured in {self.seconds:.1f} s"])
 

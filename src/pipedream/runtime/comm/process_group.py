@@ -73,7 +73,7 @@ def _join(backend: str) -> None:
         "read what the other ranks printed, check that the machines reach each other on all ports, and name the "
         "interface that joins them on each (GLOO_SOCKET_IFNAME)"
     )
-    here = f"rank {rank} at {machine_address()}"
+    who = f"rank {rank} at {machine_address()}"
     # torchrun's agent serves the store. Not with wait_for_workers, whose error does not name the missing ranks.
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -81,7 +81,7 @@ def _join(backend: str) -> None:
         base_store = TCPStore(host, port, None, serves_store, limit, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         raise PlanError(
-            f"no connection from {here} to rank 0 at {address} within {JOIN_TIMEOUT_S:g} s; {advice} ({error})"
+            f"no connection from {who} to rank 0 at {address} within {JOIN_TIMEOUT_S:g} s; {advice} ({error})"
         ) from error
     store, absent = _open_attempt(base_store, rank, processes)
     try:
@@ -95,7 +95,7 @@ def _join(backend: str) -> None:
         else:
             tried = {other: store.get(f"address/{other}").decode() for other in others}
             reason = "it tried " + ", ".join(f"rank {other} at {machine}" for other, machine in tried.items())
-        raise PlanError(f"{here} is not connected within {JOIN_TIMEOUT_S:g} s: {reason}; {advice} ({error})") from error
+        raise PlanError(f"{who} is not connected within {JOIN_TIMEOUT_S:g} s: {reason}; {advice} ({error})") from error
     set_timeout(dist.default_pg_timeout)
 
 

@@ -73,7 +73,7 @@ def _describe_difference(name: str, texts: Sequence[tuple[int, str]]) -> str:
     first = texts[0][1]
     other = next(text for _, text in texts if text != first)
     lines = zip_longest(first.splitlines(), other.splitlines(), fillvalue="nothing")
-    number = next((i for i, (here, another) in enumerate(lines) if here != another), 0)
+    number = next((i for i, (line, other_line) in enumerate(lines) if line != other_line), 0)
     ranks: dict[str, list[int]] = {}
     for rank, text in texts:
         line = [*text.splitlines(), *["nothing"] * (number + 1)][number]

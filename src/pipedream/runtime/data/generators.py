@@ -23,18 +23,18 @@ def find_generators(roots: Mapping[str, Any], depth: int = _DEPTH) -> dict[str, 
     """Returns path -> generator that objects hold in attributes, small containers, and functions; no global one."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    seen = {id(torch.default_generator)}
+    ids = {id(torch.default_generator)}
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-        seen.add(id(numpy.random.mtrand._rand))
+        ids.add(id(numpy.random.mtrand._rand))
     generators: dict[str, Any] = {}
     level = list(roots.items())
     for _ in range(depth):
         inner: list[tuple[str, Any]] = []
         for path, value in level:
-            if isinstance(value, _HOLD_NONE) or id(value) in seen:
+            if isinstance(value, _HOLD_NONE) or id(value) in ids:
                 continue
-            seen.add(id(value))
+            ids.add(id(value))
             if isinstance(value, kinds):
                 generators[path] = value
             else:

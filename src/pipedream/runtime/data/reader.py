@@ -397,14 +397,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def _check_samplers(loader: Any) -> None:
     """Raises WorkerError if a sampler, or a data set of Hugging Face, leaves samples to other processes."""
-    parts, seen = [loader], list[Any]()
+    parts, visited = [loader], list[Any]()
     while parts:
         part = parts.pop()
-        if part is None or any(part is other for other in seen):
+        if part is None or any(part is other for other in visited):
             continue
-        seen.append(part)
+        visited.append(part)
         parts += [getattr(part, name, None) for name in _SAMPLERS]
-    for part in [*seen[1:], getattr(getattr(loader, "dataset", None), "_distributed", None)]:
+    for part in [*visited[1:], getattr(getattr(loader, "dataset", None), "_distributed", None)]:
         shares = [getattr(part, name, None) for name in _SHARES]
         count = next((count for count in shares if isinstance(count, int) and count > 1), None)
         if count is not None:

@@ -269,7 +269,7 @@ class _Split:
         self._split_all(leaves)
 
         def part(index: int) -> Any:
-            pieces = {key: each[index] for key, each in self._pieces.items()}
+            pieces = {key: parts[index] for key, parts in self._pieces.items()}
             return map_tensors(value, lambda leaf: leaf, replaced=pieces)
 
         return [part(index) for index in range(len(self.sizes))]

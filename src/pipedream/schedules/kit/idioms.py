@@ -213,7 +213,7 @@ class MicrobatchProgress:
         self._mine = mine
         self._done: Counter[tuple[Kind, tuple[int, int]]] = Counter()
 
-    def left(self, kind: Kind, stage_replica: tuple[int, int]) -> int:
+    def count_left(self, kind: Kind, stage_replica: tuple[int, int]) -> int:
         """Returns how many microbatches still need this kind of op."""
         return len(self._mine) - self._done[kind, stage_replica]
 

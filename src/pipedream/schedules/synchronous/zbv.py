@@ -41,7 +41,7 @@ def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[kit.Op]:
     yield from progress.take((F, down), times=2 * (p - rank) - 1)
     yield from progress.take((F, up), (F, down), times=rank)
     yield from progress.take((F, up), (I, up), (W, up), times=p - rank)
-    while progress.left(F, up):
+    while progress.count_left(F, up):
         yield from progress.take((F, down), (I, down), (W, down), (F, up), (I, up), (W, up))
     yield from progress.take((I, down), (I, up), times=rank)
     yield from progress.take((I, down), (W, down), times=p - rank)
