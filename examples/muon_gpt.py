@@ -1,4 +1,4 @@
-"""The small GPT of char_gpt.py with Muon for the matrices of its blocks, AdamW for the rest, for 2BW's late gradients.
+"""The small GPT of char_gpt.py with Muon for the matrices of its blocks, AdamW for the rest, for 2BW's stale gradients.
 
 Run it: pipedream train examples/muon_gpt.py --workers 2 --schedule pipedream_2bw --compensation error_feedback
 """

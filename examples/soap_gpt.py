@@ -1,4 +1,4 @@
-"""The small GPT of char_gpt.py with SOAP, for 2BW's late gradients; needs ``pip install pytorch_optimizer``.
+"""The small GPT of char_gpt.py with SOAP, for 2BW's stale gradients; needs ``pip install pytorch_optimizer``.
 
 Run it: pipedream train examples/soap_gpt.py --workers 2 --schedule pipedream_2bw --compensation error_feedback
 """

@@ -53,7 +53,7 @@ class Method:
         return p if self.accumulates else 1
 
     def staleness(self, p: int, s: int) -> int:
-        """Returns D, the most updates that a gradient is late."""
+        """Returns D, the greatest staleness of a gradient."""
         m = self.parts(p)
         later = 4 * p  # a minibatch that finds the pipeline full
         return later - self.paper(p, m).forward(s, later * m)
@@ -66,7 +66,7 @@ class Method:
 
     @property
     def flushes(self) -> bool:
-        """No gradient is late."""
+        """No gradient is stale."""
         return self.schedule == "1f1b"
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ class RankMetrics:
         send_s: with a message of its own being sent.
         peak_in_flight: most microbatches between forward and backward, over its stages; 0 for a run of forwards.
         peak_versions: most weight versions alive at once.
-        staleness: most updates by which a gradient was late.
+        staleness: the most of any gradient, in updates.
     """
 
     busy_s: float
@@ -154,19 +154,19 @@ def in_flight(timeline: Timeline, rank: int) -> int:
 
 
 def staleness(timeline: Timeline, stage: int) -> int:
-    """Returns the most updates by which a gradient of a stage was late.
+    """Returns the greatest staleness of a stage's gradients, in updates.
 
     The first gradients of a run are never staler than the steady state's.
 
     Raises:
         ValueError: the timeline has no gradient versions of this stage.
     """
-    late = [tag.staleness for tag in timeline.gradient_versions if tag.stage == stage]
-    if not late:
+    of_gradients = [versions.staleness for versions in timeline.gradient_versions if versions.stage == stage]
+    if not of_gradients:
         raise ValueError(
             f"staleness of stage {stage} was asked for, the timeline of {timeline.name} has no gradient versions of it"
         )
-    return max(late)
+    return max(of_gradients)
 
 
 def _measure(timeline: Timeline, start_s: float, end_s: float, throughput_per_s: float) -> Metrics:

@@ -67,7 +67,7 @@ class ModelOptions:
             training batch.
         sums: how the replicas of a stage agree, in place of the plan's: 'full', 'bfloat16', 'float16', 'powersgd:RANK',
             'every:H' or 'diloco:H' (docs/less_communication.md). A recipe's is left out where no stage has replicas.
-        compensation: correction of late gradients in place of the method's own: one or several of
+        compensation: correction of stale gradients in place of the method's own: one or several of
             `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. It
             applies to phases that do not flush and name none themselves.
         loggers: objects with ``log_metrics(metrics, step)``, as Lightning's and those of `pipedream.loggers`, or with
@@ -108,7 +108,7 @@ class ModelOptions:
     sums: str | None = None
     compensation: Any = option(
         None,
-        "Compensation of late gradients: spike, nesterov, error_feedback, basis_rotation, t1:500 (smaller rates for "
+        "Compensation of stale gradients: spike, nesterov, error_feedback, basis_rotation, t1:500 (smaller rates for "
         "the first 500 updates), ... or none; repeatable.",
         metavar="NAME[:NUMBER]",
         unset="the recipe's",

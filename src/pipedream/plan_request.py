@@ -94,7 +94,7 @@ class PlanRequest:
         panel=Panel.METHOD,
     )
     allow_asynchronous: bool = option(
-        False, "Let --schedule auto also choose methods with late gradients.", panel=Panel.METHOD
+        False, "Let --schedule auto also choose methods with stale gradients.", panel=Panel.METHOD
     )
     allow_approximate: bool = option(
         False,

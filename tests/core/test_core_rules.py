@@ -290,7 +290,7 @@ class TestPromises:
 
     def test_a_method_that_is_late_does_not_flush(self) -> None:
         for name in ("pipedream", "pipedream_2bw", "pipemare"):
-            with pytest.raises(ScheduleError, match=r"has flushes=True, but .* updates late"):
+            with pytest.raises(ScheduleError, match=r"has flushes=True, but .* makes gradients stale"):
                 replace(build(name, Plan.uniform(3)), flushes=True)
 
     def test_rounds_are_of_the_replicas(self) -> None:

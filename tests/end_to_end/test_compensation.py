@@ -288,7 +288,7 @@ def make_pipeline(schedule: str = "pipedream", stages: int = 3, optimizer: Any =
 
 REFUSED = [
     ({"compensation": "spike", "optimizer": ADAMW}, r"spike works on the velocity of torch.optim.SGD, found AdamW"),
-    ({"compensation": "spike", "schedule": "1f1b"}, "a method that flushes: none of its gradients is late"),
+    ({"compensation": "spike", "schedule": "1f1b"}, "a method that flushes: none of its gradients is stale"),
     ({"compensation": "t1:9", "schedule": "gpipe"}, "a method that flushes"),
     ({"compensation": ["spike", "error_feedback"]}, "spike and error_feedback make up for the same delay twice"),
     ({"compensation": ["spike", "velocity_prediction"]}, "make up for the same delay twice"),
@@ -327,7 +327,7 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
     with make_pipeline(compensation=["t1:4", "error_feedback"]) as pipeline:
         assert pipeline.schedule.updates.compensation == (LearningRateRescheduling(4), ErrorFeedback())
         assert pipeline.program.updates == pipeline.schedule.updates
-        # Stages are 2, 1 and 0 updates late; T1 begins at 1 / 2 of the rate of the first.
+        # Stages have staleness 2, 1 and 0; T1 begins at 1 / 2 of the rate of the first.
         assert pipeline.learning_rates() == pytest.approx((0.025, 0.05, 0.05))
         for done in pipeline.train(cases.Fresh(zoo.make("mlp").batches)):
             assert done.rate == 0.05, "the user's"
@@ -361,7 +361,7 @@ def test_a_recipe_the_command_line_and_a_checkpoint_say_it(tmp_path: Path) -> No
     assert used(trained(tmp_path / "1", recipe("spike"))) == ["spike"]
     assert used(trained(tmp_path / "2", recipe("spike"), compensation=["t1:5"])) == ["t1:5"]
     assert used(trained(tmp_path / "3", recipe("spike"), compensation=[])) == []
-    assert used(trained(tmp_path / "4", recipe("spike"), schedule="1f1b", microbatches=2)) == [], "none is late"
+    assert used(trained(tmp_path / "4", recipe("spike"), schedule="1f1b", microbatches=2)) == [], "no gradient is stale"
     assert used(trained(tmp_path / "5", recipe(), schedule="one_step_ef", microbatches=2)) == ["error_feedback:1.0"]
     with pytest.raises(ScheduleError, match="flushes"):
         trained(tmp_path / "6", recipe(), schedule="1f1b", microbatches=2, compensation="spike")

@@ -98,7 +98,7 @@ def xpipe(p: int, m: int) -> Paper:
 
 
 def stash(late: Callable[[int, int], int]) -> Callable[[int, int], Paper]:
-    """Returns methods that are (p, s) -> so many updates late, and go back through the weights of the forward."""
+    """Returns methods of staleness (p, s) -> updates, whose backwards read the weights of the forward."""
 
     def make(p: int, m: int) -> Paper:
         def read(s: int, k: int) -> int:

@@ -1,4 +1,4 @@
-"""What late gradients cost is said as it was measured."""
+"""What stale gradients cost is said as it was measured."""
 
 from __future__ import annotations
 

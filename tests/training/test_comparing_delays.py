@@ -228,7 +228,7 @@ def test_the_compensation_fits_the_optimizer(optimizer: Any, compensation: str) 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--schedule", "1f1b", "--schedule", "gpipe"), "with 1f1b, gpipe, which flush: no gradient is late"),
+        (("--schedule", "1f1b", "--schedule", "gpipe"), "with 1f1b, gpipe, which flush: no gradient is stale"),
         (("--schedule", "pipedreem"), "pipedreem"),
         (("--schedule", "pipedream+spyke"), "spyke"),
         (("--workers", "4"), "--emulate-delay was given with --workers 4, but it trains straight stages"),

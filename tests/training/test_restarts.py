@@ -198,12 +198,12 @@ def test_snapshots_that_serve_nothing_are_refused(
     assert words in error
 
 
-def test_workers_that_stand_by_are_not_started() -> None:
+def test_workers_on_spare_machines_are_not_started() -> None:
     with pytest.raises(PlanError) as refusal:
         _count_workers(TrainingOptions(workers=2), None, 3)
     assert str(refusal.value) == (
-        "2 workers were asked for, 3 processes were started; make the numbers equal; machines that stand by do not "
-        "count in torchrun's --nnodes"
+        "2 workers were asked for, 3 processes were started; make the numbers equal; torchrun's --nnodes does not "
+        "count spare machines"
     )
     with pytest.raises(PlanError, match=r"make the numbers equal$"):
         _count_workers(TrainingOptions(workers=3), None, 2)

@@ -1,4 +1,4 @@
-"""The DelayComparison: one recipe trained by several methods on one machine, each with its late gradients."""
+"""The DelayComparison: one recipe trained by several methods on one machine, each with its stale gradients."""
 
 from __future__ import annotations
 

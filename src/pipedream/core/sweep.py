@@ -19,7 +19,7 @@ class MethodFigures:
     Attributes:
         activations, weights: of the fullest worker, in units of 1F1B's first stage (`schedules.first_stage_units`).
         messages: activations, gradients and weights sent, for each microbatch.
-        staleness: updates by which the latest gradient is late; None without gradients.
+        staleness: of the stalest gradient, in updates; None without gradients.
         why: why there are no figures; else ''.
     """
 

@@ -49,7 +49,7 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
         plan: at least as many stages as workers, on their `homes`. All but the last one are made to recompute.
         microbatches: from m = p on workers do not wait between their slots.
         forwards: number of stages whose forwards are one slot; 0 chooses the slots by the plan's seconds, as the paper.
-        delay: updates by which gradients are late, 0 or 1.
+        delay: staleness of the gradients, 0 or 1.
     """
     p, last = plan.workers, len(plan.stages) - 1
     order = plan.worker_order or tuple(range(sum(plan.replicas)))

@@ -167,7 +167,7 @@ def choose_method(
     note = _write_note([candidate for candidate in comparison.candidates if candidate.period_s is not None])
     best = comparison.candidates[0]
     if len(best.replicas) > 1 and not methods[best.schedule].flushes:  # a plan of one stage delays nothing
-        note += "; its gradients are late, so it may learn differently from a single process"
+        note += "; its gradients are stale, so it may learn differently from a single process"
     if profile.batch == 1 and options.microbatches is None:
         note += "; a minibatch of one sample cannot be split; for a graph.txt, give the minibatch size (--batch)"
     return replace(comparison, plan=replace(comparison.plan, note=note))

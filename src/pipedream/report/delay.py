@@ -1,4 +1,4 @@
-"""A comparison of methods with late gradients as one page: the verdict, the losses, a table."""
+"""A comparison of methods with stale gradients as one page: the verdict, the losses, a table."""
 
 from __future__ import annotations
 

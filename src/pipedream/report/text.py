@@ -155,7 +155,7 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
     """
     rows = [("method", "flush", "m", "bubble", "in flight", "staleness", "versions", "activations", "weights")]
     for name, claims in claimed.items():
-        in_flight, late, versions = (
+        in_flight, staleness, versions = (
             "-" if claims[key] is None else " ".join(map(str, claims[key]))
             for key in ("in_flight", "staleness", "versions")
         )
@@ -164,7 +164,7 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
             "-" if claims[key] is None else f"{max(claims[key]):.4g}" for key in ("activations", "weights")
         )
         flush, m = "yes" if claims["flushes"] else "no", str(claims["microbatches"])
-        rows.append((name, flush, m, bubble, in_flight, late, versions, activations, weights))
+        rows.append((name, flush, m, bubble, in_flight, staleness, versions, activations, weights))
     return (
         f"claims at p = {stages} stages; without a flush, of a long run; memory of the fullest worker, in units of "
         f"1F1B's first stage\n{align(rows, 'llrrlllr')}"

@@ -1,4 +1,4 @@
-"""Costs of late gradients in accuracy, and the compensation with which they are lowest.
+"""Costs of stale gradients in accuracy, and the compensation with which they are lowest.
 
 Medians of five seeds of small tasks, with the learning rate tuned for each, beyond synchronous training with the same
 optimizer (benchmarks/convergence): nats per character for a GPT, percentage points of error for handwritten digits.
@@ -29,7 +29,7 @@ _COSTS: dict[tuple[str, str], dict[str, tuple[float, float, float]]] = {
 
 
 def describe_delay_cost(method: str, stages: int, compensation: str = "") -> str:
-    """Describes the cost of late gradients at the next measured number of stages; '' where nothing was measured.
+    """Describes the cost of stale gradients at the next measured number of stages; '' where nothing was measured.
 
     Args:
         compensation: name of the one in use.
@@ -44,5 +44,5 @@ def describe_delay_cost(method: str, stages: int, compensation: str = "") -> str
         best = min(costs, key=lambda name: costs[name])
         better = f" ({costs[best]:+.2f} with compensation {best})" if costs[best] < costs[compensation] else ""
         parts.append(f"{costs[compensation]:+.2f} {_UNITS[optimizer]} with {optimizer}{better}")
-    measured = f"late gradients in small tests with {_STAGES[column]} stages, compared with synchronous training"
+    measured = f"stale gradients in small tests with {_STAGES[column]} stages, compared with synchronous training"
     return f"{measured}: {'; '.join(parts)}" if parts else ""

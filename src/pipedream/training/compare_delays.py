@@ -1,6 +1,6 @@
-"""Compares methods by their losses: trains a recipe by each, with its late gradients, in turns in this one process.
+"""Compares methods by their losses: trains a recipe by each, with its stale gradients, in turns in this one process.
 
-In a plain process a `Pipeline` runs all stages, and its gradients are exactly as late as over several machines. Each
+In a plain process a `Pipeline` runs all stages, and its gradients are exactly as stale as over several machines. Each
 method is a run of ``pipedream train`` with its own run folder. A turn ends where the run is drained anyway, so the
 losses do not depend on the turns.
 """
@@ -77,7 +77,7 @@ def compare_delays(
         progress: is called with a line after each turn.
 
     Raises:
-        PlanError: no method has late gradients, there are too few layers, or the folder has another comparison.
+        PlanError: no method has stale gradients, there are too few layers, or the folder has another comparison.
         ScheduleError: a compensation does not fit its method or the optimizer.
     """
     loaded = load_recipe(recipe, seed=options.seed or 0)
@@ -133,8 +133,8 @@ def read_methods(schedules: Sequence[str]) -> tuple[Phase, ...]:
     delayed = [phase for phase in phases if phase not in flushing]
     if not delayed:
         raise PlanError(
-            f"--emulate-delay was asked for with {', '.join(schedules)}, which flush: no gradient is late, and the "
-            "losses are those of one process; name a method with late gradients, such as pipedream"
+            f"--emulate-delay was asked for with {', '.join(schedules)}, which flush: no gradient is stale, and the "
+            "losses are those of one process; name a method with stale gradients, such as pipedream"
         )
     return (*(flushing or [Phase("1f1b")]), *delayed)
 

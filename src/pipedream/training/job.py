@@ -430,7 +430,7 @@ def _count_workers(options: TrainingOptions, resumed: ResumePoint | None, proces
         requested = resumed.manifest.plan.ranks
     count = requested or ranks or (processes if processes > 1 else ranks_of(_read_mesh(options)))
     if processes > 1 and count != processes:
-        hint = "; machines that stand by do not count in torchrun's --nnodes" if count < processes else ""
+        hint = "; torchrun's --nnodes does not count spare machines" if count < processes else ""
         raise PlanError(
             f"{count} workers were asked for, {processes} processes were started; make the numbers equal{hint}"
         )

@@ -188,10 +188,10 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         proofs = "\n".join(str(phase.proof).partition("\n")[0] for phase in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
         for phase in pipeline.prepared:
-            if phase.proof.lateness:
+            if phase.proof.staleness_note:
                 compensations = "+".join(rule.name for rule in phase.program.updates.compensation)
                 cost = describe_delay_cost(phase.program.name, len(plan.stages), compensations)
-                console.print("\n".join([phase.proof.lateness, *filter(None, [cost]), ""]))
+                console.print("\n".join([phase.proof.staleness_note, *filter(None, [cost]), ""]))
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
             pipeline.check_savable()

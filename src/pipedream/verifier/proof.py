@@ -31,7 +31,7 @@ class Proof(Tabular):
             large common multiple.
         peak_in_flight, peak_versions: for each rank, the most microbatches in flight, and sets of weights at once.
         stage_in_flight, stage_versions: the same for each of its stages, which need not peak together.
-        staleness, mean_staleness: updates by which each stage's gradients are late.
+        staleness, mean_staleness: of each stage's gradients, in updates.
         remote_forwards: for each rank, the stages of which it runs only forwards; they count in its peaks.
     """
 
@@ -50,11 +50,11 @@ class Proof(Tabular):
     remote_forwards: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def lateness(self) -> str:
-        """Describes how late gradients are, and names a method without delay; '' if none is late."""
-        late = max(self.staleness)
-        words = f"gradients are up to {late} update{'s' if late > 1 else ''} late"
-        return f"{self.schedule}: {words}; the schedule 1f1b trains as one process does" if late else ""
+    def staleness_note(self) -> str:
+        """Says how stale gradients are, and names a method without staleness; '' if none is stale."""
+        most = max(self.staleness)
+        words = f"gradients are stale by up to {most} update{'s' if most > 1 else ''}"
+        return f"{self.schedule}: {words}; the schedule 1f1b trains as one process does" if most else ""
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each stage of each rank."""

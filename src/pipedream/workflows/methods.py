@@ -30,7 +30,7 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
     """Returns the methods to compare, by their canonical names, in the order in which ties are broken.
 
     By default those that flush, the newest first (1F1B before GPipe); with `allow_asynchronous` also those whose
-    gradients are late. Methods that place stages themselves, and those that split the backward, are left out. Methods
+    gradients are stale. Methods that place stages themselves, and those that split the backward, are left out. Methods
     whose backward reads other weights than its forward, or predicted ones, are compared only if named: seconds and
     bytes do not show whether a model tolerates them.
 

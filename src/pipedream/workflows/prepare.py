@@ -48,7 +48,7 @@ def read_run_phases(
 
 
 def is_synchronous(plan: Plan, phases: Sequence[Phase]) -> bool:
-    """Returns whether no phase has late gradients."""
+    """Returns whether no phase has stale gradients."""
     return all(build_phase(plan, phase).flushes for phase in phases)
 
 
@@ -117,7 +117,7 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
 
 
 def choose_phase_to_plan(phases: Sequence[Phase]) -> Phase:
-    """Returns the phase to plan for: the first with late gradients, else the last. See `check_phases_fit`."""
+    """Returns the phase to plan for: the first with stale gradients, else the last. See `check_phases_fit`."""
 
     def flushes(phase: Phase) -> bool:
         if isinstance(phase.schedule, Schedule):

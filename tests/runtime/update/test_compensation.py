@@ -1,6 +1,6 @@
 """The algebra of compensations on tensors: methods that were published apart are one, in other coordinates.
 
-Everywhere one set of weights is trained by gradients that are D updates late, on a loss that is neither quadratic nor
+Everywhere one set of weights is trained by gradients of staleness D, on a loss that is neither quadratic nor
 separable, once as its paper says and once by the library's `Optimizer`, which knows neither predictions nor a second
 set of weights.
 """

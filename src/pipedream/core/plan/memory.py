@@ -223,7 +223,7 @@ def place_state(dispatched: bool, double_buffered: bool, cluster: Cluster, on_gp
 
     Args:
         dispatched: ranks share the weights, as in RoundPipe.
-        double_buffered: updates are one step late, as in 2BW.
+        double_buffered: two versions of the weights, as in 2BW.
     """
     hosted, on_host = cluster.hosts_optimizers and not dispatched, dispatched and bool(on_gpus)
     overlaps = double_buffered and (hosted or (dispatched and not on_host))

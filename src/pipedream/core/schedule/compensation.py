@@ -1,4 +1,4 @@
-"""Compensations for late gradients: their algebra, without tensors (docs/exact_rules.md, Compensation of delay).
+"""Compensations for stale gradients: their algebra, without tensors (docs/exact_rules.md, Compensation of delay).
 
 An update may change the *rate* (`LearningRateRescheduling`), the *gradient* (`GapAware`), or the *step*: every
 published way to predict the weights at a constant horizon, in which the backward reads the prediction of its forward,
@@ -35,7 +35,7 @@ _TEMPORARY_MATRICES = 4
 
 @dataclass(frozen=True)
 class Compensation(NamedKind, ABC):
-    """One way to compensate for late gradients.
+    """One way to compensate for stale gradients.
 
     Attributes:
         moves_weights: the compensation moves weights itself; an update has at most one such.
@@ -236,7 +236,7 @@ class LearningRateRescheduling(Compensation):
     """PipeMare's T1: the rate of update k is divided by D^p, p = 1 - min(k / K, 1), D the stage's mean staleness.
 
     Yang et al., MLSys 2021; D is the mean over the microbatches of an update, as for its T2
-    (`schedules.asynchronous.pipemare`). Late gradients are only stable at rates of the order of 1 / D
+    (`schedules.asynchronous.pipemare`). Stale gradients are only stable at rates of the order of 1 / D
     (docs/lessons.md, Facts). The paper's K is the length of its first phase. PipeMare's delays below 1 would raise the
     rate, and are ignored. k counts rounds of the input stage, as learning-rate schedules do.
 
@@ -277,7 +277,7 @@ class GapAware(Compensation):
 
 @dataclass(frozen=True)
 class BasisRotation(Compensation):
-    """Adam in the basis of the gradients' covariance, where its steps stay useful though they are late.
+    """Adam in the basis of the gradients' covariance, in which stale gradients still make useful steps.
 
     Jung, Shin and Lee, Mitigating Staleness in Asynchronous Pipeline Parallelism via Basis Rotation, ICML 2026,
     algorithms 1 and 2. For a matrix with gradient G, moments M and V in the rotated basis, and any optimizer of the
@@ -379,7 +379,7 @@ def check_compensations(
     names = " and ".join(map(str, chosen))
     if flushes:
         raise ScheduleError(
-            f"compensation {names} was asked of a method that flushes: none of its gradients is late; leave it out, or "
+            f"compensation {names} was asked of a method that flushes: none of its gradients is stale; leave it out, or "
             "use an asynchronous method"
         )
     if len({type(compensation) for compensation in chosen}) < len(chosen):

@@ -34,7 +34,7 @@ class Claims:
         bubble: (p, m) -> share of the time that workers wait, over one minibatch of a flushing order.
         ratio: seconds of a backward over those of a forward for which the bubble holds; None for any.
         in_flight: (p, m, s) -> most microbatches in flight.
-        staleness: (p, m, s) -> updates by which a gradient is late.
+        staleness: (p, m, s) -> updates.
         versions: (p, m, s) -> most versions of the weights.
         makespan_s: (p, m, n, f, i, w) -> seconds of n successive minibatches, if a microbatch's forward, input gradient
             and weight gradient take f, i and w seconds at each stage.
@@ -65,8 +65,8 @@ class Schedule(Rules):
         staleness = [self.weights.staleness(stage) for stage in range(len(self.plan.stages))] if self.flushes else []
         if any(staleness):
             raise ScheduleError(
-                f"schedule {self.name!r} has flushes=True, but its weight rule {self.weights.name} makes the "
-                f"gradients of its stages {staleness} updates late; leave flushes=True out, or use the rule Flush"
+                f"schedule {self.name!r} has flushes=True, but its weight rule {self.weights.name} makes gradients "
+                f"stale: by {staleness} updates at its stages; leave flushes=True out, or use the rule Flush"
             )
         if self.updates.mean_of_rounds and self.updates.per_update != self.placement.replicas:
             raise ScheduleError(

@@ -45,7 +45,7 @@ class GradientVersions(NamedTuple):
 
     @property
     def staleness(self) -> int:
-        """Updates by which the gradient is late."""
+        """In updates."""
         return self.applied_to - self.forward_version
 
 

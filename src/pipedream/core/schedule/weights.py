@@ -167,8 +167,8 @@ class Flush(WeightRule):
 class Stash(WeightRule):
     """Weight stashing: the newest weights at the forward, the same at the backward.
 
-    PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t)). Stage s is
-    W_s + update delay updates late.
+    PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t)). Stage s has staleness
+    W_s + update delay.
     """
 
     name: ClassVar[str] = "stash"
@@ -191,8 +191,8 @@ class VerticalSync(WeightRule):
     """Vertical sync: one version for all stages, chosen at the input stage, travels with the minibatch.
 
     PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1)). The stamp that
-    travels is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it. It is
-    W_0 + update_delay_0 rounds of the input stage late, or more if a later stage with an update delay needs that.
+    travels is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it. Its staleness
+    is W_0 + update_delay_0 rounds of the input stage, or more if a later stage with an update delay needs that.
     """
 
     name: ClassVar[str] = "vertical_sync"

@@ -39,7 +39,7 @@ _COUPLED = (
 
 
 class Compensator:
-    """Compensates for the late gradients of one stage.
+    """Compensates for the stale gradients of one stage.
 
     Args:
         compensations: checked by `core.schedule.compensation.check_compensations`.

@@ -27,7 +27,7 @@ def nesterov_async(plan: kit.Plan, microbatches: int | None = None) -> kit.Sched
 
     Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization, ICML 2025. The paper's runs are
     plain ``pipedream`` with ``partial(torch.optim.NAdam, lr=3e-4, betas=(0.99, 0.999), weight_decay=0.01,
-    decoupled_weight_decay=True)``, whose long momentum makes late gradients useful.
+    decoupled_weight_decay=True)``, whose long momentum makes stale gradients useful.
     """
     return stashing("nesterov_async", plan, microbatches).with_compensation(Nesterov())
 

@@ -7,7 +7,7 @@
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
 
 With ``backward_rule=stash`` it is PipeDream with accumulation, the macrobatch of the original's code and ``step_every``
-of FTPipe (Eliad et al., ATC 2021): as late, with true gradients and ceil((p-1-s)/m) + 1 sets of weights at stage s.
+of FTPipe (Eliad et al., ATC 2021): as stale, with true gradients and ceil((p-1-s)/m) + 1 sets of weights at stage s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def paci(plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str 
     """Returns PACI, at the plan's depth.
 
     Args:
-        microbatches: in an update; by default as many as the input stage holds in flight: at most one update late.
+        microbatches: in an update; by default as many as the input stage holds in flight, for a staleness of at most 1.
         backward_rule: see `kit.idioms`; also 'stash'.
     """
     kit.refuse_update_delay("paci", plan)

@@ -20,9 +20,7 @@ STASHING = kit.MethodProperties(
 
 
 def pipedream(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
-    """Returns PipeDream with weight stashing: stage s, with W_s warm-up forwards, is W_s updates late and keeps W_s +
-    1 versions.
-    """
+    """Returns PipeDream with weight stashing: after W_s warm-up forwards, stage s has staleness W_s and W_s + 1 versions."""
     return stashing("pipedream", plan, microbatches)
 
 
@@ -38,7 +36,7 @@ def stashing(name: str, plan: kit.Plan, microbatches: int | None) -> kit.Schedul
 
 
 def pipedream_vertical_sync(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
-    """Returns PipeDream with vertical sync: all stages are W_0 updates late and keep W_0 + 1 versions."""
+    """Returns PipeDream with vertical sync: every stage has staleness W_0 and W_0 + 1 versions."""
     kit.refuse_microbatches("pipedream_vertical_sync", microbatches)
     weights = kit.VerticalSync(kit.warmup_forwards(plan), plan.replicas, plan.update_delay)
     claims = kit.Claims(

@@ -22,7 +22,7 @@ ONE_SET = kit.MethodProperties(flushes=False, same_updates=False, splits_minibat
 def pipelined_backprop(
     plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph"
 ) -> kit.Schedule:
-    """Returns pipelined backpropagation: stage s is 2(p-1-s) updates late.
+    """Returns pipelined backpropagation: stage s has staleness 2(p-1-s).
 
     Args:
         plan: a plan of any depth; stages hold at least as much as this order needs.

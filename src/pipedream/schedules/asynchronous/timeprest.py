@@ -45,9 +45,7 @@ def timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rule:
 
 
 def v_timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> kit.Schedule:
-    """Returns V-TiMePReSt, with neither a stash nor a version per microbatch: ceil(2(p-1-s)/m) updates late; by
-    default m = 3.
-    """
+    """Returns V-TiMePReSt, without a stash or a version per microbatch: staleness ceil(2(p-1-s)/m); by default m = 3."""
 
     def rule(warmups: tuple[int, ...], replicas: tuple[int, ...], m: int) -> kit.Latest:
         return kit.Latest(warmups, replicas, (0,) * len(warmups), (m,) * len(warmups), backward_rule=backward_rule)
