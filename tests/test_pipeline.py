@@ -475,12 +475,12 @@ def _count_threads(over_gloo: bool) -> list[int]:
             options = {"schedule": "1f1b", "microbatches": 2, "loss": animal.loss, "optimizer": SGD}
             with pd.Pipeline(copy.deepcopy(animal.model), plan, **options) as pipeline:
                 list(pipeline.train(animal.batches))
-                within, made = count(), len(groups)
+                within, groups_within = count(), len(groups)
             pipelines.append(pipeline)
             # The kernel may list a thread that has ended for a moment.
             after.append(min(count() for _ in range(20) if not time.sleep(0.005)))
         gc.enable()
-    return [within, *after, made - len(groups)]
+    return [within, *after, groups_within - len(groups)]
 
 
 @pytest.mark.processes

@@ -42,7 +42,7 @@ def digits(seed: int, settings: dict[str, Any]) -> Recipe:
 def characters(seed: int, settings: dict[str, Any]) -> Recipe:
     """The GPT of benchmarks/convergence over the source of Python's library, wider: 0.8 million weights.
 
-    NAdam with long momentum tolerates stale gradients, and is as good without them (Ajanthan et al., ICML 2025, section 5).
+    NAdam with long momentum tolerates stale gradients, and is as good without (Ajanthan et al., ICML 2025, section 5).
     """
     sys.path.append(str(ROOT / "benchmarks" / "convergence"))
     from tasks import char_gpt_units, measure_per_token

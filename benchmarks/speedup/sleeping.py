@@ -120,12 +120,14 @@ class _Asleep(nn.Module):
             arrived = tuple(torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in values)
             with torch.no_grad(), torch.device("meta"):
                 output = self._like[0](arrived if isinstance(value, tuple) else arrived[0])
-            made = tuple(torch.randn(tensor.shape) for tensor in (output if isinstance(output, tuple) else (output,)))
-            self._outputs[shapes] = made, isinstance(output, tuple)
-        made, is_tuple = self._outputs[shapes]
-        scale = _count(made) / self._count
+            outputs = tuple(
+                torch.randn(tensor.shape) for tensor in (output if isinstance(output, tuple) else (output,))
+            )
+            self._outputs[shapes] = outputs, isinstance(output, tuple)
+        outputs, is_tuple = self._outputs[shapes]
+        scale = _count(outputs) / self._count
         forward_s, backward_s = (scale * seconds for seconds in self._seconds)
-        results = _Sleep.apply(self, made, backward_s, len(values), *values, *self.layer.parameters())  # type: ignore[no-untyped-call]
+        results = _Sleep.apply(self, outputs, backward_s, len(values), *values, *self.layer.parameters())  # type: ignore[no-untyped-call]
         self.passes.wait(self.place, forward_s, is_forward=True, start_s=start_s)
         return results if is_tuple else results[0]
 
@@ -135,14 +137,14 @@ class _Sleep(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: _Asleep,
-        made: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
         backward_s: float,
         arrived: int,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.layer, ctx.backward_s = layer, backward_s
         ctx.arrived = [torch.empty_like(value) if value.is_floating_point() else None for value in tensors[:arrived]]
-        return tuple(tensor.detach() for tensor in made)
+        return tuple(tensor.detach() for tensor in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Callbacks: what a training loop does at its events, as in Lightning.
+"""Callbacks of a training loop, as in Lightning.
 
 class SaveForHub(pipedream.callbacks.Callback):
     def on_checkpoint(self, pipeline, folder):
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 class Callback:
     """Base of callbacks: override the events that matter.
 
-    Every rank calls them, in the same order, at the same minibatch and with the same numbers, so that a callback may
-    call what every rank must call, such as ``pipeline.save_pretrained``. ``pipeline.should_stop = True`` ends the
-    training after the minibatches that were admitted; as long as it depends on these numbers alone, all ranks end at
-    the same minibatch. Each argument `pipeline` is the `Pipeline`.
+    Every rank calls them in the same order, at the same minibatch and with the same numbers, so a callback may call
+    what every rank must call, such as ``pipeline.save_pretrained``. ``pipeline.should_stop = True`` ends training after
+    the minibatches in flight; if it depends on these numbers alone, all ranks end at the same minibatch. `pipeline` is
+    the `Pipeline`.
     """
 
     def on_minibatch(self, pipeline: Any, done: Done) -> None:
-        """After the gradients of a minibatch are in the weights, before the loop gets it."""
+        """After a minibatch's gradients are in the weights, before the loop receives it."""
 
     def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
         """After an evaluation named 'test', with 'loss' and the metrics."""
 
     def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
-        """After a checkpoint was saved; a callback with this method has training wait until it is complete.
+        """After a checkpoint is complete; training waits for it if a callback has this method.
 
-        Of one at a URL, `folder` is not a `Path`, but has the URL as its ``str``.
+        For a URL, `folder` is not a `Path`, but its ``str`` is the URL.
         """
 
     def on_worker_lost(self, pipeline: Any, ranks: Sequence[int]) -> None:
-        """Before training continues without workers that were lost (``train --elastic``, not under torchrun).
+        """Before training continues without lost workers (``train --elastic``, not under torchrun).
 
-        `ranks` are theirs until then, each among those that the ones before it have left.
+        `ranks`: the lost ones, each numbered among the workers that the earlier ones left.
         """
 
     @property
     def follows_checkpoints(self) -> bool:
-        """Whether it has an `on_checkpoint` of its own."""
+        """Whether it overrides `on_checkpoint`."""
         return type(self).on_checkpoint is not Callback.on_checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, as JSON can hold it."""
+        """Returns JSON-serializable state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` has returned."""
+        """Restores what `state_dict` returned."""
 
 
 class EarlyStopping(Callback):
@@ -106,7 +106,7 @@ class EarlyStopping(Callback):
 
 
 def monitored(callbacks: Any) -> list[str]:
-    """Returns what early stopping follows."""
+    """Returns the metrics that early stopping monitors."""
     return (
         [callback.monitor for callback in callbacks if isinstance(callback, EarlyStopping)]
         if isinstance(callbacks, Sequence)
@@ -127,14 +127,14 @@ def states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
 
 
 def load_states(callbacks: Iterable[Callback], states: Mapping[str, Any]) -> None:
-    """Restores states of `states_of`; a callback that was not there then keeps its own."""
+    """Restores the states of `states_of`; a callback without a saved state keeps its own."""
     for name, callback in _name_callbacks(callbacks).items():
         if name in states:
             callback.load_state_dict(states[name])
 
 
 def _name_callbacks(callbacks: Iterable[Callback]) -> dict[str, Callback]:
-    """Returns callbacks by their class, and by their number among those of one class."""
+    """Returns callbacks by class name, numbered within each class."""
     by_name: dict[str, Callback] = {}
     for callback in callbacks:
         kind = type(callback).__qualname__

@@ -75,8 +75,8 @@ def gate(
 ) -> Gate:
     """Returns where the tokens of each group go (GShard, algorithm 1).
 
-    First choices take their places in the order of the tokens. Second choices take what all kept first choices have
-    left. Beyond the capacity nothing is sent.
+    First choices take places in the order of the tokens, second choices what the first ones leave. Beyond the capacity
+    nothing is sent.
 
     Args:
         logits: [G, S, E]; the softmax is taken in float32, or in float64 if they are.
@@ -188,7 +188,7 @@ class _RankPart(NamedTuple):
 
     Attributes:
         groups, experts: its own.
-        share: share of its groups' losses in those of the layer. Of ranks with the same groups one has it.
+        share: of the layer's losses that its groups count for; 0 on all but one of the ranks with the same groups.
         batch: process groups over which the batch is sharded.
         exchange: over which tokens are sent to their experts.
     """
@@ -377,7 +377,7 @@ class MixtureOfExperts(nn.Module):
         return output.reshape(x.shape)
 
     def _draw_uniform(self, part: _RankPart, logits: torch.Tensor) -> torch.Tensor:
-        """Draws for all groups, so that the numbers are those of one process."""
+        """Draws for all groups, so that the numbers equal those of one process."""
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         drawn = torch.rand(self.groups, logits.shape[1], dtype=dtype, device=logits.device)
         return drawn[part.groups.start : part.groups.stop]

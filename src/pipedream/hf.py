@@ -250,7 +250,7 @@ class _Stream:
 
 
 class _Batches:
-    """The batches of an epoch, up to the last step, with the number of items that the Trainer divides a loss by."""
+    """The batches of an epoch up to the last step, with the number of items by which the Trainer divides a loss."""
 
     def __init__(self, trainer: Trainer, loader: Any, epoch: int) -> None:
         self._trainer, self._loader, self._epoch = trainer, loader, epoch
@@ -268,7 +268,7 @@ class _Batches:
 
 
 class _Epochs(transformers.TrainerCallback):
-    """Counts epochs by steps, which is right after a resume too."""
+    """Counts epochs by steps, so that it is right after a resume too."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         if has_length(train_dataloader):

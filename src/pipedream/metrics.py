@@ -24,7 +24,7 @@ class RankMetrics:
     Attributes:
         busy_s: computing.
         wait_s: waiting for a message or an all-reduce.
-        send_s: with a message of its own being sent.
+        send_s: sending a message.
         peak_in_flight: most microbatches between forward and backward, over its stages; 0 for a run of forwards.
         peak_versions: most weight versions alive at once.
         staleness: the most of any gradient, in updates.
@@ -113,8 +113,8 @@ def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
 def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
     """Returns start and end of a run's steady part, in seconds.
 
-    From when each worker of the input stage has finished its first backward (the pipeline is full), to when the first
-    of them has finished its last forward (it begins to drain).
+    It begins when every worker of the input stage has finished its first backward (the pipeline is full), and ends when
+    the first of them finishes its last forward (it begins to drain).
 
     Args:
         skip: further backwards of the input stage to leave out, if replicas or messages take longer to become regular.

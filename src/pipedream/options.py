@@ -1,4 +1,4 @@
-"""The options of training, each with its default, its meaning and its checks: the only list of them.
+"""The only list of training options, each with its default, its meaning and its checks.
 
     ModelOptions      how a model is trained, whoever runs it
       Recipe          ... with the model and its data (`pipedream.recipe`)
@@ -38,12 +38,12 @@ class ModelOptions:
     """Options of a model's training, on however many workers.
 
     Attributes:
-        metrics: name -> ``metric(output, targets)``, a mean over samples or (sum, weight); see `targets`.
+        metrics: name -> ``metric(output, targets)``, which returns the samples' mean or (sum, weight); see `targets`.
         inputs: batch -> the model's input: a tuple for several, a mapping for keyword arguments; by default the first
             of a pair, else the batch. If the model computes the loss it is the whole batch, also of a pair.
         targets: batch -> what loss and metrics get besides the output. By default the second of a pair if the loss is
-            one of torch's own, which take nothing else, and the whole batch if it is your own, which may need more:
-            ``targets=lambda batch: batch[1]`` lets loss and metrics be written as (output, targets).
+            one of torch's own, else the whole batch; ``targets=lambda batch: batch[1]`` lets your own be written as
+            (output, targets).
         batch_dim: dimension of the samples, along which a minibatch is split into microbatches. A number for all
             inputs, or a mapping from an input's name (its position, if positional) to its dimension, None for an input
             that is not split; others have 0. Tensors that have another size there go to every microbatch. A mapping's
@@ -56,10 +56,10 @@ class ModelOptions:
         clip: 'global' (norm over all stages; flushing methods only), 'local' (each stage's norm), or 'delayed_global':
             the global norm of an earlier update, for methods without a flush (`core.schedule.coupling`).
         ema: decay of an exponential moving average of the weights, between 0 and 1.
-        autocast: low-precision dtype of the forwards, torch.bfloat16 or 'bfloat16'.
+        autocast: dtype of the forwards, torch.bfloat16 or 'bfloat16'.
         compile: True compiles the modules that lie within one stage with torch.compile; a text names its backend, a
-            mapping holds its arguments. Random numbers are drawn inside compiled modules, so that dropout masks are
-            others than without, and may depend on the stages.
+            mapping holds its arguments. Compiled modules draw their own random numbers, so dropout masks differ from
+            those without it, and may depend on the stages.
         on_nan: 'error' at a loss that is not a number, or weights that are not finite; 'continue' past it; or 'skip'
             updates whose gradients are not finite (docs/couplings.md).
         grad_scaler: a constant factor on the loss, or a torch.amp.GradScaler whose state is copied (needs a flush).
@@ -140,7 +140,7 @@ class ModelOptions:
         return Policy(self.clip_grad_norm, self.clip, self.on_nan, scaling, self.ema)
 
     def problems(self) -> Iterator[str]:
-        """Yields what is wrong with functions, phases or metrics."""
+        """Yields errors of functions, phases and metrics."""
         for name in ("inputs", "targets", "weight", "scheduler", "parallelize"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -170,7 +170,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    """By which method, and on which devices, the workers train.
+    """The method, and the devices of the workers.
 
     Attributes:
         schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; by default the plan's
@@ -179,8 +179,8 @@ class MethodOptions:
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
         stuck_after_s: ends a run on several processes if an operation or the loader takes longer than this and than 20
             times its longest time so far; 0 for no limit.
-        check: compares the first minibatch (loss, gradients, buffers) with the model itself, run plainly on the same
-            data, before the first update; costs one minibatch (docs/models.md).
+        check: before the first update, compares the first minibatch (loss, gradients, buffers) with a plain run of the
+            model on the same data; costs one minibatch (docs/models.md).
     """
 
     schedule: str | Schedule | None = None
@@ -218,11 +218,11 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
     Attributes:
         loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); torch's own losses are called with (output,
-            targets). None takes ``.loss`` of the model's output. A microbatch then counts by what torch's losses are
-            means over, which the model calls.
+            targets). None takes ``.loss`` of the model's output; microbatches are then weighted by what the torch
+            losses inside the model average over.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once per stage.
-        weights: to start from: a state dict's file (``torch.save``), safetensors, or a folder with the latter, of which
-            each rank reads only its own; by default the model's.
+        weights: initial weights: a state dict's file (``torch.save``), safetensors, or a folder of these, of which each
+            rank reads only its part; by default the model's own.
     """
 
     loss: Any = None
@@ -295,7 +295,7 @@ class TrainingOptions(MethodOptions):
         PlanRequest,
         "mesh",
         help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-; auto "
-        "plans meshes with stages and replicas. --workers then counts ranks, --config workers.",
+        "plans meshes with stages and replicas. With a mesh, --workers counts ranks and --config counts workers.",
         panel=Panel.MESH,
     )
     layout: str | None = option(
@@ -381,14 +381,14 @@ class TrainingOptions(MethodOptions):
 
     @property
     def plan_settings(self) -> dict[str, Any]:
-        """What a finished plan has of its own: excluded by `plan`, and a reason to plan a resumed run anew."""
+        """The settings that a finished plan fixes. A resumed run that changes one is planned again."""
         shape = None if self.shape == TrainingOptions.shape else self.shape
         settings = {"shape": shape, "update_delay": self.update_delay, "chunks": self.chunks, "mesh": self.mesh}
         return settings | {"cluster": self.cluster, "memory": self.memory_bytes}
 
 
 def compile_arguments(compile: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of torch.compile, if anything is to be compiled."""
+    """Returns the arguments of torch.compile, or None."""
     if isinstance(compile, str):
         return {"backend": compile}
     if isinstance(compile, Mapping):
@@ -397,7 +397,7 @@ def compile_arguments(compile: bool | str | Mapping[str, Any]) -> dict[str, Any]
 
 
 def optimizer_problems(optimizer: Any) -> Iterator[str]:
-    """Yields what is wrong with an optimizer's factory."""
+    """Yields errors of an optimizer's factory."""
     if hasattr(optimizer, "param_groups"):
         yield f"optimizer is a {type(optimizer).__name__} object{_advise_factory(optimizer)}"
     elif not callable(optimizer):
@@ -405,7 +405,7 @@ def optimizer_problems(optimizer: Any) -> Iterator[str]:
 
 
 def _advise_factory(instance: Any) -> str:
-    """Returns advice for an optimizer or scheduler that is made already: what would make it."""
+    """Suggests a factory in place of a finished optimizer or scheduler."""
     kind = type(instance)
     if hasattr(instance, "param_groups"):
         settings = {k: v for k, v in instance.param_groups[0].items() if k in instance.defaults}
@@ -432,7 +432,7 @@ def model_options(options: ModelOptions) -> dict[str, Any]:
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options for JSON: functions and mappings by name; other nouns are left out."""
+    """Returns options for JSON: functions and mappings by name; other objects are left out."""
     texts = {name: _make_plain(value) for name, value in options.items()}
     return {name: value for name, value in texts.items() if value is not ...}
 
@@ -463,7 +463,7 @@ _Result = TypeVar("_Result")
 
 
 class keywords(Generic[_Fields, _Options]):
-    """Decorator: the function's last parameter, an options noun, is given by its fields as keyword arguments.
+    """Decorator that passes keyword arguments as the function's last parameter, an options dataclass.
 
     ``@keywords(TrainingOptions) def run(recipe, options)`` is called ``run(recipe, epochs=3, seed=1)``.
     """

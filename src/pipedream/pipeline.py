@@ -77,9 +77,9 @@ class Pipeline:
         rank: of this process; 0 if it has all workers.
         distributed: the workers are several processes.
         follows_evaluations: the learning-rate scheduler is a ReduceLROnPlateau, which needs evaluations.
-        ready, drains: results that a drain has finished and `train` has yet to yield; minibatch numbers.
-        extra: what the loop has given to `save`, or the loaded checkpoint holds.
-        saved_bytes: returns the bytes of tensors that each rank has in a checkpoint now; every rank calls it.
+        ready, drains: drained results that `train` has yet to yield; minibatch numbers of drains.
+        extra: given to `save`, or loaded from a checkpoint.
+        saved_bytes: returns each rank's bytes of tensors in a checkpoint now; every rank calls it.
         is_saving: returns whether this rank's part of a checkpoint is being written in the background.
         check_savable: raises a PipelineError if the optimizer or scheduler could not be saved after a step.
 
@@ -121,18 +121,18 @@ class Pipeline:
     def train(self, loader: Iterable[Any], *, epochs: int = 1, until_epoch: int | None = None) -> Iterator[Done]:
         """Trains; yields each minibatch once its gradients are in the weights, the same on every rank.
 
-        It is one stream, not drained between epochs. After a `break` the admitted minibatches are finished (for the
-        loggers, not for the loop), and the next call continues from `position`; the rest of an epoch counts as its
-        first epoch.
+        It is one stream, not drained between epochs. After a `break` the minibatches in flight finish (the loggers see
+        them, the loop does not), and the next call continues from `position`; the rest of an epoch counts as its first
+        epoch.
 
         Args:
             loader: batches, iterated once per epoch, only by the input stage's workers.
-            epochs: to train now, after those that are done.
-            until_epoch: instead, how many shall be done in all, also those before a `load`.
+            epochs: to train now, on top of those done.
+            until_epoch: instead, the total, including those before a `load`.
 
         Raises:
             WorkerError: a worker failed; names rank, stage, op and cause.
-            KeyboardInterrupt: Ctrl-C, after the admitted minibatches were finished.
+            KeyboardInterrupt: Ctrl-C, after the minibatches in flight have finished.
         """
         training = self._training
         continues = training.is_running or training.epoch_batches > 0
@@ -152,13 +152,13 @@ class Pipeline:
         self.schedule, self.program, self.proof = prepared.schedule, prepared.program, prepared.proof
 
     def drain(self) -> int:
-        """Finishes the admitted minibatches. Returns the total of minibatches. Every rank calls it."""
+        """Finishes the minibatches in flight; returns the total so far. Every rank calls it."""
         self._training.drain()
         self._loggers.pause()
         return self._training.number
 
     def _begin_collective_call(self, name: str) -> None:
-        """Begins a call that every rank must make at the same place: drains, and waits for the others."""
+        """Begins a collective call: drains, and waits for the other ranks."""
         self._local.note_call(name, self._training.number - len(self.ready))
         self.drain()
         self._local.await_same_call()
@@ -169,7 +169,7 @@ class Pipeline:
         self._loggers.pause()
 
     def evaluate(self, loader: Iterable[Any], *, ema: bool = False, name: str | None = None) -> dict[str, float]:
-        """Returns the means of loss and metrics over a loader, of batches of any size, on every rank; drains first.
+        """Returns the means of loss and metrics over a loader, on every rank; drains first. Batches may have any size.
 
         Args:
             ema: use the averaged weights.
@@ -222,7 +222,7 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads weights from a plain state dict; drains. Optimizer state stays.
 
-        Of a parameter with several names one is enough.
+        For a parameter with several names, one is enough.
 
         Raises:
             CaptureError: a name is missing or a shape differs.
@@ -291,12 +291,12 @@ class Pipeline:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Where the data continues: (epoch, minibatches of it that are done)."""
+        """Where the data continues: (epoch, minibatches of that epoch done)."""
         return self._training.position
 
     @property
     def should_stop(self) -> bool:
-        """Set to True, by a callback or in the loop, to end `train` after the admitted minibatches."""
+        """Set to True, by a callback or in the loop, to end `train` after the minibatches in flight."""
         return self._training.should_stop
 
     @should_stop.setter
@@ -322,7 +322,7 @@ class Pipeline:
         return measured.collect_timeline(self._local, self._session.clock, number, self.plan.batch)
 
     def status(self) -> dict[int, dict[str, float]]:
-        """Returns rank -> recent busy share, and peak bytes of its process, as far as known here; does not wait."""
+        """Returns rank -> (recent busy share, peak bytes of its process), as far as known here, without waiting."""
         return measured.status(self._local)
 
     def sent_bytes(self) -> dict[int, int]:
@@ -366,7 +366,7 @@ class Pipeline:
 
 
 def _choose_exchange(plan: Plan, options: PipelineOptions) -> Plan:
-    """Returns the plan with the sums, messages, and places of activations and optimizers that the options ask for."""
+    """Returns the plan with the options' sums, messages, and placement of activations and optimizers."""
     messages = plan.messages if options.messages is None else options.messages
     messages = Messages.read(messages, plan.messages.value_bits)
     if options.activations is not None:

@@ -1,4 +1,4 @@
-"""The options of planning, each with its default and its meaning: the only list of them."""
+"""The only list of planning options, each with its default and its meaning."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.sums import FULL, SUMS_METAVAR, SumMethod
 
 AUTO = "auto"
-"""The mesh with which the planner chooses one for each stage; also the schedule with which it chooses the method."""
+"""Lets the planner choose: a mesh for each stage, or the method."""
 
 NO_MESH = "none"
-"""In words what the mesh '' means: each worker is a single rank."""
+"""The mesh '' in words: each worker is a single rank."""
 
 METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
 METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
 
 
 def check_snapshot_every(every: Any) -> None:
-    """Raises a `PlanError` unless snapshots are asked for every so many minibatches, 'auto', or not at all."""
+    """Raises a `PlanError` unless `every` is a number of minibatches, 'auto' or None."""
     if not (every is None or every == "auto" or (isinstance(every, int) and every >= 1)):
         raise PlanError(
             f"snapshot_every={every!r} was asked for; give 'auto' or a whole number from 1 on, or leave it out for no "
@@ -152,8 +152,8 @@ class PlanRequest:
     )
     activations: str = option(
         "",
-        "Where activations may wait between forward and backward: disk:FOLDER, or host, the memory of a GPU's "
-        "machine. Each stage moves as few as it must to fit its memory.",
+        "Where to offload activations between forward and backward: disk:FOLDER, or host, the memory of a GPU's "
+        "machine. Each stage offloads as few as it must to fit its memory.",
         metavar="host|disk:FOLDER",
         unset="in the worker's own memory",
         panel=Panel.SHAPE,
@@ -183,8 +183,8 @@ class PlanRequest:
     mesh: str = option(
         "",
         "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
-        "profile must know; auto chooses among those that it knows, for each stage. --workers then counts ranks, "
-        "--config workers.",
+        "profile must know; auto chooses among those that it knows, for each stage. With a mesh, --workers counts "
+        "ranks and --config counts workers.",
         metavar="auto|none|NAME:RANKS[,...][/...]",
         unset="none, one rank",
         panel=Panel.SHAPE,
@@ -208,11 +208,10 @@ class PlanRequest:
 
     @property
     def workers_and_links(self) -> Cluster:
-        """The cluster, which is there once planning has begun."""
+        """The cluster; known once planning has begun."""
         assert self.cluster is not None, "planning fills it in"
         return self.cluster
 
     @property
     def shape_text(self) -> str:
-        """The shape as one text."""
         return self.shape if isinstance(self.shape, str) else "-".join(map(str, self.shape))

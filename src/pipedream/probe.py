@@ -28,10 +28,10 @@ from pipedream.core.hardware.devices import GPU_LINKS, OTHER_LINKS, Device, devi
 from pipedream.core.hardware.survey import lower_quartile, slope
 
 _CONTEXT_BYTES = 1_500_000_000
-"""What CUDA, its libraries and kernels take of a GPU in each process: an estimate."""
+"""GPU memory that CUDA, its libraries and kernels take in each process: an estimate."""
 
 _COMMUNICATORS_BYTES = 500_000_000
-"""What NCCL's buffers take of a GPU in each process: an estimate for four neighbours."""
+"""GPU memory that NCCL's buffers take in each process: an estimate for four neighbours."""
 
 _ETHERNET_BYTES_PER_S, _ETHERNET_S = 1.25e9, 50e-6
 
@@ -39,14 +39,14 @@ _MATRIX = {"cpu": 384, "cuda": 4096}
 
 
 def machine_name() -> str:
-    """Returns a text that all processes of a machine share. A container or a network namespace counts as a machine."""
+    """Returns a text shared by the processes of a machine. A container or network namespace counts as a machine."""
     return "/".join((platform.node(), _read_boot_id(), _read_network()))
 
 
 def available_bytes(device: torch.device, sharing: int) -> int:
     """Returns the memory of a worker: its GPU's, or its share of the machine's among `sharing` workers.
 
-    Of a GPU's what this process may still take, without what NCCL will need.
+    For a GPU, what this process may still allocate, less what NCCL will need.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -56,7 +56,7 @@ def available_bytes(device: torch.device, sharing: int) -> int:
 
 
 def _list_limit_bytes() -> Iterator[int]:
-    """Yields what each limit of the process (`ulimit -d`, `-v`) leaves it."""
+    """Yields the bytes that each limit of the process (`ulimit -d`, `-v`) leaves it."""
     for limit, row in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         most_bytes, _ = resource.getrlimit(limit)
         if most_bytes != resource.RLIM_INFINITY:
@@ -66,7 +66,7 @@ def _list_limit_bytes() -> Iterator[int]:
 
 
 def host_bytes() -> int:
-    """Returns what processes of this machine, and of its control groups, may still take of its memory."""
+    """Returns the memory that this machine and its control groups still allow."""
     try:
         rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
@@ -78,7 +78,7 @@ def host_bytes() -> int:
 def _list_group_bytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
-    """Yields what each control group of this process, with those around it, has left of its limit."""
+    """Yields the bytes left in each control group of this process and those around it."""
     with suppress(OSError, StopIteration):
         row = next(row for row in membership.read_text().splitlines() if row.startswith("0::"))
         folder = root / row.removeprefix("0::").lstrip("/")
@@ -139,7 +139,7 @@ def _describe_links(gpus: range) -> Level:
 
 
 def _group_workers(memories: Sequence[int], workers: int) -> tuple[Workers, ...]:
-    """Returns all workers in order, those of each machine like those of this one, with speeds relative to GPU 0."""
+    """Returns all workers in order, every machine like this one, with speeds relative to GPU 0."""
     first, kinds = _find_device(0), []
     for name, group in groupby((worker % len(memories) for worker in range(workers)), _name_gpu):
         gpus = list(group)
@@ -161,7 +161,7 @@ def _find_device(gpu: int) -> Device | None:
 
 
 def _measure_gpu_bytes(gpu: int) -> int:
-    """Returns what tensors may take; of the current GPU, without what other processes take."""
+    """Returns the bytes that tensors may take; for the current GPU, less what other processes use."""
     size = int(torch.cuda.get_device_properties(gpu).total_memory)
     if gpu == torch.cuda.current_device():  # another would be given a context for the question
         size = min(size, torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu))
@@ -186,7 +186,7 @@ def work_s(device: torch.device, most_s: float) -> float:
 def host_bytes_per_s(device: torch.device) -> float | None:
     """Returns the rate of copies between a GPU and pinned memory of its machine, the slower direction's.
 
-    None for a CPU: its memory is the host's, where activations cannot wait apart from it.
+    None for a CPU, whose memory is the host's.
     """
     if device.type != "cuda":
         return None
@@ -204,7 +204,7 @@ def host_bytes_per_s(device: torch.device) -> float | None:
 
 
 def memory_name(device: torch.device) -> str:
-    """Returns a text that is equal for workers that share memory: those of a machine, across its containers."""
+    """Returns a text that is equal for workers that share memory, also across a machine's containers."""
     return f"{platform.node()}/{_read_boot_id()}" if device.type != "cuda" else ""
 
 
@@ -281,7 +281,7 @@ def one_way(
 
 
 def both_ways(rank: int, pair: tuple[int, int], group: Any, size: int, device: torch.device) -> float:
-    """Returns the bytes/s at which this rank receives while both send."""
+    """Returns the bytes/s at which this rank receives while both ranks send."""
     other = pair[1] if rank == pair[0] else pair[0]
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     sent, received = _make_payload(size, device), _make_payload(size, device)

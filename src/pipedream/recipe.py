@@ -1,4 +1,4 @@
-"""A recipe: a Python file that defines what to train, by a function that returns model, loss, optimizer and loaders.
+"""A recipe: a Python file with a function that returns model, loss, optimizer and loaders.
 
     def recipe(seed: int = 0) -> pipedream.Recipe:
         return pipedream.Recipe(model=..., loss=..., optimizer=..., train=..., test=...)
@@ -90,7 +90,7 @@ class Recipe(ModelOptions):
             yield f"name is {self.name!r}, not a text"
 
     def first_batch(self) -> Any:
-        """Returns a training batch; leaves the order of the data as it is."""
+        """Returns a training batch without changing the order of the data."""
         from pipedream.runtime.data.rng import preserved_rng  # describing a recipe should not load torch
 
         with preserved_rng(self.train):
@@ -102,7 +102,7 @@ class Recipe(ModelOptions):
         return batch
 
     def load_s(self) -> float:
-        """Returns the seconds of making a batch; 0 if unknown, or if the loader has processes of its own for it."""
+        """Returns the seconds that a batch takes to load; 0 if unknown, or if the loader has worker processes."""
         from pipedream.runtime.data.rng import preserved_rng
 
         if getattr(self.train, "num_workers", 0) or (make := self._find_maker()) is None:
@@ -182,7 +182,7 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
 
 @contextmanager
 def blaming(when: str) -> Iterator[None]:
-    """Turns an exception of the recipe's own code into a `RecipeError` with its place.
+    """Turns an exception of the recipe's code into a `RecipeError` with its location.
 
     `when` continues the sentence "the recipe failed". This library's own errors pass.
     """

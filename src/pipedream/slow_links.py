@@ -177,7 +177,7 @@ def slow_network(widths: Sequence[int], bytes_per_s: Sequence[float | None]) -> 
 
 
 def _write_rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Returns the lines of ``tc`` that limit what a device, {}, carries between pairs of addresses.
+    """Returns the ``tc`` lines that limit the traffic of a device, {}, between pairs of addresses.
 
     The packets of several pairs take turns, as in the fair queues of most systems. In one queue those of an all-reduce
     would wait for all that other connections have sent before, which may be megabytes. Acknowledgements go first:

@@ -161,9 +161,9 @@ def test_functions_that_make_tensors_of_data_take_placeholders() -> None:
     x, functions = make_placeholder(torch.ones(2, 3)), (torch.as_tensor, torch.tensor)
     with converting_placeholders():
         assert torch.as_tensor(x) is torch.as_tensor(x, device=x.device) is x
-        made = torch.tensor(x, dtype=torch.int64, requires_grad=False)
-        assert describe(made) == ((2, 3), torch.int64, CPU)
-        assert isinstance(made, Placeholder)
+        tensor = torch.tensor(x, dtype=torch.int64, requires_grad=False)
+        assert describe(tensor) == ((2, 3), torch.int64, CPU)
+        assert isinstance(tensor, Placeholder)
         assert torch.as_tensor([1, 2]).tolist() == [1, 2]
     assert functions == (torch.as_tensor, torch.tensor)
 

@@ -107,7 +107,7 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
     ],
 )
 def test_one_delay_is_made_up_for_once(name: str, compensation: str) -> None:
-    with pytest.raises(ScheduleError, match="both make up for the same delay"):
+    with pytest.raises(ScheduleError, match="both make up for the same staleness"):
         build(name, Plan.uniform(3)).with_compensation(compensation)
 
 

@@ -104,7 +104,7 @@ def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Pat
         ends = [launcher.end(1.0) for launcher in started]  # torchrun itself waits on for the other machine
     assert [ended.err.count("pipedream: ") for ended in ends] == [1, 1], f"{ends[0].err}\n----\n{ends[1].err}"
     assert "rank 1, " in ends[0].err, ends[0].err
-    assert "has not been heard of for" in ends[0].err
+    assert "has sent no heartbeat for" in ends[0].err
     assert "the store, which the launcher serves, has not answered for" in ends[1].err
 
 

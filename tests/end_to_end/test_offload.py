@@ -1,4 +1,4 @@
-"""A stage whose activations wait on disk trains to the bit as one that keeps them."""
+"""A stage that offloads its activations to disk trains to the bit as one that keeps them."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_disk_that_fails_ends_the_run_with_its_folder(
 
     monkeypatch.setattr(os, "pwrite", fail)
     advice = f"{'free some of it' if number == errno.ENOSPC else 'check its disk'}, or name another folder"
-    with pytest.raises(WorkerError, match=f"activations wait in the folder '{tmp_path}', but: .*{advice}"):
+    with pytest.raises(WorkerError, match=f"activations are offloaded to the folder '{tmp_path}', but: .*{advice}"):
         train(f"disk:{tmp_path}", nn.Sequential(*make_linears(4)))
 
 
@@ -230,7 +230,7 @@ def test_a_full_disk_is_named_when_it_is_to_be_measured(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(PlanError, match=rf"wait in '{tmp_path}', but .* failed: No space left on device; free some"):
+    with pytest.raises(PlanError, match=rf"to '{tmp_path}', but .* failed: No space left on device; free some"):
         offload_place.measure_disk(str(tmp_path))
 
 

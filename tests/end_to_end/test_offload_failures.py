@@ -112,7 +112,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_elsewhere(
     ended = commands.start(*TRAIN, "--workers", "2", "--activations", away, folder=tmp_path, within=within).end()
     assert (ended.status, ended.orphans) == (1, [])
     assert "Traceback" not in ended.err
-    assert ended.err.count("pipedream: ") == ended.err.count("activations wait in the folder") == 1, ended.err
+    assert ended.err.count("pipedream: ") == ended.err.count("activations are offloaded to the folder") == 1, ended.err
     advice = "; free some of it, or name another folder (--activations disk:FOLDER)"
     assert f"{str(tmp_path / 'away')!r}, but: {words} (this rank has written " in ended.err
     assert advice in ended.err

@@ -1,4 +1,4 @@
-"""Activations that wait elsewhere: no more than must, counted by plan and simulation, and named in a refusal."""
+"""Offloaded activations: no more than must be, counted by plan and simulation, and named in a refusal."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert (plan.activations, plan.cluster.activations) == ("disk:/none", "")
-    assert "of the stages' wait in disk:/none" in str(plan)
+    assert "of the stages' offloaded to disk:/none" in str(plan)
 
 
 def test_recomputation_and_moving_exclude_each_other() -> None:

@@ -250,7 +250,7 @@ def test_bad_input(
 @pytest.mark.parametrize(
     ("methods", "words"),
     [
-        (("1f1b+spike", "pipedream"), "compensation spike was asked of a method that flushes"),
+        (("1f1b+spike", "pipedream"), "compensation spike was asked for with a method that flushes"),
         (("pipedream+basis_rotation",), "rotates the moments of Adam, .*, found SGD, which keeps no such moments"),
         (("basis_rotation",), "found SGD"),
     ],

@@ -291,7 +291,7 @@ def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None
     assert compensations(text, compensation="spike") == ["", "spike", "t1:7", "spike"]
     assert compensations(text, compensation=()) == ["", "", "t1:7", ""]
     for phases, options in (("1f1b+spike:5,pipedream", {}), ("1f1b:5,gpipe/2", {"compensation": "spike"})):
-        with pytest.raises(ScheduleError, match="spike was asked of a method that flushes"):
+        with pytest.raises(ScheduleError, match="spike was asked for with a method that flushes"):
             compensations(phases, **options)
 
 

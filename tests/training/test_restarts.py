@@ -185,7 +185,7 @@ def test_snapshots_are_made_as_often_as_they_may(tmp_path: Path) -> None:
         ),
         (
             ("--snapshot-every", "4", "--elastic", "--workers", "1"),
-            "--snapshot-every 4 was asked for with one worker and --elastic, which cannot go on without it; add --max",
+            "--snapshot-every 4 was asked for with one worker and --elastic, which cannot continue without it; add -",
         ),
     ],
 )

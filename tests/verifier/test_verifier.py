@@ -32,7 +32,7 @@ def program_of(name: str, *replicas: int, microbatches: int | None = None, in_fl
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("pipedream", "pipedream: gradients are stale by up to 2 updates; the schedule 1f1b trains as one process does"),
+        ("pipedream", "pipedream: gradients are stale by up to 2 updates; the schedule 1f1b trains as one process"),
         ("pipedream_2bw", "pipedream_2bw: gradients are stale by up to 1 update; the schedule 1f1b"),
         ("1f1b", ""),
     ],

@@ -1,4 +1,4 @@
-"""Splits a model into layers: from a module and a sample to a LayerGraph and the user's own modules in run order."""
+"""Splits a model into layers: turns a module and a sample into a LayerGraph and the user's own modules in run order."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
     """Splits a model into layers by running it on a sample, and lists what crosses each cut; prints as a table.
 
     A chain of modules is split into these modules. Any other model is split at the calls of its innermost modules; it
-    then runs by its own forward (`ModelSlice`). With parameters on the meta device, or within `stand_ins`, the numbers
-    are not compared with the model's. The model is left unchanged.
+    then runs by its own forward (`ModelSlice`). With parameters on the meta device, or within `stand_ins`, results are
+    not compared with the model's. The model is left unchanged.
 
     This is ``pipedream.capture(model, batch)``.
 
@@ -63,7 +63,7 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
 
 
 class _Callable(ModuleType):
-    """Makes this package callable, because it has the name of the function that users call."""
+    """Makes this package callable, because it shares its name with the function."""
 
     def __call__(self, model: nn.Module, batch: Any, *, finest: bool = False) -> Captured:
         return capture(model, batch, finest=finest)

@@ -1,4 +1,4 @@
-"""Errors for models that cannot be captured, and of a slice's forward."""
+"""Errors of models that cannot be captured, and of a slice's forward."""
 
 from __future__ import annotations
 

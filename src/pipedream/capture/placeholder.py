@@ -144,8 +144,8 @@ def converting_placeholders() -> Iterator[None]:
         def convert(data: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(data, Placeholder):
                 return function(data, *args, **kwargs)
-            given = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
-            return data.to(*args, **given) if args or given else data
+            options = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
+            return data.to(*args, **options) if args or options else data
 
         return convert
 

@@ -1,4 +1,4 @@
-"""A slice of a model: what a stage runs of a model that runs by its own forward."""
+"""A slice of a model: the part that a stage runs of a model that runs by its own forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward of a slice: the model's own forward, in which the calls of other stages are skipped.
+"""A forward of a slice: the model's own forward, without the calls of other stages.
 
 Life of a forward:
 
@@ -421,8 +421,8 @@ class SliceForward:
             elif value_here is not None or torch.is_grad_enabled():
                 raise self._errors.missing_input(path, value_here, self.inputs)
         # An optional input that every stage sees as None, such as the labels of a prediction, is not lacking.
-        made = (v for v in part.sent if v.born >= 0 or _find_argument(v.sites[0].path, *self.inputs) is not None)
-        lacking = [value for value in made if value not in self.values]
+        expected = (v for v in part.sent if v.born >= 0 or _find_argument(v.sites[0].path, *self.inputs) is not None)
+        lacking = [value for value in expected if value not in self.values]
         if lacking:
             raise self._errors.other_path(
                 part.stop_at or "",

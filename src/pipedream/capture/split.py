@@ -1,4 +1,4 @@
-"""From the record of a forward to a LayerGraph: where the model may be cut, and what crosses each cut.
+"""Turns the record of a forward into a LayerGraph: where the model may be cut, and what crosses each cut.
 
 A cut lies before the entry of a leaf call, so a layer is one leaf call or more with the glue code that follows. The cut
 is allowed if each tensor that is made before and read after it is taken or returned by some module before it (there

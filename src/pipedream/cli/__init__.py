@@ -1,4 +1,4 @@
-"""The `pipedream` command: it reads options and prints; all else happens elsewhere.
+"""The `pipedream` command: reads options and prints; the work is done elsewhere.
 
 ``--json`` prints one object on standard output and nothing else there; an error is one message on standard error. Exit
 status: 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl-C.
@@ -33,7 +33,7 @@ COMMANDS = {
     "profile": "Measure or predict the seconds and bytes of each layer.",
     "layers": "List the layers of a model, and what crosses between them.",
     "plan": "Partition a profiled model into stages.",
-    "check": "Check a plan that was edited, and predict its speed.",
+    "check": "Check an edited plan, and predict its speed.",
     "partition": "Divide a step's tensors over ranks, as Tofu does.",
     "layout": "Choose which tensor dimensions each mesh dimension shards.",
     "sweep": "Compare methods over workers and bandwidths.",
@@ -50,7 +50,7 @@ COMMANDS = {
 
 
 class _Commands(TyperGroup):
-    """An unused command is an empty one, with the first line of its help."""
+    """Imports a command when it is used; until then it has only the first line of its help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

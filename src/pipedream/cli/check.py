@@ -23,7 +23,7 @@ def check(
     microbatches: int | None = MICROBATCHES,
     as_json: bool = JSON,
 ) -> None:
-    """Check a plan that was edited, and predict its speed.
+    """Check an edited plan, and predict its speed.
 
     Checks layers, depth, memory and method, and proves the program free of deadlock.
 

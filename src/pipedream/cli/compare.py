@@ -22,14 +22,14 @@ from pipedream.options import TrainingOptions
 from pipedream.workflows.exclusions import as_flag
 
 _LEAST_BYTES_PER_S, _USUAL_BYTES_PER_S, _LATENCY_S = 1000.0, 1.25e9, 1e-4
-_DELAY = "Losses with stale gradients"
+_DELAY = "Losses with late gradients"
 
 
 def compare(
     recipe: str = RECIPE,
     workers: int | None = option(
         None,
-        "Workers of each variant; with --mesh ranks.",
+        "Workers of each variant; with --mesh, ranks.",
         metavar="N",
         least=1,
         unset="2, or as many as --hosts; two meshes",
@@ -71,7 +71,7 @@ def compare(
     microbatches: int | None = MICROBATCHES,
     mesh: str = option(
         "",
-        "Mesh of the ranks of every worker of the methods, e.g. model:2. --workers then counts ranks.",
+        "Mesh of the ranks of every worker of the methods, e.g. model:2. With a mesh, --workers counts ranks.",
         metavar="NAME:RANKS[,...]",
         unset="one rank",
         panel=Panel.MESH,

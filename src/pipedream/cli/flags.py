@@ -92,7 +92,7 @@ _RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
 class OptionParser(TyperCommand):
     """A command whose lists may be written ``--workers 4 4``, ``--workers 4,4``, or with the option repeated.
 
-    A file named by a number must come before such an option.
+    A positional file name that is a number must come before such an option.
     """
 
     _LISTS: ClassVar = {

@@ -146,7 +146,7 @@ def profile_of(path: Path) -> Profile:
 
 
 def with_depth(plan: Plan, depth: str | tuple[int, ...]) -> Plan:
-    """Returns a plan with the depth of --in-flight; a chosen depth is kept under the option's default."""
+    """Returns a plan with the depth of --in-flight; by default the plan's own."""
     return plan if depth == "noam" and plan.depth_mode != "noam" else plan.with_depth(depth)
 
 

@@ -119,10 +119,10 @@ def plan(
 
 @dataclass(frozen=True)
 class _Answer:
-    """A plan, with what it is compared with, in seconds per minibatch.
+    """A plan and its rivals, in seconds per minibatch.
 
     Attributes:
-        slowest_stage_s: predicted, of a full pipeline.
+        slowest_stage_s: predicted for a full pipeline.
         alone_s: of one worker.
         parallel_s: of data parallelism.
         planning_s: seconds that the planner took.

@@ -17,7 +17,7 @@ def probe(
     ),
     device: str = option("cpu", "Device of the workers.", metavar="cpu|cuda"),
     disk: Path | None = option(
-        None, "Folder where activations may wait, to measure its disk.", metavar="FOLDER", unset="not measured"
+        None, "Folder for offloaded activations, to measure its disk.", metavar="FOLDER", unset="not measured"
     ),
     seconds: float = option(10.0, "Approximate time to spend.", metavar="SECONDS", least=0.5),
     output: Path | None = OUTPUT,

@@ -60,7 +60,7 @@ class LinkFlags:
     )
 
     def join(self, processes: int) -> Cluster | None:
-        """Returns the processes, joined by the links that are given: on one level, or within and between machines."""
+        """Returns a cluster of these processes with the given links: one level, or two, within and between machines."""
         if not self.bandwidth and self.latency is None:
             return None
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
@@ -77,13 +77,13 @@ class RestartFlags:
     )
     elastic: bool = option(
         False,
-        "If restarts fail, go on without the lost workers: with the other replicas of their stages, or planned again.",
+        "If restarts fail, continue without the lost workers: with their stages' other replicas, or with a new plan.",
         panel=Panel.FAILURES,
     )
     min_workers: int = option(1, "Fewest workers that --elastic may leave.", metavar="N", least=1, panel=Panel.FAILURES)
 
     def check(self, method: str | Schedule, workers: int, chunks: int | None) -> None:
-        """Raises a `ScheduleError` if the method does not work with a number of workers that may be left."""
+        """Raises a `ScheduleError` if the method does not work with every number of workers that may remain."""
         if method == "auto":
             return
         for remaining in range(workers - 1, self.min_workers - 1, -1):
@@ -155,7 +155,7 @@ def train(
 def _read_files(
     recipe: str, plan: Path | None, shape: ShapeFlags, options: TrainingOptions, links: LinkFlags
 ) -> TrainingOptions:
-    """Returns the options with the plan, the shape and the cluster that other flags give; checks them first."""
+    """Checks the other flags, and returns the options with their plan, shape and cluster."""
     options = replace(options, shape=shape.read() or options.shape)
     check_flags(plan=plan, **options.plan_settings | vars(links))
     check_flags(phases=options.phases, schedule=options.schedule, microbatches=options.microbatches)
@@ -192,7 +192,7 @@ def _start_processes(recipe: str, options: TrainingOptions, config: str | None, 
 
 
 def _check_snapshots(every: int | str, restarts: RestartFlags, workers: int) -> None:
-    """Raises a `PipelineError` if snapshots would serve nothing, or cannot be kept."""
+    """Raises a `PipelineError` if snapshots would be useless or impossible."""
     from pipedream.runtime.failure.processes import MEMORY
 
     if not restarts.max_restarts and not restarts.elastic:
@@ -202,8 +202,8 @@ def _check_snapshots(every: int | str, restarts: RestartFlags, workers: int) -> 
         )
     if workers == 1 and not restarts.max_restarts:
         raise PipelineError(
-            f"--snapshot-every {every} was asked for with one worker and --elastic, which cannot go on without it; add "
-            "--max-restarts N, or leave it out"
+            f"--snapshot-every {every} was asked for with one worker and --elastic, which cannot continue without it; "
+            "add --max-restarts N, or leave it out"
         )
     if not os.access(MEMORY, os.W_OK):
         raise PipelineError(
@@ -235,7 +235,7 @@ def _count_workers(options: TrainingOptions, config: str | None) -> int | None:
 
 
 def _list_methods(options: TrainingOptions) -> list[str]:
-    """Returns the methods that the options, the checkpoint or the plan name; the recipe is not known yet."""
+    """Returns the methods named by the options, the checkpoint or the plan; the recipe is not loaded yet."""
     if options.phases is not None:
         return [phase.name for phase in read_phases(str(options.phases))]
     if options.schedule is not None:

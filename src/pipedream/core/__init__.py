@@ -1,1 +1,1 @@
-"""The data types, and the arithmetic that several packages share; without torch."""
+"""Data types, and arithmetic that several packages share; without torch."""

@@ -1,7 +1,7 @@
 """Saves and loads plans, profiles and the like: JSON, checked field by field, with a format number.
 
 An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. A file of another kind or format, or
-with a wrong field, is refused as a whole.
+with a wrong field, is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipedream.core.errors import ArtifactError, PlanError
 
 MOST_TEXT_BYTES = 256_000_000
 NOT_STORED = {"json": ""}
-"""Metadata of a field that files do not have."""
+"""Metadata of a field that is not saved."""
 
 
 class Artifact:
@@ -67,7 +67,7 @@ class Artifact:
 
     @classmethod
     def check_is(cls, value: Any) -> Self:
-        """Returns the value. Raises a PlanError if it is not of this class, such as the name of a file."""
+        """Returns the value. Raises a PlanError if it is not of this class but, say, a file name."""
         if not isinstance(value, cls):
             name = cls.__name__
             is_path = isinstance(value, (str, os.PathLike))
@@ -155,7 +155,7 @@ def new_file(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file to write, which then replaces `path`; makes the folder.
 
     Raises:
-        ArtifactError: the file cannot be written; nothing is left of it.
+        ArtifactError: the file cannot be written; no partial file is left.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
@@ -182,7 +182,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> BaseException:
-    """Returns the OSError (a full disk, ...) that led to an error, such as one of torch's; else the error itself."""
+    """Returns the OSError (a full disk, ...) that caused an error; else the error itself."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
@@ -302,12 +302,12 @@ def _list_stored_fields(kind: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _find_json_name(field: dataclasses.Field[Any]) -> str:
-    """Returns a field's name in JSON: that of older files, if it has been renamed."""
+    """Returns a field's name in JSON; if the field was renamed, its older name."""
     return str(field.metadata.get("json", field.name))
 
 
 def _add_article(kind: type) -> str:
-    """Returns a class's name with its article, unless it is a plural (Operators)."""
+    """Returns a class's name with an article, unless it is a plural (Operators)."""
     name = kind.__name__
     return name if name.endswith("s") else f"a{'n' * (name[0] in 'AEIOU')} {name}"
 

@@ -1,8 +1,8 @@
-"""A checkpoint's manifest: where a run stood at a drain, and where in its files the pieces of each tensor lie.
+"""A checkpoint's manifest: a run's position at a drain, and the places of each tensor's pieces in its files.
 
 Tensors have the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
-``compensation/NAME/KEY``), so that any plan can load them; what only one replica has is under ``replica/R/``. At a
-drain each stage has one version of its weights: no stash is kept.
+``compensation/NAME/KEY``), so that any plan can load them; what a single replica has is under ``replica/R/``. At a
+drain each stage has one version of its weights, so no stash is saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPE = re.compile(r"[a-z][a-z0-9_]*")
 
 
 _FINITE_OPTIONS = {"lr", "initial_lr", "betas", "momentum", "weight_decay", "eps"}
-"""Options that must be finite; others may be infinite, which means no limit."""
+"""Options that must be finite; in others, infinity means no limit."""
 
 _MOST_COUNT = 10**15
 
@@ -56,7 +56,7 @@ class StoredPiece(NamedTuple):
 class Stored:
     """Where a tensor is stored: in pieces, each element in exactly one.
 
-    In JSON the fields of a single piece are beside the dtype, as in earlier files.
+    In JSON the fields of a single piece are next to the dtype, as in earlier files.
     """
 
     dtype: str
@@ -119,7 +119,7 @@ class SavedStage:
     """The state of a stage's optimizer other than tensors.
 
     Attributes:
-        numbers: parameter -> key -> value, for values that are no tensors.
+        numbers: parameter -> key -> value, for values other than tensors.
         common: the optimizer's state that belongs to no parameter.
         nested: path -> parameter groups, of an optimizer within the optimizer.
         rest: all else in its state dict.
@@ -172,7 +172,7 @@ class Position:
 
     Attributes:
         minibatches: since the start of training.
-        epoch, epoch_batches: the next minibatch's epoch, and how many of its minibatches are done.
+        epoch, epoch_batches: the next minibatch's epoch, and the minibatches done in it.
         drains: minibatch numbers of all drains, this one last.
         data: order of the data, and the loader's own state.
         callbacks: states, by class.
@@ -197,11 +197,11 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRequest:
-    """The request that the pipeline of a run carries out.
+    """What a run asked of its pipeline.
 
     Attributes:
         phases: as text (`core.schedule.phase`), or ''.
-        phases_compensation: for the phases that name none themselves.
+        phases_compensation: for phases that name none.
     """
 
     seed: int
@@ -218,7 +218,7 @@ class Checkpoint(PipelineRequest, Position, Artifact):
         schedule, microbatches, compensation: the current phase's.
         files: name -> bytes; a file of another size is damaged.
         random: states of the generators of each process.
-        extra: state that the training loop keeps for itself, in JSON.
+        extra: the training loop's own state, in JSON.
     """
 
     FORMAT = 1

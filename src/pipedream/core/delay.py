@@ -1,4 +1,4 @@
-"""The DelayComparison: one recipe trained by several methods on one machine, each with its stale gradients."""
+"""The DelayComparison: one recipe trained by several methods on one machine, each as stale as on several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DelayedRun:
     Attributes:
         method: with its compensation, as a phase is written (`core.schedule.phase`).
         predicted_per_s: samples per second of its plan, by simulation.
-        losses: one for each minibatch, which is an update.
+        losses: one for each minibatch, each of which is an update.
         metrics: of the last evaluation; empty if there is no test loader.
         why: the error that ended it; else ''.
     """
@@ -33,7 +33,7 @@ class DelayedRun:
 
 @dataclass(frozen=True, repr=False)
 class DelayComparison(Tabular):
-    """The runs, of which the first flushes: it trains as one process does.
+    """The runs; the first flushes, so it trains as one process does.
 
     Attributes:
         batch: samples of a minibatch.
@@ -57,7 +57,7 @@ class DelayComparison(Tabular):
         return [(after - before) / window for before, after in zip(sums, sums[window:], strict=False)]
 
     def reach_reference(self, run: DelayedRun) -> float | None:
-        """Returns the predicted seconds until a run's mean loss is that of the first run's end; None if it is never."""
+        """Returns the predicted seconds until a run reaches the first run's final mean loss; None if it never does."""
         reference = self.average_losses(self.runs[0])[-1:]
         means = self.average_losses(run)
         first_index = next((i for i, mean in enumerate(means) if reference and mean <= reference[0]), None)

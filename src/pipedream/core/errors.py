@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 _CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
-"""Words of which torch's errors about broken connections contain at least one."""
+"""Each of torch's errors about broken connections contains one of these."""
 
 BAD_CALL = 2
 """Exit status for a wrong call or bad input; a run that failed exits with 1."""
@@ -42,13 +42,13 @@ def is_broken_connection(error: BaseException | None) -> bool:
 
 
 def install_advice(error: BaseException) -> str:
-    """Returns the end of a message: the extra that installs a missing package; '' if there is none."""
+    """Says which extra installs a missing package; '' if none does."""
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     return f"; pip install 'torch-pipedream[{_EXTRAS[missing]}]'" if missing in _EXTRAS else ""
 
 
 class PipelineError(Exception):
-    """Base of all errors that this library raises on purpose.
+    """Base of this library's errors.
 
     Attributes:
         is_first: no other rank has reported an error yet, so this rank prints it.
@@ -62,7 +62,7 @@ class ArtifactError(PipelineError):
 
 
 class CaptureError(PipelineError):
-    """A model cannot be divided into layers, or not at the place that was asked for."""
+    """A model cannot be split into layers, or not at the requested place."""
 
 
 class ProfileError(PipelineError):

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: a few sums, to compare tensors that no longer exist."""
+"""Fingerprints of tensors: a few sums, by which to compare tensors that no longer exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ Fingerprint = tuple[float, ...]
 
 
 def is_close(expected: Fingerprint | None, actual: Fingerprint | None, tolerance: float, floor: float = 0.0) -> bool:
-    """Returns whether two fingerprints are equal but for rounding; None is only equal to None.
+    """Returns whether two fingerprints are equal up to rounding; None equals only None.
 
     Args:
         tolerance: largest difference of the sums, relative to the sum of absolute values.

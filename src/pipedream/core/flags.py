@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Panel(StrEnum):
-    """Headings in the help of commands, in the order in which they are shown."""
+    """Headings in the help of commands, in order."""
 
     ARGUMENTS = "Arguments"
     OPTIONS = "Options"
@@ -64,7 +64,7 @@ def argument(metavar: str | None, help: str, *, default: Any = ..., **settings: 
 
 
 def option_of(options: type, name: str, **changes: Any) -> Any:
-    """Declares an option like that of a dataclass; the changes are a `default` or settings of `Flag`."""
+    """Declares an option like a dataclass's, with another `default` or other settings of `Flag`."""
     field = options.__dataclass_fields__[name]  # type: ignore[attr-defined]
     default = changes.pop("default", ... if field.default is MISSING else field.default)
     return _declare(default, dataclasses.replace(field.metadata["flag"], **changes))

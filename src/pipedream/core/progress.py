@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar in a terminal or notebook, and a line now and then in a log."""
+"""Progress on standard error: a bar in a terminal or notebook, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from pipedream.core.units import format_seconds
 
 QUIET_S = 2.0
-"""Shorter work leaves no line in a log."""
+"""Shorter work writes no line into a log."""
 
 LONGEST_GAP_S = 60.0
 

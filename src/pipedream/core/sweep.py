@@ -1,4 +1,4 @@
-"""One model with several methods: on equal workers, or over numbers of workers and bandwidths (the Sweep)."""
+"""One model with several methods, on equal workers, or over worker counts and bandwidths (the Sweep)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipedream.core.display import Tabular, align
 from pipedream.core.units import format_bytes, format_number, format_rate, format_seconds
 
 DATA_PARALLEL = "data parallel"
-"""Name of the row that every method is compared with."""
+"""Name of the row to which every method is compared."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 from pipedream.core.errors import PlanError
 
 MUCH_SLOWER = 1.1
-"""Slowness above which cores do not count as free."""
+"""Slowness from which on cores do not count as free."""
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
@@ -64,7 +64,7 @@ def format_excess(excess: float) -> str:
 
 
 def describe_slowness(slowness: float, whose: str) -> str:
-    """Returns the share of the cores that other work took, where ours took `slowness` times as long; '' if little."""
+    """Says which share of the cores other work took, given that ours took `slowness` times as long; '' if little."""
     return f"other work took {1 - 1 / slowness:.0%} of {whose} cores" if slowness > MUCH_SLOWER else ""
 
 

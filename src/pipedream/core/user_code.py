@@ -1,4 +1,4 @@
-"""Finds the place in the user's code that an error comes from."""
+"""Finds the place in the user's code where an error arose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def user_line(error: BaseException | None = None) -> str:
     """Returns the innermost line outside of torch and this package: ``model.py:42 in forward: x = x.view(5, 77)``.
 
     Args:
-        error: the error that was raised there, or else its cause; None for the running code.
+        error: the error, or else its cause; None for the running code.
 
     Returns an empty string if there is no such line.
     """
@@ -71,7 +71,7 @@ def name_call() -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """Returns an error's type and text, with the module and the user's line where it was raised.
+    """Returns an error's type and text, with its module and the user's line.
 
     A long text is shortened. An error of a DataLoader's process is described as raised there.
     """
@@ -120,7 +120,7 @@ def _describe_loader_error(text: str) -> str:
 
 
 def note_module(error: BaseException, modules: Iterable[tuple[str, Any]]) -> None:
-    """Attaches to an error the name of the innermost module whose method raised it."""
+    """Attaches the name of the innermost module whose method raised an error."""
     if hasattr(error, _MODULE):
         return
     names = {id(module): f"the module {name!r}" * bool(name) for name, module in modules}

@@ -1,4 +1,4 @@
-"""The RecipeComparison: one recipe trained in several ways over links of some rates."""
+"""The RecipeComparison: one recipe trained in several ways over links of given rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipedream.core.units import format_bytes, format_number
 
 ONE_WORKER, DDP = "one worker", "DDP"
 ACCUMULATED = 8
-"""Minibatches that each worker accumulates before its gradients are summed, in the variant that does."""
+"""Minibatches that each worker accumulates before its gradients are summed, in accumulating variants."""
 SHARED, ACCUMULATING = "DDP, minibatch shared", f"DDP, accumulating {ACCUMULATED}"
 HALF, HALF_ACCUMULATING = "DDP, fp16", f"DDP, fp16, accumulating {ACCUMULATED}"
 LOCAL_SGD = f"local SGD, every {ACCUMULATED}"
@@ -28,8 +28,8 @@ class Variant:
         predicted_per_s: samples per second by simulation.
         samples_per_update: over all workers.
         bytes_per_sample: bytes that all workers sent, with evaluations and the packets' headers, per trained sample.
-        bubble: share of the workers' time in which they did not compute; for torch's variants, all time beyond the
-            profiled seconds.
+        bubble: share of time in which workers did not compute; for torch's variants, all time beyond the profiled
+            seconds.
         peak_bytes: peak of tensors, on the fullest worker.
         seconds_to_target: None if it was not reached.
         metrics: metrics of the last evaluation.
@@ -79,7 +79,7 @@ class OverLink:
         return None if not other or variant.samples_per_s is None else variant.samples_per_s / other
 
     def verdict(self) -> str:
-        """Recommends a variant for this link, and one with exact gradients if the first has approximate ones."""
+        """Recommends a variant for this link, and an exact one if the first is approximate."""
         where, best, exact = f"over {self.link}", self.fastest(), self.fastest(exact=True)
         if best is None:
             return f"{where} nothing ran"
@@ -119,7 +119,6 @@ class RecipeComparison:
 
     @property
     def workers_text(self) -> str:
-        """The workers in words."""
         return f"{self.workers} {'emulated ' if self.emulated else ''}workers"
 
     @property
@@ -140,7 +139,7 @@ class RecipeComparison:
         )  # fmt: skip
 
     def row(self, link: OverLink, variant: Variant) -> tuple[str, ...]:
-        """Returns a variant's figures in words, as many as `heads`; '-' where one is not known."""
+        """Returns a variant's figures in words, one for each of `heads`; '-' where unknown."""
         shares = [link.compare_with(name, variant) for name in (ONE_WORKER, DDP)]
         return (
             variant.name,
@@ -157,7 +156,7 @@ class RecipeComparison:
         )
 
     def reasons(self) -> tuple[str, ...]:
-        """Returns a sentence for each figure that is missing on purpose, and the notes."""
+        """Explains each figure that is missing on purpose, and lists the notes."""
         reasons = [
             f"{variant.name} did not run: {variant.why}"
             for link in self.links

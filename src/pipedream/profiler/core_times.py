@@ -1,4 +1,4 @@
-"""How far other work keeps this process from the processor's cores, as Linux counts it in /proc."""
+"""Measures how much other work keeps this process from the processor's cores, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CoreTimes:
         return cls(time.process_time(), 1e-9 * sum(waits), used / ticks_per_s, stolen / ticks_per_s)
 
     def slowness_until(self, end: CoreTimes, run_s: float | None = None) -> float:
-        """Returns how many times as long work has taken as on free cores; 1 where nothing is known.
+        """Returns how many times longer work has taken than on free cores; 1 where unknown.
 
         Args:
             run_s: what all processes of this work ran for meanwhile on this machine; by default, what this one did.

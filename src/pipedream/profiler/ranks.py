@@ -1,4 +1,4 @@
-"""The layers of a model as one rank of a mesh runs them, in this process alone: its collectives do nothing.
+"""Runs a model's layers as one rank of a mesh would, in this process alone: collectives do nothing.
 
 The rank has its own part of every tensor, so that its seconds and bytes can be measured like those of any layer.
 """
@@ -93,7 +93,6 @@ class OneRank:
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Bytes gathered for each layer (`StageSharding.gathered_bytes`)."""
         names = (self._names[id(layer)] for layer in self._layers)
         return [
             self._sharding.gathered_bytes({name: self._parameters[name] for name in layer_names})

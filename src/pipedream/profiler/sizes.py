@@ -1,4 +1,4 @@
-"""Bytes of outputs, of parameters, of what autograd keeps, and live bytes over time."""
+"""Bytes of outputs and parameters, bytes that autograd keeps, and live bytes over time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sweeps as pictures: throughput, bubble and memory over the bandwidth, with a column for each number of workers.
+"""Pictures of sweeps: throughput, bubble and memory over the bandwidth, with a column for each number of workers.
 
-With only one bandwidth, over the number of workers. A vertical line shows where a method crosses data parallelism.
-Methods on equal workers are points: bubble over memory.
+With a single bandwidth, the axis is the number of workers. A vertical line shows where a method overtakes data
+parallelism. Methods on equal workers are points: bubble over memory.
 """
 
 from __future__ import annotations

@@ -68,18 +68,18 @@ def _find_sends(timeline: Timeline, rank: int) -> list[Span]:
 
 
 def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
-    tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
+    read = {(versions.stage, versions.microbatch): versions for versions in timeline.gradient_versions}
     events: list[dict[str, Any]] = []
 
     def add(span: Span, tid: int) -> None:
         number = "update" if span.kind in ("U", "step") else "microbatch"
         args: dict[str, Any] = {"stage": span.stage, number: span.index}
         letter = span.kind if span.kind in WORK else {"step": "U"}.get(span.kind, ">")
-        tag = tags.get((span.stage, span.index))
-        if tag is not None and span.kind in ("F", "B", "I", "W"):
-            args["version"] = tag.forward_version if span.kind == "F" else tag.backward_version
+        versions = read.get((span.stage, span.index))
+        if versions is not None and span.kind in ("F", "B", "I", "W"):
+            args["version"] = versions.forward_version if span.kind == "F" else versions.backward_version
             if span.kind != "F":
-                args |= {"applied_to": tag.applied_to, "staleness": tag.staleness}
+                args |= {"applied_to": versions.applied_to, "staleness": versions.staleness}
         events.append(
             {
                 "ph": "X",

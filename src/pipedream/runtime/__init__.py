@@ -1,1 +1,1 @@
-"""Runs programs with real tensors: workers, versions, channels, updates. Imports core only."""
+"""Runs programs with real tensors: workers, versions, channels, updates."""

@@ -54,7 +54,7 @@ class Settings:
         compile: arguments of torch.compile; None does not compile.
         scaling: None does not scale the loss.
         batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
-        planned_samples: of a minibatch in the plan, compared with those of the first one; 1 compares nothing.
+        planned_samples: of a minibatch in the plan, compared with the first minibatch's; 1 compares nothing.
         layout: of tensors on the mesh of each worker.
         parallelize: shards layers in place of the layout, see `sharding.parallelized`.
         messages: how tensors between workers are encoded.
@@ -85,7 +85,7 @@ class Blueprint:
         programs: one per phase, over the same channels; verified.
         evaluation: a verified program without backwards.
         stages: (name, module) of each stage's layers.
-        last_layers: the name of the layer that ends each stage, in the model's graph.
+        last_layers: name of each stage's last layer, in the model's graph.
         settings_to_agree: returns settings that must be equal on all ranks, as texts by name.
     """
 
@@ -105,7 +105,6 @@ class Blueprint:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """The mesh of each worker."""
         return self.placement.meshes(self.program.plan.meshes)
 
     def boundary(self, stage: int) -> Boundary | None:
@@ -278,7 +277,7 @@ def _copy_layers(
     parameters: dict[str, nn.Parameter],
     others: Iterable[tuple[str, nn.Module]],
 ) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
-    """Copies for a further replica in one process, where the user's model has each layer only once.
+    """Copies layers for a further replica in one process, because the user's model has each only once.
 
     Tensors that share memory share it in the copy too. Modules of `others`, which the layers refer to, are not copied.
     """

@@ -81,7 +81,7 @@ class BackwardRunner:
         self._end_backward("B", stage, index, stage_state, start)
 
     def run_inputs(self, stage: int, index: int) -> None:
-        """Runs an I: the half of a backward that the previous stage waits for."""
+        """Runs an I: the half of a backward for which the previous stage waits."""
         stage_state, start = self._begin_backward(Kind.INPUT_GRADIENT, stage, index, "an input gradient")
         saved = self._saved_forwards[stage, index]
         message = self._take_gradients(stage, index)

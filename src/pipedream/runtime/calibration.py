@@ -1,4 +1,4 @@
-"""A short run over layers of known cost, which shows what the runtime itself costs on these workers."""
+"""Measures the runtime's own costs on these workers, by a short run of layers of known cost."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _SHORT_WARM_UP = 4
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the runtime costs with messages of one size: medians of minibatches, lower quartiles of passes and updates.
+    """The runtime's costs with messages of one size: medians of minibatches, lower quartiles of passes and updates.
 
     Attributes:
         message_bytes: of an activation, and of its gradient.
         op_s: of a forward or a backward, beyond its layers.
         update_s: of an update, beyond the step of the optimizer.
-        other_s: of a minibatch, beyond forwards, backwards, updates and waits: of each worker; in a single process one
-            number for all workers together.
+        other_s: of a minibatch, beyond forwards, backwards, updates and waits: for each worker, or in a single process
+            one number for all.
         arrival_s: from the beginning of a send to the end of its receive; 0 in a single process.
     """
 
@@ -58,7 +58,7 @@ class Calibration:
 
 
 class _Layer(nn.Module):
-    """Keeps its core busy in both passes, as layers do while messages are on their way."""
+    """Keeps its core busy in both passes, as real layers do while messages travel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def _mean_product(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class _NoStep(torch.optim.SGD):
-    """An optimizer whose step takes no time, as a profile has the seconds of the user's."""
+    """An optimizer whose step takes no time: a profile has the time of the user's."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing."""
@@ -185,7 +185,7 @@ def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
 def _measure_other_s(timeline: Timeline, part: range, *, is_one_process: bool) -> tuple[float, ...]:
     """Returns `Calibration.other_s`: the rest of the time between the starts of two forwards.
 
-    A receive that need not wait takes the shortest of its spans.
+    The shortest receive is taken for one that need not wait.
     """
     seconds = []
     for ranks in [range(timeline.workers)] if is_one_process else [[rank] for rank in range(timeline.workers)]:
@@ -206,7 +206,7 @@ def _measure_other_s(timeline: Timeline, part: range, *, is_one_process: bool) -
 
 
 def _measure_arrival_s(timeline: Timeline, part: range) -> float:
-    """Returns the lower quartile, as other processes only delay, over gradients whose receiver waited for them.
+    """Returns the lower quartile, as noise only delays, over gradients for which the receiver waited.
 
     Only gradients travel from the last rank to the one before it, so its sends are gradients.
     """

@@ -61,7 +61,7 @@ class ForwardRunner:
     Attributes:
         saved_forwards: (stage, microbatch) -> what its backward needs.
         received_outputs: how many outputs of a prediction were received.
-        offload: moves saved tensors elsewhere until their backward.
+        offload: offloads saved tensors until their backward.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class ForwardRunner:
 
 
 def _list_resident(module: StageModule, leaves: Mapping[str, torch.Tensor], value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a forward reads and that stay: weights, buffers, and `value`, the model's input."""
+    """Yields the tensors of a forward that stay in memory anyway: weights, buffers, and `value`, the model's input."""
     yield from leaves.values()
     for _, layer in module.layers:
         yield from layer.parameters()

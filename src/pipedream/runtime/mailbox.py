@@ -64,7 +64,7 @@ class Mailbox:
         self._inbox.pop((carries, stage, index), None)
 
     def put(self, carries: Carries, target: int, message: Message) -> None:
-        """Takes an op's result, which is sent, or read by another stage of this rank."""
+        """Takes an op's result, to be sent or read by another stage of this rank."""
         index = message.microbatch
         route = carries, target, index % self._placement.cycle
         is_local = self._is_local.get(route)

@@ -35,7 +35,7 @@ from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 
 class StageObserver:
-    """Observes a stage until its first update. This class does nothing, for stages of which nothing is compared."""
+    """Observes a stage until its first update. This base class does nothing."""
 
     def before_forward(
         self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
@@ -43,7 +43,7 @@ class StageObserver:
         """Takes the input of the layers for the first microbatch; `targets` are those of the last stage."""
 
     def after_forward(self, index: int) -> None:
-        """Is called after the forward of a microbatch."""
+        """Called after the forward of a microbatch."""
 
     def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
         """Takes the gradients of the stage's outputs."""
@@ -91,7 +91,7 @@ class StageState:
         replicas: keeps this replica equal to the others; None without others.
         weight_choice: which weights the passes read.
         copied_attributes: of the modules, if there are other replicas in this process.
-        overlapped: the newest update, while a thread makes it and after it failed there.
+        overlapped: the newest update, while a thread makes it or after it failed.
         hosted: copies of the weights in the memory of the machine, where the optimizer steps them.
     """
 
@@ -183,7 +183,6 @@ class StageState:
         return weights, weights.version
 
     def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
-        """Returns the weights for a forward that is recomputed."""
         saved.recomputed_weights = self._choose_for_backward(saved)
         return saved.recomputed_weights
 
@@ -271,7 +270,7 @@ class StageState:
         return is_alone and not self.optimizer.compensator.needs_read_weights
 
     def finish_update(self, recorder: Recorder, version: int | None = None) -> None:
-        """Waits for a thread's update, or only if it makes `version` or an earlier one; raises its error."""
+        """Waits for a thread's update, if it makes `version` or an earlier one (by default any); raises its error."""
         if self.overlapped is None or (version is not None and version < self.overlapped.op.index):
             return
         update, start = self.overlapped, recorder.mark()

@@ -47,7 +47,7 @@ _ADVICE = {
         "use recomputation (--recompute), smaller microbatches or more workers"
     ),
 }
-"""What torch says -> what to do."""
+"""Text of one of torch's errors -> what to do."""
 
 
 class _Step(NamedTuple):
@@ -385,7 +385,7 @@ class Worker:
 
 
 def abandon(worker: Worker, *, wait: bool) -> None:
-    """Drops a worker's channels after a failure: messages under way would keep their connections open.
+    """Drops a worker's channels after a failure, because messages under way keep connections open.
 
     `wait`: waits for the worker's last update, which writes weights.
     """
@@ -396,7 +396,7 @@ def abandon(worker: Worker, *, wait: bool) -> None:
 
 
 def _list_minibatches(program: Program, update: Op, total: int | None, present: int) -> range:
-    """Returns the minibatches of an update of the first of a rank's stages; `present` of its replicas take part."""
+    """Returns the minibatches of an update of a rank's first stage, in which `present` of its replicas take part."""
     members = program.updates.members(update.stage, update.index, total)
     if program.updates.mean_of_rounds and total is None:
         # A round may be the last, and incomplete, before this worker has received the end.

@@ -1,4 +1,4 @@
-"""Costs of stale gradients in accuracy, and the compensation with which they are lowest.
+"""What stale gradients cost in accuracy, and the compensation with which they cost least.
 
 Medians of five seeds of small tasks, with the learning rate tuned for each, beyond synchronous training with the same
 optimizer (benchmarks/convergence): nats per character for a GPT, percentage points of error for handwritten digits.

@@ -256,7 +256,7 @@ SCHEDULES: dict[str, Build] = {name: method.build for name, method in METHODS.it
 """Methods with an order of their own."""
 
 COMPENSATED: dict[str, Build] = {name: method.build for name, method in METHODS.items() if method.compensates}
-"""Methods that add a compensation of delay to another method."""
+"""Methods that add a compensation to another method."""
 
 LAYOUTS = {name: method.layout for name, method in METHODS.items() if method.layout is not None}
 """Methods with several stages per worker -> which worker gets which stage."""

@@ -49,7 +49,7 @@ from pipedream.simulator.messages import Messages, Wire, describe_message
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 _Work = tuple[int, Any, int, int, int, str, float]
 _TOLERANCE = 1e-9  # relative
-_COUPLED = -1  # stage of the meeting before a coupled update
+_COUPLED = -1  # stage of the barrier before a coupled update
 
 
 def simulate(
@@ -135,7 +135,7 @@ class _Rank:
 
 
 @dataclass(slots=True, eq=False)
-class _Meeting:
+class _Barrier:
     """Ranks that wait until all have arrived and their sum is done.
 
     Attributes:
@@ -168,7 +168,7 @@ class _Clock:
             rank.slowness = stragglers.slowness(rank.number) / costs.speed(rank.number)
             rank.instructions = self._add_seconds(instructions, rank.slowness)
         self.member_counts = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied_weights)]
-        self.meetings: dict[tuple[int, int], _Meeting] = {}
+        self.barriers: dict[tuple[int, int], _Barrier] = {}
         self.remote = {stage for rank in self.ranks for stage, _ in placement.remote_forwards(rank.number)}
         self.weights_made_s = {(stage, 0): 0.0 for stage in self.remote}
         self.weight_readers: dict[tuple[int, int], list[_Rank]] = defaultdict(list)
@@ -264,10 +264,10 @@ class _Clock:
             elif code == GIVE:
                 stage, update, updates = what
                 backward_s = now - spans[-1].start_s
-                self._join_meeting(rank, stage, update + turn * updates, now, backward_s)
+                self._join_barrier(rank, stage, update + turn * updates, now, backward_s)
             else:
                 stage, what = what if code == TIED else (what if code in (SYNC, READ) else _COUPLED, what)
-                over_s = (self._await_weights if code == READ else self._await_meeting)(rank, stage, index, now)
+                over_s = (self._await_weights if code == READ else self._await_barrier)(rank, stage, index, now)
                 if over_s is None:
                     break
                 if over_s > now:
@@ -333,50 +333,49 @@ class _Clock:
             self._refuse_missing_ops(rank)  # indices only grow
         rank.missing_before = missing
 
-    def _join_meeting(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
+    def _join_barrier(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
         key = stage, update
-        meeting = self.meetings.get(key)
-        if meeting is None:
+        barrier = self.barriers.get(key)
+        if barrier is None:
             size = sum(last >= update for last in self.last_updates) if stage == _COUPLED else self.member_counts[stage]
-            meeting = self.meetings[key] = _Meeting(size, size)
+            barrier = self.barriers[key] = _Barrier(size, size)
         rank.joined[stage] = update
-        meeting.arrivals.append((now, backward_s))
-        meeting.missing -= 1
-        if meeting.missing:
+        barrier.arrivals.append((now, backward_s))
+        barrier.missing -= 1
+        if barrier.missing:
             return
         if stage == _COUPLED:
-            self._end_meeting(meeting, 0.0, 0.0)
+            self._end_barrier(barrier, 0.0, 0.0)
         else:
             self.messages.sum_up(
                 stage,
-                self.costs.sum_parts(stage, meeting.arrivals),
-                partial(self._end_meeting, meeting, self.costs.summing_s(stage)),
+                self.costs.sum_parts(stage, barrier.arrivals),
+                partial(self._end_barrier, barrier, self.costs.summing_s(stage)),
             )
 
-    def _end_meeting(self, meeting: _Meeting, busy_s: float, now: float) -> None:
-        meeting.over_s = max(now, *(arrival_s + busy_s for arrival_s, _ in meeting.arrivals))
-        self.ready.extend(meeting.waiting)
-        meeting.waiting.clear()
+    def _end_barrier(self, barrier: _Barrier, busy_s: float, now: float) -> None:
+        barrier.over_s = max(now, *(arrival_s + busy_s for arrival_s, _ in barrier.arrivals))
+        self.ready.extend(barrier.waiting)
+        barrier.waiting.clear()
 
-    def _await_meeting(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
-        """Returns when a meeting that a rank has reached ends; None while unknown."""
+    def _await_barrier(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
+        """Returns when a barrier that a rank has reached ends; None while unknown."""
         if stage == _COUPLED and update <= rank.coupled:
             return now  # another stage of this rank has waited
         if rank.joined.get(stage, 0) < update:
-            self._join_meeting(rank, stage, update, now, 0.0)
-        meeting = self.meetings[stage, update]
-        if meeting.over_s is None:
-            meeting.waiting.append(rank)
+            self._join_barrier(rank, stage, update, now, 0.0)
+        barrier = self.barriers[stage, update]
+        if barrier.over_s is None:
+            barrier.waiting.append(rank)
             return None
-        meeting.staying -= 1
-        if not meeting.staying:
-            del self.meetings[stage, update]
+        barrier.staying -= 1
+        if not barrier.staying:
+            del self.barriers[stage, update]
         if stage == _COUPLED:
             rank.coupled = update
-        return meeting.over_s
+        return barrier.over_s
 
     def build_timeline(self) -> Timeline:
-        """Returns the timeline of all that ran."""
         program = self.program
         in_flight = count_most_in_flight(program, self.total)
         traces = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]

@@ -1,8 +1,8 @@
 """Compares methods by their losses: trains a recipe by each, with its stale gradients, in turns in this one process.
 
-In a plain process a `Pipeline` runs all stages, and its gradients are exactly as stale as over several machines. Each
-method is a run of ``pipedream train`` with its own run folder. A turn ends where the run is drained anyway, so the
-losses do not depend on the turns.
+In a plain process a `Pipeline` runs all stages, and gradients are exactly as stale as on several machines. Each method
+is a run of ``pipedream train`` with its own run folder. A turn ends where the run drains anyway, so turns do not change
+the losses.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def compare_delays(
         cluster: a worker for each stage.
         link: the cluster's links in words.
         profile: for plans and predicted seconds; by default measured here.
-        progress: is called with a line after each turn.
+        progress: called with a line after each turn.
 
     Raises:
         PlanError: no method has stale gradients, there are too few layers, or the folder has another comparison.
@@ -149,7 +149,7 @@ def _choose_methods(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _read_state(folder: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the rows of the folder's comparison by their methods; none if it has none."""
+    """Returns the rows of the folder's comparison by method; empty without a comparison."""
     try:
         state = json.loads(read_text(folder / _STATE))
         saved, rows = state["settings"], {row["method"]: row for row in state["methods"]}
@@ -233,7 +233,7 @@ class _Turns:
     minibatches: int
 
     def take(self, run: DelayedRun, phase: Phase, plan: Plan) -> DelayedRun:
-        """Trains a method for a turn; a run that fails is finished.
+        """Trains a method for a turn; a failure ends its run.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the run will continue from its last regular checkpoint.

@@ -32,7 +32,7 @@ class Scales(NamedTuple):
 
 
 def count_for_sums(plan: Plan) -> int:
-    """Returns how many minibatches show what rare sums take: one period after the first update; 1 if none are rare."""
+    """Returns how many minibatches a run needs to include a rare sum; 1 if none are rare."""
     period = plan.sum_method.period
     return (1 + period) * max(plan.replicas) if period > 1 else 1
 
@@ -67,7 +67,7 @@ class RunFailed(Exception):
 class Runs:
     """Runs workers: local processes, or one on each host of a network.
 
-    Each method returns what the run has written, and the bytes that all workers sent, None if not known.
+    Each method returns what the run wrote, and the bytes that all workers sent (None if unknown).
     """
 
     recipe: str
@@ -77,7 +77,7 @@ class Runs:
     count: int = 0
 
     def run_worker(self, kind: str, workers: int, name: str, **details: Any) -> tuple[Path, int | None]:
-        """Runs a `WorkerJob` with these details; returns the file that it has written."""
+        """Runs a `WorkerJob` with these details; returns the file it wrote."""
         options, out = self.options, self.folder / make_folder_name(name) / f"{kind}.json"
         fields: dict[str, Any] = {"kind": kind, "recipe": self.recipe, "out": str(out), "seed": options.seed or 0}
         names = ("device", "epochs", "minibatches", "mesh", "layout", "shard_weights")
@@ -117,7 +117,7 @@ class Runs:
     def _run_command(
         self, plan: Plan, name: str, workers: int, begin_name: str, *words: Any
     ) -> tuple[dict[str, Any], int | None]:
-        """Runs a command on a plan, whose file is its last word; returns the summary of its run folder."""
+        """Runs a command on a plan, appending the plan's file; returns the summary of its run folder."""
         folder = self.folder / make_folder_name(name)
         plan_file = plan.save(folder.with_suffix(".plan.json"))
         arguments = ["-m", "pipedream", *map(str, words), str(plan_file), "--json", "--out", str(folder)]
@@ -178,7 +178,7 @@ class Runs:
 
 
 def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None]) -> list[int]:
-    """Waits for all and calls `watch`; kills the others `_GRACE_S` after one failed. Returns their statuses."""
+    """Waits for all processes and returns their statuses; `_GRACE_S` after one fails, kills the others."""
     failed_at_s = None
     while any(process.poll() is None for process in processes):
         if failed_at_s is None and any(process.returncode for process in processes):
@@ -204,7 +204,7 @@ def count_cores() -> int:
 
 @contextmanager
 def limit_threads(workers: int) -> Iterator[None]:
-    """Context in which a worker that runs alone also has only its share of the cores."""
+    """Context in which a lone worker has only its share of the cores."""
     previous = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     try:

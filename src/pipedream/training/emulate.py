@@ -1,4 +1,4 @@
-"""Emulation: the real runtime runs a plan with waits for computation; compares predicted and measured."""
+"""Emulation: the real runtime runs a plan with sleeps in place of computation; compares predicted and measured."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def emulate(
     out: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Runs a plan with waits in place of computation, and writes a run folder like training. Returns its summary.
+    """Runs a plan with sleeps in place of computation, and writes a run folder as training does. Returns its summary.
 
-    Under torchrun each worker's process calls it; `pipedream emulate` starts them. Messages travel over the processes'
-    own network; the prediction assumes the plan's, its bandwidth times `byte_scale` / `dilation`.
+    Under torchrun each worker's process calls it; `pipedream emulate` starts them. Messages travel over the real
+    network; the prediction assumes the plan's links, their bandwidth times `byte_scale` / `dilation`.
 
     Args:
         schedule: a method's name; by default the plan's, or PipeDream.
@@ -146,8 +146,8 @@ def _join_group(plan: Plan) -> tuple[int, int]:
 def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
     """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied (by positive factors).
 
-    Its stages share no weights, so the sums over their holders are left out. One rank of each mesh is emulated: the
-    others exchange messages with other ranks only.
+    Tied weights are left out, and so are their sums. One rank of each mesh is emulated; it exchanges messages only with
+    ranks of other stages.
     """
     check_factor("dilation", dilation)
     check_factor("byte scale", byte_scale)
@@ -188,7 +188,7 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
 def build_emulated_pipeline(
     plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None, byte_scale: float = 1.0
 ) -> Pipeline:
-    """Returns a pipeline that waits in place of computing a plan of `scale_plan`, for `make_emulated_batches`.
+    """Returns a pipeline that sleeps in place of computing a plan of `scale_plan`; feed it `make_emulated_batches`.
 
     Args:
         byte_scale: that of `scale_plan`; also scales the buckets of sums.

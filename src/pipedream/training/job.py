@@ -70,7 +70,7 @@ class Process:
 
     @property
     def shares_cores(self) -> str:
-        """Words for cores that processes of this machine share; empty if each has its own, or a GPU."""
+        """Says how many workers share how many cores; '' if each has its own, or a GPU."""
         cores, workers = os.cpu_count() or 1, self._local_count
         return f"{workers} workers share {cores} cores" if workers > cores and self.device.type == "cpu" else ""
 
@@ -135,7 +135,7 @@ class PlannedJob:
         profile: None if the plan came without one.
         phases: one if the method does not change.
         compensation: for phases that do not flush and name none; or None.
-        lost: ranks of the workers that the run continues without.
+        lost: ranks that the run continues without.
     """
 
     job: Job
@@ -147,7 +147,7 @@ class PlannedJob:
 
 
 def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Process) -> Job:
-    """Chooses what is trained: from the options, else the checkpoint, the plan, the recipe, the defaults.
+    """Chooses what to train: by the options, else the checkpoint, the plan, the recipe, the defaults.
 
     Raises PlanError, RecipeError or ArtifactError if these contradict each other.
     """
@@ -199,7 +199,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
 
 
 def with_layout(recipe: Recipe, rules: str | None, shard_weights: str | None) -> Recipe:
-    """Returns the recipe with other rules for its names of dimensions, where they are given."""
+    """Returns the recipe with these rules for its dimension names, if any are given."""
     if rules is None and shard_weights is None:
         return recipe
     layout = recipe.layout or Layout()
@@ -298,7 +298,7 @@ def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob
 
 
 def _choose_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
-    """Returns the plan with activations as the run or the recipe asks, unless it was planned so."""
+    """Returns the plan with the activations that the run or the recipe asks for."""
     if job.options.recompute:
         return replace(plan, stages=tuple(replace(stage, recompute=True, offload=0.0) for stage in plan.stages))
     activations = job.options.activations
@@ -308,7 +308,7 @@ def _choose_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
 
 
 def _choose_exchange(job: Job, plan: Plan) -> Plan:
-    """Returns the plan with the sums, messages and place of optimizers of this run, or of its recipe."""
+    """Returns the plan with the sums, messages and optimizer placement of this run, else of its recipe."""
     options, recipe, is_new = job.options, job.recipe, job.resumed is None
     uses_recipe_sums = is_new and plan.sum_method.is_exact and max(plan.replicas) > 1  # there are replicas to agree
     if (sums := options.sums or (recipe.sums if uses_recipe_sums else None)) is not None:

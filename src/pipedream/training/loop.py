@@ -1,4 +1,4 @@
-"""The training loop of one run: results as they come, evaluations, checkpoints and figures."""
+"""The training loop of one run, with its evaluations, checkpoints and statistics."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class CheckpointPolicy:
     """When and where checkpoints are made.
 
     Attributes:
-        every: minibatches between them; 0 for none. None is whenever the pipeline is drained anyway, or for snapshots
+        every: minibatches between checkpoints; 0 for none. None saves whenever the pipeline drains anyway; snapshots,
             as often as their cost allows.
-        planned_bytes: of two snapshots, on the machine that has most.
+        planned_bytes: of two snapshots, on the machine with the most.
     """
 
     folder: AnyPath
@@ -102,7 +102,7 @@ class TrainingLoop:
         self._console = console
 
     def resume(self, losses: list[tuple[int, float]]) -> None:
-        """Continues the figures of the checkpoint that the pipeline has loaded; those of version 0.1 have none.
+        """Continues the statistics of the loaded checkpoint; checkpoints of version 0.1 have none.
 
         Args:
             losses: from disk.
@@ -201,7 +201,7 @@ class TrainingLoop:
             self._restarts.note_time(done.number)
 
     def _list_losses(self) -> list[tuple[int, float]]:
-        """Returns all losses, also of minibatches that a drain has finished and the loop has not yet received."""
+        """Returns all losses, including those of drained minibatches that the loop has yet to receive."""
         return [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
 
     def _make_extra(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class TrainingLoop:
 
 
 def count_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None) -> int:
-    """Returns the minibatches that are left to train, 0 if that is not known."""
+    """Returns the minibatches left to train, 0 if unknown."""
     try:
         size = len(loader)
     except (TypeError, NotImplementedError):
@@ -281,8 +281,8 @@ def count_left(loader: Any, position: tuple[int, int], epochs: int, minibatches:
 class Progress:
     """Shows minibatches per second, loss, and each stage's busy share and peak memory.
 
-    Every rank makes one; rank 0 shows it, if its console can draw it (`is_live`). Elsewhere it prints lines, also
-    within an epoch that takes long.
+    Every rank makes one; rank 0 draws a table if its console can (`is_live`), else it prints lines, also within long
+    epochs.
 
     Attributes:
         remaining: minibatches of the run when it began; 0 if unknown.

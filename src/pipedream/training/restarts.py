@@ -1,4 +1,4 @@
-"""Counts what failures cost a run, in files of its launcher, which outlives the workers."""
+"""Counts what failures cost a run, in files of the launcher, which outlives the workers."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ class Restarts:
         self.note_time(number)
 
     def note_time(self, number: int) -> None:
-        """Notes when a minibatch was trained, unless an earlier attempt had trained it."""
+        """Notes when a minibatch is first trained, not when a later attempt repeats it."""
         if self._file is not None and number >= self._trained_before:
             os.pwrite(self._file, _MINIBATCH.pack(time.time()), _TOTALS.size + number * _MINIBATCH.size)
 
     def list_figures(self) -> dict[str, Any]:
-        """Returns the restarts, the workers lost by them, the seconds until training was where it had been, and the
-        minibatches trained again; of each restart that trained, the minibatches before it and those that it kept.
+        """Returns the restarts, workers lost, seconds until training had caught up, and minibatches trained again; and
+        for each restart the minibatches before it and those kept.
 
-        The seconds and the minibatches trained again are None where they are not known.
+        Seconds and repeated minibatches are None where unknown.
         """
         has_figures = self._file is not None or not self._count
         begins = [_find_begin_file(attempt) for attempt in range(1, self._count + 1)] if self._file is not None else []
@@ -147,7 +147,7 @@ def check_code_stays(source: str, rank: int) -> None:
 
 
 def _keep_first(file: Path, text: str, rank: int) -> str:
-    """Returns the text that rank 0 gave in the first attempt; in that one, this text."""
+    """Returns rank 0's text of the first attempt; in the first attempt, keeps this one."""
     if file.exists():
         return file.read_text(encoding="utf-8")
     if rank == 0:
@@ -168,7 +168,7 @@ class Survivors:
 
     Attributes:
         last_plan: the plan of the newest attempt that had one.
-        lost: the ranks lost since, in this order; each is numbered among the workers left by the losses before it.
+        lost: the ranks lost since, in order; each counts only the workers that the earlier losses left.
         plan: the last plan without them; None if a stage would have no worker.
     """
 

@@ -55,7 +55,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def cut_last_segment(measured: Timeline, drains: list[int]) -> Timeline:
-    """Returns the timeline between the last two drains, which nothing interrupts."""
+    """Returns the timeline between the last two drains."""
     parts = measured.minibatch_microbatches
     stop = measured.microbatches
     start = max((drain * parts for drain in drains if drain * parts < stop), default=0)
@@ -77,7 +77,7 @@ def summarise(
     collectives: Sequence[StageCollectives | None] = (),
     predicted_slowed: Timeline | None = None,
 ) -> dict[str, Any]:
-    """Returns the part of a summary that timelines give: stages, throughput, bubble, memory.
+    """Returns what timelines contribute to a summary: stages, throughput, bubble, memory.
 
     Args:
         predicted, measured: the same part of the run.
@@ -136,7 +136,7 @@ def summarise(
 
 
 def _compare_memory(plan: Plan, measured: Timeline) -> dict[str, Any]:
-    """Returns peak bytes of tensors, measured and predicted, of the fullest worker, or of all in a single process."""
+    """Returns measured and predicted peak bytes of tensors, of the fullest worker or of a single process."""
     needs = drop_snapshots(plan).worker_bytes.values()
     is_shared = measured.shares_memory
     return {
@@ -176,7 +176,7 @@ def measure_steady(timeline: Timeline) -> metrics.Metrics:
 
 
 def _format_command() -> str:
-    """Returns the command that started this process, as a shell reads it; of a worker, the user's own."""
+    """Returns the shell command that started this process; in a worker, the user's command."""
     program, *arguments = sys.argv or ("",)
     is_ours = Path(program).name == "pipedream" or Path(program).parts[-2:] == ("pipedream", "__main__.py")
     return shlex.join(["pipedream", *arguments] if is_ours else ["python", program, *arguments])
@@ -231,7 +231,7 @@ class RunFiles:
 
 
 def copy_run(folder: Path, place: AnyPath) -> None:
-    """Copies the files of a run folder to its URL; does nothing if it has none. Raises an OSError if it cannot."""
+    """Copies a run folder to its URL, if it has one. Raises an OSError if it cannot."""
     if isinstance(place, RemotePath):
         for file in sorted(folder.rglob("[!.]*")):
             if file.is_file():
@@ -317,11 +317,11 @@ def write_report(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from; the folder is the run's, if it is in one.
+    """The checkpoint that a run continues from, and its run folder, if any.
 
     Attributes:
         is_snapshot: it is in memory.
-        elsewhere: ranks whose part of it is in the memory of another machine.
+        elsewhere: ranks whose part is in another machine's memory.
     """
 
     path: AnyPath
@@ -345,7 +345,7 @@ class ResumePoint:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """(number, loss) of minibatches before the checkpoint, from losses.json; without those in the snapshot."""
+        """(number, loss) of minibatches before the checkpoint, from losses.json; a snapshot has its own."""
         if self.folder is None:
             return []
         first, _ = next(iter(self.manifest.extra.get("losses", ())), (self.manifest.minibatches, 0.0))
@@ -357,7 +357,7 @@ class ResumePoint:
 
 
 def find_checkpoints(folder: AnyPath) -> list[AnyPath]:
-    """Returns the complete checkpoints of a run folder or a folder of checkpoints, the oldest first, or the one given.
+    """Returns the complete checkpoints of a run folder or a folder of checkpoints, oldest first; or the given one.
 
     Raises:
         ArtifactError: there are none.
@@ -371,7 +371,7 @@ def find_checkpoints(folder: AnyPath) -> list[AnyPath]:
 
 
 def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None) -> ResumePoint | None:
-    """Returns the requested checkpoint, or after a launcher's restart the run's newest, in memory or on disk.
+    """Returns the requested checkpoint, or after a restart by a launcher the run's newest, in memory or on disk.
 
     Every rank calls it.
 
@@ -416,7 +416,7 @@ def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathL
 
 @contextmanager
 def locked(folder: Path, rank: int) -> Iterator[None]:
-    """Context in which no other run writes into a run folder; every rank enters it.
+    """Locks a run folder so that no other run writes into it. Every rank enters it.
 
     Raises:
         ArtifactError: another run does, or it cannot be written (on other ranks than 0 a `PlanError`).

@@ -1,4 +1,4 @@
-"""The time that snapshots cost a run, measured while it trains, and when the next one may be made."""
+"""Measures what snapshots cost a run, and decides when to make the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil
 from statistics import fmean, median
 
 SHARE = 0.02
-"""Of the time of training, the most that snapshots may cost."""
+"""Largest share of the training time that snapshots may cost."""
 
 FIRST = 16
 """Minibatches before the first snapshot."""
@@ -26,7 +26,7 @@ class SnapshotCost:
 
     Args:
         fill: minibatches until a drained pipeline is full again.
-        gather: text -> the texts of all ranks, by which they agree on when the next snapshot is due.
+        gather: text -> all ranks' texts; the ranks use it to agree on when the next snapshot is due.
 
     Attributes:
         spent_s: seconds that snapshots have cost so far.

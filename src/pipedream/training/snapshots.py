@@ -2,8 +2,8 @@
 
 Under `pipedream train` they are in its launcher's folder, which the launcher removes. Under torchrun, srun and mpirun
 no process of ours outlives the workers: there the run folder names the folder of the snapshots, the same in the memory
-of each machine. A run that ends cleanly removes it; if a run is never continued, the same user's next run with
-snapshots removes its folder after a day.
+of each machine. A run that ends cleanly removes it. The folder of a run that is never continued is removed by the same
+user's next run with snapshots, after a day.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _make_private_folder(folder: Path, every: int | str) -> None:
 
 
 def _remove_abandoned(kept_folder: Path) -> None:
-    """Removes the snapshots of this user's runs that ended a day ago and were not continued."""
+    """Removes snapshots of this user's runs that ended over a day ago and were not continued."""
     for folder in MEMORY.glob(f"{_PREFIX}*"):
         with suppress(OSError, ArtifactError):
             status = folder.lstat()
@@ -140,10 +140,10 @@ def remove_snapshots(run: AnyPath) -> None:
 
 
 def find_newest_snapshot(folder: Path, saved_count: int) -> tuple[Path, list[int]] | None:
-    """Returns the newest snapshot that the machines together have whole, if it is newer than the checkpoint on disk.
+    """Returns the newest snapshot that is complete across the machines, if it is newer than the checkpoint on disk.
 
-    Also returns the ranks whose part, or all, is on another machine; such a part replaces a damaged one here. If the
-    checkpoint is as new, a run that was at its end would save it again, so it is used. Every rank calls it.
+    Also returns the ranks whose part is on another machine, in place of a missing or damaged one here. A checkpoint
+    that is as new is preferred, because a run that had ended would save it again. Every rank calls it.
 
     Args:
         saved_count: minibatches of the newest checkpoint on disk, or -1.
@@ -197,14 +197,14 @@ def _report(text: str, rank: int = 0) -> None:
 
 
 def check_memory(every: int | None, folder: Path, saved_bytes: list[int], rank: int) -> int:
-    """Returns the bytes of two snapshots in the memory that has most of them. Every rank calls it.
+    """Returns the bytes of two snapshots on the machine with the most. Every rank calls it.
 
     Args:
         saved_bytes: of each rank.
 
     Raises:
-        PlanError: two snapshots, and the copies that a third is written from, do not fit the memory of a machine; the
-            same on every rank.
+        PlanError: two snapshots, and the copies from which a third is written, do not fit a machine's memory; raised on
+            every rank.
     """
     group = world_group()
     machines = list_machines(folder, rank, group)
@@ -229,11 +229,11 @@ def check_memory(every: int | None, folder: Path, saved_bytes: list[int], rank: 
 
 
 def describe_missing(every: int | str, folder: Path, snapshot_bytes: int, copied_bytes: int, where: str = "") -> str:
-    """Returns how much memory is missing on this machine; '' if none is.
+    """Says how much memory is missing on this machine; '' if none is.
 
     Args:
         snapshot_bytes: of one snapshot.
-        copied_bytes: of the copies that the next one is written from.
+        copied_bytes: of the copies from which the next one is written.
         where: words for the machine.
     """
     file_system = os.statvfs(MEMORY)

@@ -77,7 +77,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
 
     Raises:
         PipelineError: see the errors of each part.
-        KeyboardInterrupt: Ctrl-C, after the admitted minibatches were finished and the run folder was written.
+        KeyboardInterrupt: Ctrl-C, after the minibatches in flight have finished and the run folder is written.
     """
     process = Process.join(options)
     with guard_job(process.rank, process.count) as activity:
@@ -102,7 +102,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
 
 
 def _collect_shared_settings(job: Job) -> dict[str, str]:
-    """Returns what must be equal on all ranks; the pipeline compares the rest."""
+    """Returns settings of the run that must be equal on all ranks; the pipeline compares its own."""
     options, recipe = job.options, job.recipe
     return {
         "the recipe's file": recipe.source,
@@ -123,14 +123,14 @@ class Outcome:
     """Results of a run, taken before its pipeline was closed.
 
     Attributes:
-        trained: phase -> (begin, end) in minibatches.
+        trained: phase -> (first minibatch, end).
         drains: minibatch numbers.
         weights: at rank 0.
         average: of the weights; None if none is kept.
         program: that of the phase that trained most minibatches; `predicted` is simulated from it.
         steady: its timeline after the last drain.
         slowness: of the most disturbed rank, 1 on free cores.
-        predicted_slowed: as `predicted`, on cores shared with other work; None if that took little.
+        predicted_slowed: as `predicted`, on cores shared with other work; None if that work was light.
     """
 
     loop: TrainingLoop
@@ -217,7 +217,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
 
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
-    """Raises a `RecipeError` if something follows evaluations that this run does not make."""
+    """Raises a `RecipeError` if something depends on evaluations and this run makes none."""
     needs_evaluations = ["the scheduler ReduceLROnPlateau"] if pipeline.follows_evaluations else []
     needs_evaluations += ["early stopping"] if monitored(recipe.callbacks) else []
     if needs_evaluations and (recipe.test is None or not options.evaluate_every):
@@ -228,7 +228,7 @@ def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOpti
 
 
 def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
-    """Returns when and where checkpoints are made; first prints it if some machines do not see the run folder."""
+    """Returns when and where checkpoints are made; warns if some machines do not see the run folder."""
     every, folder = job.options.checkpoint_every, job.place
     if every != 0 and not all(find_ranks_that_see(folder, process.rank, process_group.world_group())):
         process.console.print(
@@ -239,7 +239,7 @@ def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
 
 
 def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> CheckpointPolicy | None:
-    """Returns when and where snapshots are made. Raises a `PlanError` if they do not fit a machine's memory."""
+    """Returns when and where snapshots are made. Raises a `PlanError` if two do not fit a machine's memory."""
     job, every = planned.job, planned.job.options.snapshot_every
     if every is None:
         return None
@@ -289,7 +289,7 @@ def _collect_outcome(
 def _simulate_run(
     program: Program, plan: Plan, microbatches: int = 0, *, in_turns: bool, slow: Mapping[int, float] | None = None
 ) -> Timeline:
-    """Predicts a run that is long enough to fill the pipeline."""
+    """Simulates a run long enough to fill the pipeline."""
     total = max(microbatches, 4 * program.cycle * max(plan.in_flight))
     return simulate_program(program, total, stragglers=Stragglers(slow=slow or {}), in_turns=in_turns)
 

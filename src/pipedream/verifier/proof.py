@@ -1,6 +1,6 @@
 """Proves a program before it runs: checks every rule on finite runs that represent all (docs/architecture.md).
 
-One run is a single minibatch. The others have the warm-up, the microbatches that the deepest ring and the oldest
+One run is a single minibatch. The others have the warm-up, as many microbatches as the deepest ring and the oldest
 version in use reach back, two periods, and a drain that begins at each residue of the period.
 """
 
@@ -89,14 +89,16 @@ class Proof(Tabular):
             self._format_row("rank", "stages", "in flight", "versions", "staleness", "mean" if has_means else ""),
         ]
         for rank, stage_replicas in enumerate(self.stage_replicas):
-            late = [self.staleness[stage] for stage, _ in stage_replicas]
+            staleness = [self.staleness[stage] for stage, _ in stage_replicas]
             means = [f"{self.mean_staleness[stage]:.3g}" if has_means else "" for stage, _ in stage_replicas]
             names = [str(stage) for stage, _ in stage_replicas]
             several_stages = len(stage_replicas) > 1
             peaks = self.peak_in_flight[rank], self.peak_versions[rank]
-            rows.append(self._format_row(rank, ",".join(names), *peaks, max(late), "" if several_stages else means[0]))
+            rows.append(
+                self._format_row(rank, ",".join(names), *peaks, max(staleness), "" if several_stages else means[0])
+            )
             if several_stages:
-                counts_by_stage = zip(self.stage_in_flight[rank], self.stage_versions[rank], late, strict=True)
+                counts_by_stage = zip(self.stage_in_flight[rank], self.stage_versions[rank], staleness, strict=True)
                 lines = zip(names, counts_by_stage, means, strict=True)
                 rows += [self._format_row("", f". {name}", *counts, mean) for name, counts, mean in lines]
             if self.remote_forwards and self.remote_forwards[rank]:
@@ -104,8 +106,10 @@ class Proof(Tabular):
         return "\n".join(rows)
 
     @staticmethod
-    def _format_row(rank: object, stages: str, in_flight: object, versions: object, late: object, mean: str) -> str:
-        row = f"{rank:>4}  {stages:<8}  {in_flight:>9}  {versions:>8}  {late:>9}"
+    def _format_row(
+        rank: object, stages: str, in_flight: object, versions: object, staleness: object, mean: str
+    ) -> str:
+        row = f"{rank:>4}  {stages:<8}  {in_flight:>9}  {versions:>8}  {staleness:>9}"
         return f"{row}  {mean:>5}" if mean else row
 
 
@@ -249,9 +253,9 @@ def _find_version_spans(run: Unrolled, stage: int, replica: int) -> Iterable[tup
         if prediction_until is None:
             ends[version] = max(ends[version], end if program.weights.held_until is Kind.BACKWARD else begin)
         else:  # only the first forward reads the version
-            made, _ = predictions.get(version, (begin, begin))
-            predictions[version] = made, begin + 1 if prediction_until is Kind.FORWARD else end
-            ends[version] = max(ends[version], made)
+            first, _ = predictions.get(version, (begin, begin))
+            predictions[version] = first, begin + 1 if prediction_until is Kind.FORWARD else end
+            ends[version] = max(ends[version], first)
         if prediction_until is not Kind.BACKWARD:
             ends[backward_version] = max(ends[backward_version], end)
     return (*zip(starts, ends, strict=True), *predictions.values())

@@ -23,7 +23,7 @@ from pipedream.core.schedule.program import Channel, Instruction, Move, Transfer
 from pipedream.verifier.unrolled import Message, Unrolled
 
 _Lane = tuple[int, Hashable]  # (rank, lane)
-_Meeting = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or number in `Plan.tied_weights`, update)
+_Barrier = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or number in `Plan.tied_weights`, update)
 
 
 def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
@@ -54,7 +54,7 @@ class _Waits:
         self.consumed: set[Message] = set()
         self.delivered: set[Message] = set()
         self.ready = deque(range(len(run.streams)))
-        self.arrived: dict[_Meeting, set[int]] = defaultdict(set)
+        self.arrived: dict[_Barrier, set[int]] = defaultdict(set)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -75,7 +75,7 @@ class _Waits:
         self.required_updates: dict[Op, Op] = {}  # forward -> update on another rank
         self.done_updates: set[Op] = set()
         self.readers: dict[Op, list[int]] = defaultdict(list)
-        self.members: dict[_Meeting, set[int]] = defaultdict(set)
+        self.members: dict[_Barrier, set[int]] = defaultdict(set)
         for rank, stage, update in run.synced:
             self.members["sum", stage, update].add(rank)
         placement = run.program.placement
@@ -109,7 +109,7 @@ class _Waits:
         if isinstance(instruction, Transfer):
             number, index = instruction.channel, instruction.index
             if instruction.kind is Move.SYNC:
-                return self._meet(rank, ("sum", number, index))
+                return self._arrive(rank, ("sum", number, index))
             message = (number, index)
             if instruction.kind is Move.RECEIVE:
                 return message in self.delivered
@@ -120,7 +120,7 @@ class _Waits:
             return False
         if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
             # A rank that reaches its first coupled update has the gradients of all its stages.
-            self._meet(rank, ("update", -1, instruction.index))
+            self._arrive(rank, ("update", -1, instruction.index))
             norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
             if self.arrived[norm_of] != self.members[norm_of]:
                 return False
@@ -139,15 +139,15 @@ class _Waits:
     def _meet_holders(self, rank: int, update: int) -> bool:
         """Returns whether all holders of the rank's tied weights have reached an update."""
         numbers = [number for number, ranks in enumerate(self.tied) if rank in ranks]
-        return all(self._meet(rank, ("tied", number, update)) for number in numbers)
+        return all(self._arrive(rank, ("tied", number, update)) for number in numbers)
 
-    def _meet(self, rank: int, meeting: _Meeting) -> bool:
-        arrived = self.arrived[meeting]
+    def _arrive(self, rank: int, barrier: _Barrier) -> bool:
+        arrived = self.arrived[barrier]
         if rank not in arrived:
             arrived.add(rank)
-            if arrived == self.members[meeting]:
+            if arrived == self.members[barrier]:
                 self.ready.extend(arrived - {rank})
-        return arrived == self.members[meeting]
+        return arrived == self.members[barrier]
 
     def _post(self, rank: int) -> None:
         for messages in self.unposted[rank].values():
@@ -211,19 +211,19 @@ class _Waits:
                 instruction.channel,
                 instruction.index,
             )
-        meeting: _Meeting = ("update", -1, instruction.index - self.run.program.norm_delay)
+        barrier: _Barrier = ("update", -1, instruction.index - self.run.program.norm_delay)
         for number in range(len(self.tied)):
             tied = ("tied", number, instruction.index)
             if rank in self.members[tied] and self.arrived[tied] != self.members[tied]:
-                meeting = tied
+                barrier = tied
                 break
         if isinstance(instruction, Op) and instruction in self.required_updates:
             update = self.required_updates[instruction]
             return f"{head}{update}", self.run.ops[update][0]
         if isinstance(instruction, Transfer):
-            meeting = ("sum", instruction.channel, instruction.index)
-        other = min(self.members[meeting] - self.arrived[meeting])
-        what = {"tied": "update, with its gradient of the tied weights"}.get(meeting[0], meeting[0])
+            barrier = ("sum", instruction.channel, instruction.index)
+        other = min(self.members[barrier] - self.arrived[barrier])
+        what = {"tied": "update, with its gradient of the tied weights"}.get(barrier[0], barrier[0])
         return f"{head}rank {other} to reach the same {what}", other
 
     def _explain_message(self, message: Message) -> tuple[str, int | Message]:

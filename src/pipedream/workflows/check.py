@@ -1,4 +1,4 @@
-"""Checks an edited plan, and the claims of a method's file."""
+"""Checks an edited plan, and the claims of a method."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class Check:
 def check_plan(
     plan: Plan, *, profile: Profile | None = None, schedule: str | None = None, microbatches: int | None = None
 ) -> Check:
-    """Checks a plan. (Gaps between its stages and an illegal depth are refused when it is read.)
+    """Checks a plan. (Reading it has already refused gaps between stages and an illegal depth.)
 
     Args:
-        profile: None trusts the plan's figures, and leaves out the bytes of the model's input.
+        profile: None trusts the plan's figures and omits the bytes of the model's input.
         schedule, microbatches: by default the plan's own.
 
     Raises:
@@ -100,7 +100,7 @@ def check_plan(
 
 
 def check_plan_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[Plan, tuple[str, ...]]:
-    """Checks that a plan fits the memory of its workers under a method that it may not have been made for.
+    """Checks that a plan fits its workers' memory under a method other than the one it was made for.
 
     Returns the plan for that method, and the differences between plan and profile.
     """
@@ -173,7 +173,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
 def _find_downsets(plan: Plan, profile: Profile) -> list[int]:
     """Returns the layers up to the end of each stage, a bit for each layer.
 
-    These are the layers that the stages name if they can run in that order, and otherwise those in the graph's order.
+    They are the layers that the stages name, if these can run in that order, else those in the graph's order.
     """
     graph = profile.graph
     numbers = {layer.name: i for i, layer in enumerate(graph.layers)}
@@ -252,7 +252,7 @@ def _check_stage_memory(plan: Plan, usages: tuple[StageOccupancy, ...]) -> None:
 
 
 def _advise_rotation(plan: Plan, s: int, usage: StageOccupancy) -> str:
-    """Returns words for what the bases of a stage take, if it has any, and which smaller form of them fits."""
+    """Says what the bases of a stage take, if it has any, and which smaller form fits."""
     rules = () if usage.updates is None else usage.updates.compensation
     rotation = next((rule for rule in rules if isinstance(rule, BasisRotation)), None)
     if rotation is None:
@@ -275,9 +275,9 @@ class ClaimCheck:
     """A method's claims compared with its simulation, under their own assumption.
 
     Attributes:
-        compared: names of `Claims` that the method makes for these numbers of workers and microbatches.
-        omitted: words for each claim that was not compared, and why.
-        differences: words for each claim that does not hold, and what the simulation gave.
+        compared: names of the claims that apply to these numbers of workers and microbatches.
+        omitted: each claim that was not compared, and why.
+        differences: each claim that does not hold, and what the simulation gave.
     """
 
     schedule: str
@@ -301,7 +301,7 @@ class ClaimCheck:
 
 
 def check_claims(name: str, workers: int, microbatches: int | None = None, chunks: int | None = None) -> ClaimCheck:
-    """Simulates a method on equal stages and compares the claims of its file.
+    """Compares a method's claims with its simulation on equal stages.
 
     Args:
         microbatches: m; None for the method's own choice.

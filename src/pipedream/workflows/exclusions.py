@@ -19,7 +19,7 @@ def check_options(
     *,
     error: type[PipelineError] = PlanError,
 ) -> None:
-    """Checks that no given option rules out another; options that are missing in `options` rule out none.
+    """Checks that no given option rules out another; `options` may omit some.
 
     Raises:
         PlanError, or `error`: names the two sides, the reason and what to do.

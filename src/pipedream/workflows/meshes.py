@@ -21,7 +21,7 @@ from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.workflows.methods import MOST_SIMULATED, occupancy_of, takes_long
 
 NOT_MEASURED = "not measured, a rank of "
-"""Begins the notes of a profile about meshes that are not legal for its model."""
+"""Prefix of a profile's notes about meshes that are not legal for its model."""
 
 Compare = Callable[..., planner.Comparison]
 """Plans for single ranks: (profile of a rank, request without a mesh, rival_s=seconds of a pipeline to beat)."""
@@ -31,7 +31,7 @@ _SLOWER_FACTORS = (1.0, 2.0, 4.0, 16.0)  # of `Finalist`
 
 @contextmanager
 def suggest_mesh_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
-    """Adds the advice to use a mesh to a shortage of memory."""
+    """Context that adds the advice to use a mesh to a shortage of memory."""
     try:
         yield
     except ShortageError as error:
@@ -44,7 +44,7 @@ def suggest_mesh_on_shortage(profile: Profile | GraphText, request: PlanRequest)
 
 
 def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> tuple[Profile, PlanRequest]:
-    """Returns the profile of one rank of the request's mesh, and the request for workers that are such ranks.
+    """Returns one rank's profile on the request's mesh, and the request with such ranks as workers.
 
     With a mesh for each stage, the stages begin where `compare` cuts those of single ranks.
     """
@@ -75,7 +75,7 @@ def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> t
 
 
 def add_mesh(plan: Plan, mesh: str) -> Plan:
-    """Returns a plan for single ranks of meshes as the plan for these meshes."""
+    """Turns a plan for single ranks of meshes into the plan for the meshes."""
     if not mesh:
         return plan
     meshed, sizes = plan.with_mesh(mesh), {mesh.size for mesh in meshes_of(mesh)}
@@ -127,7 +127,7 @@ def choose_meshes(
 
 
 def _list_meshes(profile: Profile, cluster: Cluster) -> list[Mesh]:
-    """Lists the meshes that a stage may have: a single rank, and those whose rank the profile knows."""
+    """Lists the meshes that a stage may have: a single rank, and those that the profile has measured."""
     if not profile.ranks:
         why = "".join(f" ({note})" for note in profile.notes if note.startswith(NOT_MEASURED))
         raise PlanError(
@@ -163,7 +163,7 @@ class _SingleMesh:
         return comparison
 
     def compute_bound_s(self, mesh: Mesh) -> float:
-        """Returns seconds per minibatch that no plan on a mesh can beat: all passes, divided by the workers' speeds."""
+        """Returns a lower bound on the seconds per minibatch on a mesh: all passes, divided by the workers' speeds."""
         cluster = self.request.workers_and_links
         rank = _profile_rank(self.profile, mesh, cluster)
         rank = rank.in_parts(rank.parts)
@@ -230,7 +230,7 @@ def _choose_fastest(
 
 
 def _refuse(cluster: Cluster, errors: Sequence[tuple[Mesh | None, PipelineError]]) -> NoReturn:
-    """Raises the error of the plans that lack the least memory; if none lacks memory, the first error."""
+    """Raises the error of the plan that lacks the least memory; if none lacks memory, the first error."""
     shortages = [(error.need_bytes, mesh, error) for mesh, error in errors if isinstance(error, ShortageError)]
     if not shortages:
         raise errors[0][1]
@@ -248,7 +248,7 @@ def _compare_mixed(
     score_plan: Callable[[Plan], planner.Score],
     best: planner.Comparison | None,
 ) -> Sequence[planner.Comparison]:
-    """Returns the plans whose stages have meshes of their own; none where the request excludes them.
+    """Returns plans with a mesh for each stage; none where the request excludes them.
 
     Args:
         best: of the plans on one mesh; those that cannot be faster are not simulated.
@@ -290,7 +290,7 @@ def _is_simulated(request: PlanRequest) -> bool:
 
 
 def _rank_by_seconds(comparison: planner.Comparison) -> tuple[float, ...]:
-    """Returns a sort key: fewer seconds, simulated if there is a simulation; then fewer stages and ranks."""
+    """Returns a sort key: seconds (simulated if possible), then stages, then ranks."""
     plan, period_s = comparison.plan, comparison.candidates[0].period_s
     return plan.period_s if period_s is None else period_s, len(plan.stages), plan.ranks
 
@@ -303,7 +303,7 @@ class _MixedSearch:
     _searches: dict[int, planner.MeshSearch] = field(default_factory=dict)
 
     def plan_finalists(self) -> list[tuple[Plan, str]]:
-        """Returns different plans of several searches, each with its search in words."""
+        """Returns the distinct plans of several searches, each with its search in words."""
         shape = self._shape
         plans: dict[tuple[Any, ...], tuple[Plan, str]] = {}
         for slower in _SLOWER_FACTORS if _is_simulated(self.request) and isinstance(shape, str) else (1.0,):

@@ -51,7 +51,7 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
 
 @pause_collection()
 def score(plan: Plan) -> planner.Score:
-    """Simulates a plan under its method, without a proof, until it repeats itself, and measures whole periods."""
+    """Simulates a plan under its method, without a proof, until it is periodic, and measures whole periods."""
     program = lower(schedules.build(plan.schedule, plan, plan.microbatches))
     m, cycle, per_update = program.microbatches, program.cycle, program.updates.per_update[0]
     max_in_flight = 0 if program.flushes else max(c * r for c, r in zip(plan.in_flight, plan.replicas, strict=True))
@@ -100,11 +100,10 @@ def reaches_search(plan: Plan, score_plan: Callable[[Plan], planner.Score]) -> b
 
 
 def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.MethodOccupancy:
-    """Returns what the stages of a plan hold under a method; the least possible for a plan without the method's
-    layout.
+    """Returns what a plan's stages hold under a method; a lower bound for a plan without the method's layout.
 
     Args:
-        microbatches: m, or as many as the plan's replicas need. None: the method's own.
+        microbatches: m, raised to what the plan's replicas need; None for the method's own.
         compensation: of delay, in place of the method's own.
     """
     layout = schedules.layout_of(schedule)
@@ -170,7 +169,7 @@ def _check_comparable(name: str) -> MethodProperties:
 
 
 def resolve_method(plan: Plan, schedule: str | None, microbatches: int | None = None) -> tuple[str, int | None]:
-    """Returns the method to use and its m (`Plan.method`); an alias of the plan's own method means that one.
+    """Returns the method to use and its m (`Plan.method`).
 
     Raises:
         ScheduleError: there is no such method, or the plan alone names a file of code (`schedules.refuse_code`).
@@ -196,7 +195,7 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
 
 
 def check_machines(plan: Plan, built: Schedule | None = None) -> None:
-    """Raises PlanError if a machine of GPUs lacks the memory for snapshots, weights and optimizers that are kept there.
+    """Raises PlanError if a machine of GPUs lacks the host memory for snapshots, weights and optimizers.
 
     `built`: of a method that may keep weights there.
     """

@@ -47,7 +47,7 @@ _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 _LENGTH_STEPS = 16  # lengths of sequences that are tried
 _MIN_GAIN = 0.02
-"""The least share of the seconds that a coarser approximation must save."""
+"""Least share of the time that a coarser approximation must save."""
 
 
 @keywords(PlanRequest)
@@ -56,7 +56,7 @@ def plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
 
     Args:
         profile: or a graph.txt of the original PipeDream.
-        request: given as its fields, see `PlanRequest`.
+        request: the fields of `PlanRequest`.
 
     Raises:
         PlanError: nothing fits, the model or the cluster does not allow the shape, or options exclude each other.
@@ -117,7 +117,7 @@ def plan_and_compare(
 def _compare_approximations(
     profile: Profile | GraphText, request: PlanRequest, names: Sequence[str]
 ) -> planner.Comparison:
-    """Returns the comparison with the fastest plan; if that approximates, it has the exact comparison, too."""
+    """Returns the comparison with the fastest plan; if that plan approximates, with the exact comparison too."""
     check_options(vars(request) | {"allow_approximate": True})
     exact = best = plan_and_compare(profile, request, names)
     for approximation in _APPROXIMATIONS:
@@ -153,7 +153,7 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
 
 @contextmanager
 def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
-    """Adds the changes that would fit to a shortage of memory."""
+    """Context that adds to a shortage of memory the changes with which a plan would fit."""
     with suggest_mesh_on_shortage(profile, request), _suggest_smaller_bases(profile, request):
         try:
             yield
@@ -171,7 +171,7 @@ def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> st
 
 
 def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterator[str]:
-    """Yields changes with which a request would fit: offloads, the largest microbatch, the longest sequence."""
+    """Yields changes that would make a request fit: offloads, the largest microbatch, the longest sequence."""
     find_plan = partial(_find_fitting, profile, request)
     if request.snapshot_every is not None and find_plan(snapshot_every=None):
         yield "no snapshots (without --snapshot-every)"
@@ -242,7 +242,7 @@ def _describe_offloads(plan: Plan) -> str:
 
 @contextmanager
 def _suggest_smaller_bases(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
-    """Adds the bytes of the method's `BasisRotation` to a shortage of memory, and which smaller form fits."""
+    """Context that adds to a shortage of memory the bytes of a `BasisRotation`, and which smaller form fits."""
     try:
         yield
     except ShortageError as error:
@@ -268,7 +268,7 @@ def _count_bases(profile: Profile, name: str) -> int:
 
 
 def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:
-    """Returns the plan with its messages and sums; their costs leave its cluster and runtime."""
+    """Returns the plan with its messages and sums in place of their costs in cluster and runtime."""
     plan = replace(
         plan,
         cluster=replace(
@@ -358,7 +358,6 @@ def _score_stages(score_once: Callable[[Plan], planner.Score], plan: Plan) -> pl
 
 
 def _take_rank(profile: Profile | GraphText, request: PlanRequest) -> tuple[Profile | GraphText, PlanRequest]:
-    """Returns the profile and the request of one rank of the request's mesh; each of its ranks has the plan for it."""
     return take_one_rank(_read_profile(profile), request, _compare) if request.mesh else (profile, request)
 
 
@@ -398,8 +397,8 @@ def _compare_by_planner(
     profile = _read_profile(source)
     if request.microbatches is not None and 1 < profile.batch < request.microbatches:
         raise PlanError(
-            f"{request.microbatches} microbatches were asked of minibatches of {profile.batch} samples; ask for at "
-            "most as many, or profile larger minibatches"
+            f"{request.microbatches} microbatches were asked for, but a minibatch has {profile.batch} samples; ask for "
+            "at most as many, or profile larger minibatches"
         )
     if request.strategy == "2bw":
         return _make_single_candidate(_plan_2bw(profile.without_tied_groups(), request), request)
@@ -431,7 +430,7 @@ def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:
 
 
 def _make_single_candidate(plan: Plan, request: PlanRequest) -> planner.Comparison:
-    """Returns the comparison for a request that leaves no choice."""
+    """Returns the comparison for a plan without alternatives."""
     return planner.Comparison(plan, (make_candidate(plan, request.shape_text),))
 
 
@@ -477,8 +476,8 @@ def _list_references(
 def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster, which must be equally fast.
 
-    Such methods give all workers the same number of stages, so equal stages keep them equally busy: the row of stages
-    is the planner's straight pipeline on as many workers as there are stages, over the cluster's slowest links.
+    Such methods give all workers the same number of stages, so stages should be equal: they are the planner's straight
+    pipeline on as many workers as stages, over the cluster's slowest links.
 
     Args:
         profile: `Profile.without_tied_groups`, since these methods may hold a weight in several stages.

@@ -1,4 +1,4 @@
-"""Prepares a run's phases: the method of each, lowered and proved, over one set of channels."""
+"""Prepares a run's phases: each method lowered and proved, all over one set of channels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipedream.workflows.methods import resolve_method
 
 @dataclass(frozen=True)
 class Prepared:
-    """A phase that can be run; its program has the channels of all phases."""
+    """A phase ready to run; its program has the channels of all phases."""
 
     phase: Phase
     schedule: Schedule
@@ -53,9 +53,9 @@ def is_synchronous(plan: Plan, phases: Sequence[Phase]) -> bool:
 
 
 def add_compensation(plan: Plan, phases: Sequence[Phase], compensation: Any) -> tuple[Phase, ...]:
-    """Gives a compensation to the phases that do not flush and name none themselves.
+    """Gives a compensation to the phases that do not flush and name none.
 
-    If all flush, all get it, so that `prepare` refuses it with the reason.
+    If all flush, all get it, and `prepare` refuses it with the reason.
 
     Args:
         compensation: () for no compensation; None leaves the phases as they are.
@@ -93,7 +93,7 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
 
 
 def build_evaluation(schedule: Schedule) -> Program:
-    """Returns the proved program of forwards alone for a method's stages."""
+    """Returns a method's evaluation program: forwards only, proved."""
     program = lower(schedules.evaluation(schedule.plan, schedule.placement))
     verify(program)
     return program

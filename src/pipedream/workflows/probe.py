@@ -1,4 +1,4 @@
-"""Measures a cluster, by the processes that would train on it."""
+"""Measures a cluster with the processes that would train on it."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _INSTANT_BYTES_PER_S = 1e30
 
 
 def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = None) -> Survey:
-    """Measures links, all-reduces, speed and memory of all workers; every rank calls it and gets the same answer.
+    """Measures links, all-reduces, speed and memory of all workers. Every rank calls it and gets the same answer.
 
     Nothing else should use the cluster meanwhile.
 
     Args:
         device: 'cpu' (gloo) or 'cuda' (NCCL).
-        most_s: approximate limit in seconds. What every level needs is measured first, the rest as time allows.
-        folder: on each machine, for activations.
+        most_s: approximate limit. What every level needs is measured first, the rest as time allows.
+        folder: for offloaded activations, on each machine; its disk is measured.
 
     Raises:
         PlanError: there is a single process, or the ranks of a machine are not consecutive.
@@ -108,7 +108,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
 
 
 def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster, str]:
-    """Returns the cluster of these processes, and at rank 0 in one line what was measured. Every rank calls it.
+    """Returns the cluster of these processes, and at rank 0 a line that says what was measured. Every rank calls it.
 
     On one machine it is that of `probe_gpus` or `Cluster.local`, the latter with the link that messages see, and the
     line is empty.
@@ -158,7 +158,7 @@ def warn_of_loopback(plan: Plan, rank: int) -> None:
 
 
 def choose_steps(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Returns the measurements that are needed, and those to make if there is time, for the ranks of each machine."""
+    """Returns the necessary measurements, and those to make if there is time."""
     leaders = tuple(ranks[0] for ranks in machines)
     all_ranks = tuple(rank for ranks in machines for rank in ranks)
     multi_rank = sorted((tuple(ranks) for ranks in machines if len(ranks) > 1), key=len, reverse=True)
@@ -221,7 +221,7 @@ def _measure_in_group(step: Step, group: Any, rank: int, device: Any, target_s: 
 
 @dataclass(frozen=True)
 class MeasuredRuntime:
-    """The runtime's costs at a worker, and the link between two workers as its messages see it.
+    """The runtime's costs at a worker, and the effective link between two workers.
 
     Attributes:
         bandwidth_bytes_per_s, latency_s: None if unknown; within a single process a message arrives at once.
@@ -242,8 +242,8 @@ class MeasuredRuntime:
 def measure_runtime(device: str = "cpu") -> MeasuredRuntime:
     """Runs the runtime on small layers of known cost: in this process, or over the processes of this group.
 
-    It takes some tenths of a second, once for each process. Every rank calls it and gets the same answer. A GPU's
-    workers are measured on CPUs: the host does the same work, but the bytes of messages cost it nothing.
+    Takes some tenths of a second, once per process. Every rank calls it and gets the same answer. GPU workers are
+    measured on CPUs, without the cost of message bytes: the host does the same work otherwise.
     """
     torch_device = process_group.process_device(device)
     _, processes = process_group.join_group(torch_device, check_software=False)  # the session of `calibrate` does

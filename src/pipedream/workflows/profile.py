@@ -1,6 +1,6 @@
 """Profiling: the layers of a model, and the seconds and bytes of each, measured or predicted.
 
-Of several processes only rank 0 profiles: ranks that measured at the same time would disturb each other and disagree.
+Only rank 0 profiles: ranks that measured at the same time would disturb each other and disagree.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def profile(
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
-    Of several processes every rank calls it, rank 0 measures, and all get its profile.
+    Every rank calls it, rank 0 measures, and all get its profile.
 
     On the device 'meta' nothing is computed or allocated: seconds follow from flops and bytes by the roofline of
     `as_device`. The notes of the profile list the assumptions. Otherwise what the runtime itself costs is measured too.
@@ -81,14 +81,14 @@ def profile(
         as_device: with 'meta', a Device, its name in `pipedream.core.hardware.devices` ('A100-80GB'), or 'here' for
             this machine (the default).
         dtype: with 'meta', the dtype of all floating-point tensors; None leaves each its own.
-        warmup: runs before the measured ones.
+        warmup: runs before measuring.
         runs: measured runs; their median is the result.
         autocast: low-precision dtype of the forwards, or its name.
         seed: of the random numbers that layers draw.
-        finest: also split the modules of a chain into those inside them.
+        finest: also split the modules of a chain into their submodules.
         batch_dim: as in `pipedream.Pipeline`.
-        microbatches: that each minibatch will be split into, if known. The time of one is measured as well, because a
-            small batch may take more or less time per sample than a large one; by default that of half a minibatch.
+        microbatches: number per minibatch, if known. One is measured as well, because a small batch may take another
+            time per sample than a large one; by default half a minibatch.
         layout: says which tensors a mesh shards.
         meshes: such as ('model:2',); one rank of each is measured too, in this process, with its parts of all tensors.
             What it exchanges with the others is counted (docs/meshes.md). 'auto' takes all meshes of 2, 4 and 8 ranks
@@ -255,7 +255,7 @@ def _split_only_argument(batch_dim: BatchDim, arguments: tuple[Any], count: int,
 
 
 def find_plan_layers(model: Any, plan: Plan, sample: Any) -> Captured:
-    """Finds the layers of a plan in a model, by name or with a sample of its input.
+    """Finds a plan's layers in a model, by name or with a sample of its input.
 
     Raises PlanError if the plan was made for another model.
     """

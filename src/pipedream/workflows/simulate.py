@@ -87,7 +87,7 @@ def simulate_program(
 
 
 def share_model(plan: Plan) -> Plan:
-    """Returns equal stages that divide one model, whatever the number of stages that a worker has.
+    """Returns equal stages of one model, of the same total size however many stages a worker has.
 
     A worker has 1 MB of weights, and 1 MB of activations for each microbatch. A message has 1 MB if it takes time.
     """
@@ -117,7 +117,7 @@ def compare_methods(
     minibatches: int | None = None,
     simulate_run: Callable[..., Timeline] = simulate,
 ) -> MethodComparison:
-    """Simulates methods on equal stages, side by side; one that does not work on them has no figures.
+    """Simulates methods on equal stages, side by side; a method that does not work on them gets no figures.
 
     Args:
         make_plan: name -> its plan, for one model (`share_model`).
@@ -143,7 +143,7 @@ def compare_methods(
 
 
 def _make_comparable_run(name: str, plan: Plan, microbatches: int | None, minibatches: int | None) -> schedules.Run:
-    """Returns a run of as many microbatches as other methods' runs have, if the method allows it."""
+    """Returns a run with the given number of microbatches, if the method allows it."""
     parts = microbatches or (_DEFAULT_MICROBATCHES if minibatches else None)
     if schedules.build(name, plan).updates.mean_of_rounds:
         return schedules.run_of(name, plan, minibatches=parts and parts * (minibatches or 1))

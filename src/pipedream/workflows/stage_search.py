@@ -1,4 +1,4 @@
-"""Searches the stages for one method: the fastest in simulation, or those with the fastest slowest stage."""
+"""Searches the stages for one method: the fastest in simulation, or with the fastest slowest stage."""
 
 from __future__ import annotations
 
@@ -129,10 +129,10 @@ class StageSearch:
         return [(make_candidate(plan, text), plan) for text, plan in plans.values()], refused
 
     def _copy_over_sites(self) -> Plan | None:
-        """Plans for one component of the outermost level, and copies each of its stages to the others.
+        """Plans for one component of the outermost level, and copies the plan to the others.
 
-        Messages then stay within a site, and what crosses is a sum: worth it if weights are averaged rarely. Replica
-        j of each stage is in site j modulo their number, so that a minibatch stays in its site, too.
+        Only sums then cross sites, which pays off if weights are averaged rarely. Replica j of each stage is in site j
+        modulo the number of sites, so a minibatch stays within its site.
         """
         request, cluster = self.request, self.request.workers_and_links
         *levels, outermost = cluster.levels
@@ -154,7 +154,6 @@ class StageSearch:
         return adapt_plan_to_method(plan, self.profile, request.schedule, request.microbatches)
 
     def plan_with_microbatches(self, parts: int, shape: str | tuple[int, ...], slower: float = 1.0) -> Plan:
-        """Returns a plan for minibatches of `parts` microbatches, which may differ from the method's."""
         request = self.request
         if request.cuts is None:
             return self._search(parts).best(shape, request.in_flight, slower)
@@ -227,7 +226,7 @@ def make_candidate(plan: Plan, shape: str) -> planner.Candidate:
 
 
 def _list_counts(workers: int, limit: int) -> list[tuple[int, ...]]:
-    """Lists replica counts of all workers, up to `limit` each; with many workers equal ones, and one more stage."""
+    """Lists replica counts that use all workers, up to `limit` each; of many workers, equal counts and a remainder."""
     if workers <= _ALL_COUNTS_UP_TO:
         return [
             (first, *rest)

@@ -105,7 +105,7 @@ def test_the_end_of_the_sender_is_an_error_after_its_messages() -> None:
 
 
 def test_a_structure_that_no_packet_holds_is_refused(ends: Ends) -> None:
-    with pytest.raises(ValueError, match=r"structure takes 1[34]\d,\d+ bytes, and shared memory allows 131,072; let"):
+    with pytest.raises(ValueError, match=r"structure takes 1[34]\d,\d+ bytes, and shared memory allows 131,072; cut"):
         ends[0].send(Message(0, structure="x" * 140_000))
 
 

@@ -84,7 +84,7 @@ def store() -> Iterator[Store]:
 
 
 @pytest.fixture
-def crew(store: Store) -> Iterator[list[Heartbeat]]:
+def heartbeats(store: Store) -> Iterator[list[Heartbeat]]:
     """The heartbeats of three ranks."""
     statuses = [Heartbeat(store, rank, 3, lambda rank=rank: f"stage {rank}") for rank in range(3)]
     yield statuses
@@ -109,25 +109,25 @@ def soon(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_each_hears_the_others(crew: list[Heartbeat]) -> None:
-    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in crew))
-    assert {rank: status.where for rank, status in crew[0].statuses.items()} == {1: "stage 1", 2: "stage 2"}
-    assert crew[0].statuses[1].process == RankProcess.this()
-    first = crew[0].statuses[1].count
-    assert soon(lambda: crew[0].statuses[1].count > first)
-    crew[1].end()
-    assert soon(lambda: crew[0].statuses[1].ended)
+def test_each_hears_the_others(heartbeats: list[Heartbeat]) -> None:
+    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
+    assert {rank: status.where for rank, status in heartbeats[0].statuses.items()} == {1: "stage 1", 2: "stage 2"}
+    assert heartbeats[0].statuses[1].process == RankProcess.this()
+    first = heartbeats[0].statuses[1].count
+    assert soon(lambda: heartbeats[0].statuses[1].count > first)
+    heartbeats[1].end()
+    assert soon(lambda: heartbeats[0].statuses[1].ended)
 
 
 @pytest.mark.parametrize(("one_way_s", "works"), [(0.5, True), (1.0, False)])
 def test_a_link_of_half_a_second_one_way_is_fast_enough(
-    crew: list[Heartbeat], monkeypatch: pytest.MonkeyPatch, one_way_s: float, works: bool
+    heartbeats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch, one_way_s: float, works: bool
 ) -> None:
     """That is the limit which docs/checkpoints.md names; with one of 1 s all would end soon, as if out of reach."""
-    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in crew))
+    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
     calls: list[threading.Thread] = []
     monkeypatch.setattr(Store, "_call", lambda self: calls.append(threading.current_thread()))
-    crew[0]._exchange(False)
+    heartbeats[0]._exchange(False)
     answers = calls.count(threading.current_thread())
     heartbeat_s = guard.PERIOD_S + 2 * one_way_s * answers
     detector = FailureDetector(0, Activity(), stuck_after_s=1.0, store_owner="rank 1")
@@ -142,14 +142,14 @@ def test_a_link_of_half_a_second_one_way_is_fast_enough(
     assert (timedelta(seconds=2 * one_way_s) < guard._ANSWER_TIMEOUT) == works
 
 
-def test_the_first_report_counts_on_every_rank(crew: list[Heartbeat]) -> None:
+def test_the_first_report_counts_on_every_rank(heartbeats: list[Heartbeat]) -> None:
     verdicts = [Verdict(rank, "here", f"cause {rank}") for rank in range(3)]
     together = threading.Barrier(3)
     failure: list[object] = [None] * 3
 
     def report_failure(rank: int) -> None:
         together.wait()
-        failure[rank] = crew[rank].report_failure(verdicts[rank], wait_s=10.0)
+        failure[rank] = heartbeats[rank].report_failure(verdicts[rank], wait_s=10.0)
 
     threads = [threading.Thread(target=report_failure, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -161,21 +161,21 @@ def test_the_first_report_counts_on_every_rank(crew: list[Heartbeat]) -> None:
     assert winner in [(rank, verdicts[rank]) for rank in range(3)]
 
 
-def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
-    assert crew[0].find_failure(5.0) is None
-    crew[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
-    report = crew[0].find_failure(5.0)
+def test_a_report_is_asked_for_now(store: Store, heartbeats: list[Heartbeat]) -> None:
+    assert heartbeats[0].find_failure(5.0) is None
+    heartbeats[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
+    report = heartbeats[0].find_failure(5.0)
     assert report == (1, Verdict(1, "stage 1", "the ice is thin"))
 
 
 def test_who_reports_another_rank_also_prints_it(
-    crew: list[Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heartbeats: list[Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank reports the rank whose save has failed; if the first to do so is not that rank, it says so for it."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     full = WorkerError(0, "saving the checkpoint of minibatch 20", "No space left on device")
     for rank in (1, 0):
-        rank_guard = bare_guard(rank=rank, heartbeat=crew[rank])
+        rank_guard = bare_guard(rank=rank, heartbeat=heartbeats[rank])
         first = rank_guard.first_cause(full, "stage 0, 1F19")
         assert isinstance(rank_guard.first_cause(first, "stage 0, 1F19"), PeerError) == (rank == 0)
         assert str(first) == str(full)
@@ -183,13 +183,13 @@ def test_who_reports_another_rank_also_prints_it(
         assert error == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
 
 
-def test_the_verdict_of_a_guard_is_printed_already(crew: list[Heartbeat]) -> None:
+def test_the_verdict_of_a_guard_is_printed_already(heartbeats: list[Heartbeat]) -> None:
     """The connection that breaks when it kills a rank says less."""
-    crew[1].report_failure(Verdict(0, "stage 0", "has not been heard of"), wait_s=5.0)
-    rank_guard = bare_guard(rank=1, heartbeat=crew[1])
+    heartbeats[1].report_failure(Verdict(0, "stage 0", "has sent no heartbeat"), wait_s=5.0)
+    rank_guard = bare_guard(rank=1, heartbeat=heartbeats[1])
     error = rank_guard.first_cause(ConnectionResetError(104, "Connection reset by peer"), "stage 1, 1F3")
     assert isinstance(error, PeerError)
-    assert "has not been heard of" in str(error)
+    assert "has sent no heartbeat" in str(error)
 
 
 @pytest.mark.parametrize("store_owner", ["rank 0", "the launcher"])
@@ -250,34 +250,34 @@ def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypat
 
 @pytest.mark.slow
 def test_rank_0_serves_the_store_until_the_others_have_heard(
-    crew: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
+    heartbeats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_NOTICE_S", 60.0)
-    assert soon(lambda: len(crew[0].statuses) == 2)
-    first = bare_guard(heartbeat=crew[0])
+    assert soon(lambda: len(heartbeats[0].statuses) == 2)
+    first = bare_guard(heartbeat=heartbeats[0])
     waits = threading.Thread(target=first._wait_for_others)
     waits.start()
-    crew[1].end()
-    assert soon(lambda: crew[0].statuses[1].ended)
+    heartbeats[1].end()
+    assert soon(lambda: heartbeats[0].statuses[1].ended)
     waits.join(0.3)
     assert waits.is_alive(), "rank 2 has not heard of it"
-    crew[2].end()
+    heartbeats[2].end()
     waits.join(50.0)
     assert not waits.is_alive()
 
 
 @pytest.mark.parametrize("gone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gone", "stopped"])
-def test_a_store_that_is_away_holds_nobody(store: Store, crew: list[Heartbeat], gone: bool) -> None:
-    assert soon(lambda: crew[0].exchanges > 0)
+def test_a_store_that_is_away_holds_nobody(store: Store, heartbeats: list[Heartbeat], gone: bool) -> None:
+    assert soon(lambda: heartbeats[0].exchanges > 0)
     store.gone = gone
     if not gone:
         store.answers.clear()
     start = time.monotonic()
-    assert crew[0].report_failure(Verdict(0, "stage 0", "nobody hears this"), wait_s=0.5) is None
+    assert heartbeats[0].report_failure(Verdict(0, "stage 0", "nobody hears this"), wait_s=0.5) is None
     assert time.monotonic() - start < 5.0
-    before = crew[1].exchanges
+    before = heartbeats[1].exchanges
     time.sleep(0.7)
-    assert crew[1].exchanges <= before + 1
+    assert heartbeats[1].exchanges <= before + 1
     store.gone = False
 
 
@@ -307,14 +307,14 @@ def test_a_new_connection_is_used_once_the_store_answers() -> None:
     heartbeat.end()
 
 
-def test_rank_0_that_has_finished_lets_the_others_know_before_its_store_ends(crew: list[Heartbeat]) -> None:
-    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in crew))
-    crew[0].wait_until_heard(60.0)
-    assert all(heartbeat.statuses[0].ended for heartbeat in crew[1:])
-    crew[1].end()
-    crew[2].end()
+def test_rank_0_that_has_finished_lets_the_others_know_before_its_store_ends(heartbeats: list[Heartbeat]) -> None:
+    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
+    heartbeats[0].wait_until_heard(60.0)
+    assert all(heartbeat.statuses[0].ended for heartbeat in heartbeats[1:])
+    heartbeats[1].end()
+    heartbeats[2].end()
     start = time.monotonic()
-    crew[0].wait_until_heard(60.0)
+    heartbeats[0].wait_until_heard(60.0)
     assert time.monotonic() - start < 5.0, "they have ended and hear nothing"
 
 

@@ -1,8 +1,8 @@
 """The Cluster: number, speed and memory of workers, and how fast they communicate (docs/cost_models.md).
 
 The network is a tree. ``levels`` are innermost first: for example, level 0 joins workers to machines, level 1 machines
-to racks. Each *component* that a level joins has one full-duplex port into it: at level 0 each worker its own, at level
-1 all workers of a machine a common one.
+to racks. Each *component* that a level joins has one full-duplex port into it: at level 0 every worker has its own, at
+level 1 all workers of a machine share one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Level:
         width: components in a group (in the largest, if unequal).
         bandwidth_bytes_per_s: rate at which a component sends.
         latency_s: seconds of one message.
-        receive_bytes_per_s: rate at which it receives; None if it is the same.
-        sum_bytes_per_s: measured bandwidth of an all-reduce, 2 (n - 1) / n of its bytes over its seconds; None for
+        receive_bytes_per_s: rate at which it receives; None if the same.
+        sum_bytes_per_s: measured bandwidth of an all-reduce, 2 (n - 1) / n of its bytes over its seconds; None uses
             that of the links.
         sizes: sizes of unequal groups, e.g. machines of 4, 4 and 2 workers; () if all have `width`.
     """
@@ -63,7 +63,7 @@ class Level:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Bandwidth of a message, which leaves one port and enters another."""
+        """Bandwidth of a message, limited by the slower of its two ports."""
         return min(self.bandwidth_bytes_per_s, self.receive_bytes_per_s or self.bandwidth_bytes_per_s)
 
 
@@ -121,11 +121,11 @@ class Cluster(Artifact):
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.SumLink`).
         host_bytes: memory of each machine beside its GPUs; None if unknown.
         sum_costs: costs of sums over replicas.
-        disk_bytes_per_s: rate at which a worker writes to its disk, and reads, while all of its machine do; None if
-            unknown.
+        disk_bytes_per_s: rate at which each worker reads and writes its disk while all workers of the machine do; None
+            if unknown.
         host_bytes_per_s: the same between a GPU and the memory of its machine.
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
-        activations: where activations may wait (`Plan.activations`).
+        activations: where to offload activations (`Plan.activations`).
         hosts_optimizers: optimizers are in the memory of the machines.
         snapshots: which ones workers keep: '' none, 'own' those of their machine, 'next' also those of the previous
             machine in a ring. On one level, each worker then has its own machine.
@@ -331,7 +331,7 @@ class Cluster(Artifact):
         """Returns a cluster whose worker i is the next `ranks[i]` workers of this one.
 
         Raises:
-            PlanError: a worker is neither within one machine (or other group) nor fills several, or its ranks differ.
+            PlanError: a worker neither lies within one machine (or other group) nor fills several, or its ranks differ.
         """
         ends = list(accumulate(ranks, initial=0))
         rows: list[list[int]] = [ends]
@@ -358,7 +358,7 @@ class Cluster(Artifact):
         return replace(self, levels=tuple(levels), kinds=tuple(kinds))
 
     def without(self, worker: int) -> Cluster:
-        """Returns the cluster without one of its workers, and without its machine if the worker was alone there."""
+        """Returns the cluster without one worker, and without its machine if the worker was alone there."""
         rows = [[row[w] for w in range(self.workers) if w != worker] for row in self._components]
         levels = []
         for level, components, outer_row in zip(self.levels, rows, [*rows[1:], [0] * len(rows[0])], strict=True):

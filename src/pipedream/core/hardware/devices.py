@@ -20,11 +20,11 @@ Matrix products of float16 and bfloat16 run on tensor cores and accumulate in fl
 torch's default; tf32 is used on request (``torch.set_float32_matmul_precision``), but by default for convolutions
 (``torch.backends.cudnn.allow_tf32``).
 
-The shares are assumptions. The best matrix shape reaches 86.9% of the peak on an A100 SXM and 80.3% on an H100 SXM
-(S. Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7). A model's shapes are
-not the best, so 75% and 70% are assumed, 75% for the other families, 85% of each bandwidth, and 5 us per launch. An
-H200 reached 84% with a product of side 8,192, and 88% of its bandwidth (benchmarks/gpu). The data sheet's memory is in
-powers of ten; the rest that a card has is left to its context.
+The shares are assumptions. The best matrix shape reaches 86.9% of the peak on an A100 SXM and 80.3% on an H100 SXM (S.
+Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7). A model's shapes are not
+the best, so 75% and 70% are assumed, 75% for the other families, 85% of each bandwidth, and 5 us per launch. An H200
+reached 84% with a product of side 8,192, and 88% of its bandwidth (benchmarks/gpu). The data sheet's memory is in
+powers of ten; what a card has beyond that is left to its context.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A Survey: measurements of a cluster's links and workers, and the Cluster that follows from them.
 
-The slower of its two ports limits a message. Which one that is shows only when one port exchanges messages with several
-at once.
+A message is limited by the slower of its two ports. Which one that is shows only when a port talks to several at once.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _MIN_PORT_GAIN = 1.25
 """Smaller differences are noise."""
 
 _HALF_DUPLEX_SHARE = 0.7
-"""A link is half duplex if a direction keeps less of its bandwidth while the other is used; a shared one keeps 0.5."""
+"""A link is half duplex if a direction keeps a smaller share of its bandwidth while the other is in use."""
 
 
 @dataclass(frozen=True)
 class MeasuredWorker:
-    """One worker; `work_s` is for equal work on all. Rates are None without a folder, or without a GPU."""
+    """One worker; `work_s` is for the same work everywhere. Rates are None without a folder or a GPU."""
 
     machine: str
     device: str
@@ -44,7 +43,7 @@ class Link:
 
     Attributes:
         latency_s: half of a short round trip.
-        alone_bytes_per_s, both_bytes_per_s: rates while nothing, or as much, is sent the other way.
+        alone_bytes_per_s, both_bytes_per_s: rates in one direction, and in each while both are used.
     """
 
     level: int
@@ -71,7 +70,7 @@ class Sum:
 
     Attributes:
         latency_s: seconds of one of the 2 (n - 1) steps of a ring.
-        bytes_per_s: 2 (n - 1) / n of the bytes over their seconds.
+        bytes_per_s: 2 (n - 1) / n of the bytes per second.
     """
 
     level: int
@@ -223,7 +222,7 @@ def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Returns the lower quartile, as noise (other processes) only adds seconds."""
+    """Returns the lower quartile, because noise only adds time."""
     return sorted(seconds)[len(seconds) // 4]
 
 
@@ -240,7 +239,7 @@ def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> f
 
 
 def _group_similar(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
-    """Returns the group of each value: values with one word, and about one number."""
+    """Returns the group of each value: same word, similar number."""
     groups: list[tuple[str, float]] = []
     indices = []
     for word, number in values:

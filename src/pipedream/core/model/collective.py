@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipedream.core.units import format_bytes
 
 EXCHANGE = "exchange"
-"""Kind of collective in layouts that were searched for: each rank sends others the pieces that they lack."""
+"""Kind of collective in searched layouts: each rank sends others the pieces that they lack."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Collective:
         over: the dimension, or several joined by +.
         count: number of collectives.
         size_bytes: their sum; each counts the greater of the bytes that a rank contributes and receives.
-        of_weights: they move weights or their gradients, so that their bytes do not depend on the samples.
+        of_weights: they move weights or their gradients, so their bytes do not depend on the samples.
     """
 
     kind: str
@@ -56,8 +56,8 @@ class StageCollectives:
     Attributes:
         measured: "forward", "backward" and "update" -> one of each kind and dimension; a backward includes those of its
             recomputation.
-        predicted: the same of the stage run without data; None if it cannot run without.
-        problem: why it cannot.
+        predicted: the same, of the stage run without data; None if that fails.
+        problem: why it fails.
     """
 
     measured: Passes

@@ -1,8 +1,8 @@
 """The layers of a model, and which layer reads which output.
 
-The planner does not split layers, which are in an order in which they can run; edge ``(i, j)`` means that j reads the
-output of i. Capture returns chains, ``(0, 1), (1, 2), ...``, because a stage is an interval of the order of execution:
-all values that are read after a cut cross it (`Value`). The planner takes any graph (`planner.cuts`).
+Layers are in an order in which they can run, and are never split; edge ``(i, j)`` means that j reads the output of i.
+Capture returns chains, ``(0, 1), (1, 2), ...``, because a stage is an interval of the order of execution: all values
+that are read after a cut cross it (`Value`). The planner takes any graph (`planner.cuts`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Call:
     Attributes:
         name: path of the module, with a number from its second call on (``relu@2``).
         start, end: moments.
-        hides: another stage cannot skip this call, only the calls inside.
+        hides: other stages cannot skip this call, only calls inside it.
     """
 
     name: str
@@ -111,13 +111,13 @@ class LayerGraph(Artifact):
         calls: calls of a model that runs by its own forward, in the order of their starts; layer i begins with the call
             of its name. Empty for a chain of modules.
         values: values that cross cuts; of a chain, moments are the indices of its layers.
-        glue: parameters and buffers that are used outside of calls of their modules.
-        replayed: functions whose results are sent to later stages, which lack the inputs to compute them.
-        seeded: paths of modules whose calls are preceded by seeding the random generator.
+        glue: parameters and buffers used outside of their modules' calls.
+        replayed: functions whose results are sent to later stages, because these lack the inputs.
+        seeded: paths of modules before whose calls the random generator is seeded.
         draws_in_python: the forward draws from the generators of Python or NumPy, which are then seeded, too.
         inputs: paths of the tensors in the model's inputs ("0", "input_ids").
-        evaluation: the layers with the calls and values of a forward in evaluation mode, if those of training do not
-            give what the model returns there.
+        evaluation: the layers with the calls and values of a forward in evaluation mode, if these differ from
+            training's.
 
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.

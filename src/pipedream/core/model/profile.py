@@ -38,22 +38,22 @@ class LayerProfile:
         forward_launch_s, backward_launch_s: seconds that the host needs to launch the pass on a GPU, which computes
             meanwhile; equal for any batch, 0 if the host itself computes.
         parameter_bytes: a tied parameter counts in the layer that uses it first (`Profile.tied`).
-        frozen_bytes: those of `parameter_bytes` that are not trained (``requires_grad`` is False).
+        frozen_bytes: the part of `parameter_bytes` that is not trained (``requires_grad`` is False).
         arriving_bytes: bytes kept both by earlier layers and from here on, of which a stage that begins here holds a
             copy.
         leaving_bytes: bytes of its output that neither it nor an earlier layer keeps, and that a stage that ends here
             holds until its backward.
         working_bytes: the most that a pass needs beyond what it and earlier layers keep, and its parameters'
             gradients; includes its input and the gradients that pass through.
-        gathered_bytes: those of `working_bytes` for sharded weights (docs/meshes.md), for any number of samples.
-        backward_bytes: the most that its backward adds to the bytes kept at its start: with its parameters' gradients,
-            without what it has released.
-        largest_parameter_bytes: those of the largest parameter, whose gradient is computed before it is accumulated.
+        gathered_bytes: the part of `working_bytes` for sharded weights (docs/meshes.md), for any number of samples.
+        backward_bytes: the most that its backward adds to the bytes kept at its start, including its parameters'
+            gradients, less what it has released.
+        largest_parameter_bytes: of the largest parameter, whose gradient is computed before it is accumulated.
         matrices: its trained weights of two or more dimensions; () if unknown.
         forward_flops, backward_flops: 0 if not counted.
         moved_bytes: bytes read and written by both passes; 0 if not counted.
         half_length_sizes: bytes of its output, and of what autograd keeps, for sequences of half the length; () if it
-            cannot run with them.
+            cannot run them.
     """
 
     forward_s: float
@@ -122,7 +122,7 @@ class TiedParameters:
     Attributes:
         names: in the user's state dict, one each.
         layers: at least two, in order.
-        trained: False if they are frozen: each stage has a copy, but there is nothing to sum.
+        trained: False if frozen: each stage then has a copy, with nothing to sum.
     """
 
     names: tuple[str, ...]
@@ -191,8 +191,8 @@ class Profile(Tabular, Artifact):
         device: in words (``cpu: EPYC``).
         runs: measured runs, whose median was taken; 0 if nothing was run.
         update_s: seconds of one optimizer step over all parameters, and of one learning-rate step.
-        update_fixed_s: the part of it that every stage takes, whatever its parameters.
-        copy_s: seconds of copying all parameters, as before an update if the old version is still needed.
+        update_fixed_s: the part of `update_s` that every stage takes, whatever its parameters.
+        copy_s: seconds of copying all parameters, as an update does if the old version is still needed.
         optimizer: its class, or ''.
         optimizer_bytes: bytes of its state after a step.
         loss_s: seconds of the loss's forward and backward.
@@ -200,11 +200,11 @@ class Profile(Tabular, Artifact):
         loss_working_bytes: temporary bytes of the loss.
         update_working_bytes: temporary bytes of a step, beyond weights, gradients and state.
         versions: versions of python, torch and this library.
-        notes: things that were assumed or not checked.
+        notes: what was assumed or not checked.
         tied: parameters that several layers use; in separate stages each has a copy.
         runtime: seconds that the runtime adds on the machine that measured.
         parts: the fixed seconds come from a second measurement, with 1 / parts of the samples.
-        ranks: the costs of one rank of each mesh that was asked for.
+        ranks: the costs of one rank of each requested mesh.
     """
 
     FORMAT = 1
@@ -346,14 +346,14 @@ class Profile(Tabular, Artifact):
         return sum(layer.trained_bytes for layer in self.layers)
 
     def without_tied_groups(self) -> Profile:
-        """Returns the profile for methods that may hold a weight in several stages, and so separate its layers.
+        """Returns the profile for methods that may hold a weight in several stages.
 
         Groups that no method can separate (`LayerGraph.whole`) remain.
         """
         return replace(self, graph=replace(self.graph, ties=self.graph.whole))
 
     def ties_in_words(self) -> str:
-        """Returns which layers a tied weight keeps together, and how to separate them; '' if there are none.
+        """Says which layers a tied weight keeps together, and how to separate them; '' if none.
 
         Groups that no method can separate are not listed.
         """

@@ -1,4 +1,4 @@
-"""Costs of the runtime: seconds of a worker's host for each op, message and update, beyond the layers."""
+"""Costs of the runtime: a worker's host seconds for each op, message and update, beyond the layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RuntimeCosts:
         encodings_s_per_byte: encoding -> seconds of encoding or decoding, per byte in memory.
         encoding_s_per_byte: what the encoding in use adds to `message_s_per_byte`, per byte in memory; negative if
             fewer bytes on the wire save more (`Messages.add_costs`).
-        overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds add to those of the layers.
+        overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds add to the layers'.
     """
 
     op_s: float = 0.0
@@ -55,7 +55,7 @@ class RuntimeCosts:
         )
 
     def added_s(self, device_s: _Numbers, host_s: _Numbers, launch_s: _Numbers = 0.0) -> _Numbers:
-        """Returns the seconds that work takes beyond its `device_s`, if it keeps the host busy for `host_s`.
+        """Returns the seconds that work adds to its `device_s` if it keeps the host busy for `host_s`.
 
         Args:
             launch_s: further seconds of the host to launch layers on a GPU, which always computes meanwhile.

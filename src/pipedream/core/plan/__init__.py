@@ -1,1 +1,1 @@
-"""How a model is divided among workers, and what that costs in seconds and bytes."""
+"""How a model is partitioned among workers, and what that costs in seconds and bytes."""

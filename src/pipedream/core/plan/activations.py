@@ -1,4 +1,4 @@
-"""Where activations wait between a forward and its backward."""
+"""Offloading of activations between a forward and its backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipedream.core.plan.cost import Numbers
 HOST, DISK = "host", "disk"
 
 WINDOW_SHARE = 1 / 8
-"""Share of a microbatch's moved bytes that may wait in memory to be written; as many may have been read ahead."""
+"""Share of a microbatch's offloaded bytes that may still be in memory to be written; as many may be read ahead."""
 
 _PARTS = 1 << 10  # of a byte count: an integer, so that bytes stay whole
 
@@ -22,13 +22,13 @@ def share_of(whole_bytes: Numbers, share: float) -> Numbers:
 
 
 def window_bytes(moved_bytes: Numbers) -> Numbers:
-    """Returns how many of a microbatch's moved bytes are in memory."""
+    """Returns how many of a microbatch's offloaded bytes are in memory."""
     return share_of(moved_bytes, 2 * WINDOW_SHARE)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Where activations wait: in the worker's own memory (''), 'host' or 'disk'."""
+    """Where activations are kept: in the worker's own memory (''), 'host' or 'disk'."""
 
     kind: str = ""
     folder: str | None = None

@@ -87,7 +87,7 @@ def raise_to_legal(in_flight: Counts, replicas: Counts, update_delay: Counts = (
 def fit_counts(low: Counts, high: Counts, limits: Counts, replicas: Counts) -> Counts:
     """Returns the deepest counts from `low` to `high` within `limits`; legal if `low` is.
 
-    A stage adds no more minibatches than the stage before it, which has to send them.
+    A stage adds no more minibatches than the previous stage, which has to send them.
 
     >>> fit_counts((3, 2, 1), (7, 4, 1), (5, 9, 9), (1, 1, 1))
     (5, 4, 1)

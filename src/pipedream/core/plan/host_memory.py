@@ -1,4 +1,4 @@
-"""Memory of machines that stages need beside their workers': weights that are lent to GPUs, and snapshots."""
+"""Memory of machines that stages need besides their workers': weights that GPUs copy, and snapshots."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pipedream.core.units import format_bytes
 
 
 def check_host_memory(stages: Sequence[Stage], versions: Sequence[int] | None, free_bytes: int | None) -> None:
-    """Raises a PlanError if the stages of a machine need more of its memory than is free (None: unknown).
+    """Raises a PlanError if the stages of a machine need more memory than is free (None: unknown).
 
     Args:
-        versions: sets of weights of each stage; None for copies of the trained ones, for an optimizer.
+        versions: sets of weights of each stage; None for copies of the trained weights, for an optimizer.
     """
     trained = [stage.trained_bytes for stage in stages]
     weights, frozen = sum(trained), 0 if versions is None else sum(stage.frozen_bytes for stage in stages)
@@ -42,7 +42,7 @@ def check_host_memory(stages: Sequence[Stage], versions: Sequence[int] | None, f
 
 
 def count_saved_bytes(plan: Plan) -> list[int]:
-    """Returns the most bytes of weights and optimizer state that each rank saves: of stages whose replica 0 it is."""
+    """Returns each rank's bytes of weights and optimizer state in a checkpoint: of stages whose replica 0 it is."""
     meshes = plan.placement.meshes(plan.meshes)
     return [size for size, mesh in zip(_count_saved(plan), meshes, strict=True) for _ in range(mesh.size)]
 
@@ -56,7 +56,7 @@ def _count_saved(plan: Plan) -> list[int]:
 
 
 OWN_COPIES, NEXT_COPIES = 3, 2
-"""A worker keeps two snapshots of its own state and the source of the next one, and two of its neighbour's."""
+"""A worker keeps two snapshots of its own state, the source of the next one, and two of its neighbour's snapshots."""
 
 
 def find_neighbours(machines: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -105,9 +105,9 @@ def check_snapshots(need_bytes: int, free_bytes: int) -> int:
 
 
 def add_snapshots(plan: Plan) -> Plan:
-    """Returns a plan without snapshots with those of its cluster added.
+    """Adds the cluster's snapshots to a plan without any.
 
-    Its peaks count them unless the workers are GPUs: snapshots are in the memory of the machine.
+    On CPUs its peaks include them; a GPU's are in the machine's memory.
     """
     if not plan.cluster.snapshots:
         return plan
@@ -115,7 +115,7 @@ def add_snapshots(plan: Plan) -> Plan:
 
 
 def drop_snapshots(plan: Plan) -> Plan:
-    """Returns a plan without snapshots in its peaks."""
+    """Removes snapshots from a plan and its peaks."""
     return _with_snapshots(plan, [0] * len(plan.stages))
 
 

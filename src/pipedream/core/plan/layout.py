@@ -26,7 +26,7 @@ BATCH = "batch"
 _OUT = ":out"
 _UNNAMED = "-"
 _CUT = "cut"
-"""Prefix of the mesh dimensions for a layout that was searched for: cut1, cut2, and so on."""
+"""Prefix of the mesh dimensions of a searched layout: cut1, cut2, and so on."""
 
 
 class _Halving(Protocol):
@@ -69,8 +69,8 @@ class Layout:
     def of(cls, partition: _FoundPartition) -> Layout:
         """Returns the layout of a `Partition`, for a mesh with a dimension for each of its cuts: ``cut1:2,cut2:2``.
 
-        Between uses, weights are sharded by these cuts, as are their versions, gradients and optimizer states. Each
-        layer runs by operators with matching indices (`pipedream.layouts`).
+        The cuts shard weights between uses, with their versions, gradients and optimizer states. Each layer runs as
+        operators with matching indices (`pipedream.layouts`).
         """
         tensors = partition.cuts[0].schemes if partition.cuts else {}
         return cls(cuts={name: tuple(cut.schemes[name] for cut in partition.cuts) for name in tensors})
@@ -184,7 +184,7 @@ class Layout:
         return tuple(dimension_of.get(over) for over in mesh.dimensions)
 
     def of_model(self, model: Any) -> Layout:
-        """Returns the layout, completed with the names that modules have for their own parameters.
+        """Returns the layout, completed with the modules' names for the dimensions of their parameters.
 
         Args:
             model: its modules may have ``layout_names``: parameter -> names of its dimensions.
@@ -203,10 +203,10 @@ class Layout:
     ) -> tuple[int | None, ...]:
         """Returns the placements of a tensor that enters or leaves a stage; see `placements`.
 
-        A batch that does not divide, such as a smaller last one, is not sharded.
+        A batch of an indivisible size, such as a smaller last one, is not sharded.
 
         Args:
-            names: None if only dimension 0 is known: the batch, if its size is `samples`.
+            names: None if only dimension 0 is known, which is the batch if its size is `samples`.
         """
         if self.uses_cuts(mesh):
             parts = len(mesh.dimensions) if shape and shape[0] == samples and samples % mesh.size == 0 else 0
@@ -318,7 +318,7 @@ _CROSSINGS_MARK = "|"  # no structure of `runtime.comm.values` begins with it
 
 
 def boundary_bytes(sender_ranks: int, sent: Numbers, receiver_ranks: int, received: Numbers) -> Numbers:
-    """Returns the bytes that the busiest rank at a boundary sends, or receives, for a minibatch one way.
+    """Returns the bytes that the busiest rank at a boundary sends or receives, one way, for a minibatch.
 
     Each rank receives its part, from ranks that take turns sending (`mesh.pieces`).
 

@@ -1,4 +1,4 @@
-"""Bytes that one replica needs: numbers or numpy arrays.
+"""Bytes that one replica needs, as numbers or numpy arrays.
 
 Under 1F1B stage s holds W_s + 1 minibatches in flight, and as many versions of its weights under weight
 stashing (PipeDream, section 3.3), two under double buffering (PipeDream-2BW, section 3.1), one under a
@@ -35,7 +35,7 @@ from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
 DEVICE = "device"
 OPTIMIZER_STATES = (DEVICE, HOST)
-"""Places of an optimizer and its state: beside the weights, or in the memory of the machine."""
+"""Where an optimizer and its state are: with the weights, or in the memory of the machine."""
 
 DEFERRED_SHARE = 2
 """An upper bound, see above."""
@@ -47,7 +47,7 @@ class Peers:
 
     Attributes:
         before, after: their numbers in the previous and the next stage.
-        waiting: gradients sent to the previous stage that may be unread.
+        waiting: sent gradients that the previous stage may not have read.
     """
 
     before: int = 1
@@ -78,10 +78,10 @@ class StageSizes:
         received_bytes, sent_bytes: bytes of a message from the previous, and to the next stage; 0 at the model's ends.
         loaded_bytes: bytes of minibatches loaded ahead at the model's input.
         working_bytes, update_working_bytes: temporary bytes of a pass or an update.
-        frozen_bytes: those of `parameter_bytes` that are not trained: they have one version, and no gradient.
-        relief_bytes: by how much a backward that makes all gradients itself needs less than the sum of activations,
-            gradients and working bytes, as activations are freed before the last gradient exists. A microbatch has at
-            least its share of a minibatch's relief, because gradients are as large.
+        frozen_bytes: the part of `parameter_bytes` that is not trained, with one version and no gradient.
+        relief_bytes: what a backward that makes all gradients itself saves against the sum of activations, gradients
+            and working bytes, because it frees activations before the last gradient exists. A microbatch saves at least
+            its share of that, because gradients are as large.
     """
 
     parameter_bytes: Numbers
@@ -115,7 +115,7 @@ class StageMemory:
         activation_bytes: with recomputation, inputs and one microbatch's activations.
         message_bytes: bytes of posted receives, and of messages that may not have been sent yet.
         host_bytes: weights, gradients and optimizer state in the memory of the machine, beside that of a GPU.
-        moved_bytes: activations on disk or in the memory of the machine (`Plan.activations`).
+        moved_bytes: offloaded activations (`Plan.activations`).
         snapshot_bytes: snapshots in the memory of the machine (`Cluster.snapshots`), on the fullest replica.
     """
 
@@ -156,7 +156,7 @@ def moments(
     on_gpus: bool = False,
     overlaps: bool = False,
 ) -> tuple[StageMemory, ...]:
-    """Returns what one replica of a stage holds at its peaks: in the first backward, in further passes, in the update.
+    """Returns what one replica of a stage holds at its peaks: first backward, later passes, update.
 
     Args:
         per_update: microbatches of the replica in one update.
@@ -165,9 +165,9 @@ def moments(
         matrix_bytes: further bytes that they keep, such as bases, and that they need in an update before the step.
         deferred: microbatches that wait for their weight gradients.
         on_host: weights are in the memory of the machine, and the worker is a GPU.
-        offload: share of the activations that wait elsewhere, except for two windows of them.
+        offload: share of the activations that is offloaded, except for two windows.
         hosted: the optimizer steps copies of the weights in the memory of the machine; without a GPU, the worker's own.
-        overlaps: a thread makes each update from its gradients beside the passes of the next minibatch.
+        overlaps: a thread makes each update during the passes of the next minibatch.
     """
     trained, moved = sizes.trained_bytes, share_of(sizes.activation_bytes, offload)
     waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved
@@ -223,7 +223,7 @@ def place_state(dispatched: bool, double_buffered: bool, cluster: Cluster, on_gp
 
     Args:
         dispatched: ranks share the weights, as in RoundPipe.
-        double_buffered: two versions of the weights, as in 2BW.
+        double_buffered: updates are one step late, as in 2BW.
     """
     hosted, on_host = cluster.hosts_optimizers and not dispatched, dispatched and bool(on_gpus)
     overlaps = double_buffered and (hosted or (dispatched and not on_host))
@@ -261,8 +261,8 @@ def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Numbers:
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Numbers:
     """Returns the bytes of posted receives, messages that may be unread, and loaded minibatches.
 
-    Unread messages are as many as the other stage has in flight, plus one. Without recomputation activations include
-    the outputs, except the last one.
+    As many messages may be unread as the other stage has in flight, plus one. Without recomputation, activations
+    include all outputs but the last.
     """
     neighbours = peers or Peers(waiting=in_flight + 2)
     received = neighbours.before * neighbours.posted + neighbours.waiting

@@ -1,6 +1,6 @@
 """The Mesh: the ranks of one worker, in a grid with named dimensions (Mesh-TensorFlow, Shazeer et al. 2018, 3).
 
-Plans and simulations use the profile of one of its ranks on a cluster (`profile_of_rank`), and no other rule.
+Plans and simulations know a mesh only by the profile of one of its ranks on a cluster (`profile_of_rank`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Mesh:
 
 
 class Piece(NamedTuple):
-    """A part of a tensor that one rank sends to another; each is numbered within its mesh."""
+    """A part of a tensor that one rank sends to another; ranks are numbered within their meshes."""
 
     sender: int
     receiver: int
@@ -183,7 +183,7 @@ def pieces(
 ) -> list[Piece]:
     """Returns the pieces that ranks of one mesh send so that each rank of another gets exactly its part of a tensor.
 
-    Each element comes from one rank that has it. Where several have it, receivers take turns among them.
+    Each element comes from one rank. Where several have it, receivers take turns among them.
 
     Args:
         sent, received: placements of the tensor on both meshes, see `Layout.placements`.

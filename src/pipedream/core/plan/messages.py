@@ -1,4 +1,4 @@
-"""Messages: how tensors that go from one worker to another are encoded, and what that costs.
+"""Messages: the encoding of tensors between workers, and its costs.
 
 Only floating-point tensors with a gradient are encoded, and their gradients. Masks, tables of angles, integers, targets
 and tensors below `LEAST_BYTES` are sent unchanged.

@@ -1,6 +1,6 @@
-"""The Plan: which layers form a stage, how many workers share it, how deep the pipeline is filled.
+"""The Plan: which layers form each stage, how many workers share it, how deep the pipeline is filled.
 
-It includes its stages' predicted seconds and bytes, so that it can be simulated without its profile.
+It includes predicted seconds and bytes, so that it can be simulated without the profile.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Plan(Tabular, Artifact):
         batch: samples in a minibatch.
         unit: of the stages' seconds and bytes: 'minibatch', or 'microbatch' for a plan without a profile.
         depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
-        note: what the planner promises.
+        note: the planner's words on how good the plan is.
         worker_order: the cluster's worker of each replica, stage by stage; () for 0, 1, 2 ... A worker may have several
             stages (chunks).
-        bound_s: proven lower bound of `slowest_stage_s` over all plans of the note's space; 0 if nothing is proved.
+        bound_s: proven lower bound of `slowest_stage_s` over all plans that the note covers; 0 if nothing is proved.
         schedule: the method of the plan, or ''.
         microbatches: parts of a minibatch.
         tied_weights: weights that several stages hold.
@@ -52,7 +52,7 @@ class Plan(Tabular, Artifact):
         runtime: seconds that the runtime adds to the stages' seconds.
         sums: how the replicas of a stage agree, see `SumMethod`.
         messages: how messages between workers are encoded.
-        activations: where the share `Stage.offload` of them waits: 'host' or 'disk:FOLDER' (`core.plan.activations`).
+        activations: where the share `Stage.offload` is kept: 'host' or 'disk:FOLDER' (`core.plan.activations`).
         optimizer_state: 'device', or 'host' for optimizers and their state in the memory of the machine.
 
     Raises:
@@ -264,17 +264,16 @@ class Plan(Tabular, Artifact):
 
     @property
     def gap(self) -> float | None:
-        """The share by which the period may exceed the best plan's; None if nothing is proved.
+        """The relative amount by which the period may exceed the best plan's; None if nothing is proved.
 
-        A plan that is faster than its bound was edited after planning.
+        If a plan is faster than its bound, it was edited after planning.
         """
         gap = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
         return None if gap < -NO_GAP else max(gap, 0.0)
 
     def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
-        """Returns the given method and microbatches, else the plan's, else PipeDream.
-
-        The plan's microbatches are only for its own method.
+        """Returns the given method and microbatches, else the plan's, else PipeDream. The plan's microbatches apply
+        only to its own method.
         """
         if self.schedule and schedule in (None, self.schedule):
             return self.schedule, microbatches or self.microbatches
@@ -333,7 +332,7 @@ class Plan(Tabular, Artifact):
 
 
 def move_activations(plan: Plan, place: str) -> Plan:
-    """Returns a plan with its activations in another place: the planned share, or else all.
+    """Returns a plan that offloads to another place: the planned share, or all if none was planned.
 
     Args:
         place: 'host' or 'disk:FOLDER'; '' leaves them on the device.
@@ -404,7 +403,7 @@ def _format_plan(plan: Plan) -> str:
 
 
 def _describe_exchange(plan: Plan) -> list[str]:
-    """Returns lines about tied weights, approximations, and what is kept outside of the workers' memory."""
+    """Describes tied weights, approximations, and what is kept outside of the workers' memory."""
     lines = [
         f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
         for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
@@ -417,7 +416,7 @@ def _describe_exchange(plan: Plan) -> list[str]:
         sizes = [f"{stage.offload:.0%}" for stage in plan.stages]
         moved_bytes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
         lines.append(
-            f"activations: {', '.join(sizes)} of the stages' wait in {plan.activations}, {', '.join(moved_bytes)}"
+            f"activations: {', '.join(sizes)} of the stages' offloaded to {plan.activations}, {', '.join(moved_bytes)}"
         )
     if plan.optimizer_state == HOST:
         size = sum(stage.memory.host_bytes or stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)

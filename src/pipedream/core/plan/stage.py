@@ -31,14 +31,14 @@ class Stage:
         forward_fixed_s, backward_fixed_s: the part that every microbatch takes, whatever its size.
         forward_launch_s, backward_launch_s: seconds that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
-        offload: share of its activations that wait elsewhere (`Plan.activations`).
-        gathered_bytes: those of `working_bytes` for sharded weights, for any number of samples.
+        offload: share of its activations that is offloaded (`Plan.activations`).
+        gathered_bytes: the part of `working_bytes` for sharded weights, for any number of samples.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the peak by kinds of bytes.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
         matrices: its trained weights of two or more dimensions; () if unknown.
-        frozen_bytes: those of `parameter_bytes` that are not trained.
-        layout: the rules that cut tensors over the mesh (`core.plan.layout.Layout`); '' for none.
+        frozen_bytes: the part of `parameter_bytes` that is not trained.
+        layout: the rules that shard tensors over the mesh (`core.plan.layout.Layout`); '' for none.
     """
 
     first: int
@@ -79,8 +79,8 @@ class Stage:
             raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
         if not 0 <= self.offload <= (not self.recompute):
             raise ValueError(
-                f"between 0 and all of a stage's activations may wait elsewhere, and none if it recomputes, found the "
-                f"share {self.offload}"
+                f"a stage offloads a share from 0 to 1 of its activations, and none if it recomputes, found "
+                f"{self.offload}"
             )
         sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes", "trained_bytes")
         passes = ("forward_s", "backward_s", "forward_fixed_s", "backward_fixed_s")
@@ -117,7 +117,6 @@ class Stage:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the weights that are trained."""
         return self.parameter_bytes - self.frozen_bytes
 
     def split_s(self, microbatches: int) -> tuple[float, float]:
@@ -182,7 +181,7 @@ def sum_peaks(stages: Sequence[Stage]) -> int:
 
 
 def least_sum_s(cluster: Cluster, parameter_bytes: int) -> float:
-    """Returns the least seconds of a sum over holders of a weight: two of them, on the cluster's fastest links.
+    """Returns the least seconds of a sum over holders of a weight: two holders, on the cluster's fastest links.
 
     The planner adds them to the update of each holder, as work at speed 1; only a whole plan knows the other holders.
     """

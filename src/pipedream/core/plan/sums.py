@@ -1,4 +1,4 @@
-"""The SumMethod: how the replicas of a stage agree, in what, and how often (docs/less_communication.md).
+"""The SumMethod: what the replicas of a stage exchange, and how often (docs/less_communication.md).
 
 | text | what is exchanged | what approximates |
 | --- | --- | --- |
@@ -109,7 +109,7 @@ class SumMethod:
 
     @property
     def averages_weights(self) -> bool:
-        """Whether each replica updates by its own gradients, and weights are averaged once in a period."""
+        """Whether each replica updates by its own gradients, and weights are averaged once per period."""
         return self.name in ("every", "diloco")
 
     @property
@@ -129,7 +129,7 @@ class SumMethod:
         return self.is_low_rank and self.rank <= greatest_rank(shape)
 
     def costs(self, parameter_bytes: float, matrices: Iterable[Matrices], value_bytes: float = 4.0) -> SumCosts:
-        """Returns the costs of sums for some weights; of averages, the mean per update.
+        """Returns the costs of sums for some weights; for averages, the mean per update.
 
         Weights of unknown shapes, as in older plans, count as one square matrix.
         """

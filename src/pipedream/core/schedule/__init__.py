@@ -1,1 +1,1 @@
-"""The ops of each worker, in order, with their weights: from a Schedule to a Program to a Timeline."""
+"""The ops of each worker, in order, and the weights they read: from a Schedule to a Program to a Timeline."""

@@ -28,9 +28,9 @@ from pipedream.core.model.matrices import Matrices
 from pipedream.core.schedule.weights import WeightRule
 
 _QR_COST = 4.0
-"""Products of two square matrices that take as long as a QR decomposition (one core, 512 to 1024 rows)."""
+"""A QR decomposition takes as long as so many products of square matrices (one core, 512 to 1024 rows)."""
 _TEMPORARY_MATRICES = 4
-"""Matrices that torch holds while it computes eigenvectors or a QR decomposition."""
+"""Matrices that torch needs to compute eigenvectors or a QR decomposition."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Compensation(NamedKind, ABC):
     """One way to compensate for stale gradients.
 
     Attributes:
-        moves_weights: the compensation moves weights itself; an update has at most one such.
+        moves_weights: it moves weights itself; an update has at most one such compensation.
     """
 
     KEY = "compensation"
@@ -105,7 +105,7 @@ class Compensation(NamedKind, ABC):
 
 
 class OfVelocity(Compensation):
-    """Momentum SGD that moves by the velocity and by the newest gradient itself.
+    """Momentum SGD that steps along the velocity and the newest gradient.
 
         v(t+1) = m v(t) + g_t,   y(t+1) = y(t) - lr (a v(t+1) + b g_t),   a = 1 - b (1 - m)
 
@@ -164,7 +164,7 @@ class Nesterov(OfVelocity):
 
 @dataclass(frozen=True)
 class SpikeCompensation(OfVelocity):
-    """Spike compensation SC_D: a gradient makes at once the moves of the D updates that it missed.
+    """Spike compensation SC_D: a gradient immediately makes the steps of the D updates that it missed.
 
     Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021: a = m^D, b = (1 - m^D) / (1 - m). The same as the
     multi-step Nesterov prediction of FTPipe (Eliad et al., ATC 2021) and DANA at horizon D, kept for the backward.
@@ -379,25 +379,25 @@ def check_compensations(
     names = " and ".join(map(str, chosen))
     if flushes:
         raise ScheduleError(
-            f"compensation {names} was asked of a method that flushes: none of its gradients is stale; leave it out, or "
-            "use an asynchronous method"
+            f"compensation {names} was asked for with a method that flushes: none of its gradients is stale; leave it "
+            "out, or use an asynchronous method"
         )
     if len({type(compensation) for compensation in chosen}) < len(chosen):
         raise ScheduleError(f"compensation {names}: one kind is asked for twice; leave one out")
     movers = [str(compensation) for compensation in chosen if compensation.moves_weights]
     if len(movers) > 1:
         raise ScheduleError(
-            f"compensations {' and '.join(movers)} make up for the same delay twice, because each of them predicts the "
-            "weights; choose one"
+            f"compensations {' and '.join(movers)} make up for the same staleness twice, because each of them predicts "
+            "the weights; choose one"
         )
     predicts_forward = weights.forward_prediction is not None
     only_spikes = all(isinstance(c, SpikeCompensation) for c in chosen if c.moves_weights)
     predicts_only_forward = weights.backward_rule != "stash" and weights.backward_prediction is None
     if movers and predicts_forward and not (predicts_only_forward and only_spikes):
         raise ScheduleError(
-            f"compensation {movers[0]} was asked of a method whose forwards read predicted weights: both make up for "
-            "the same delay; leave it out, or use a method that reads stored weights. (Spike compensation can be "
-            "combined with a prediction for the forward alone, as in pb_lwp_sc.)"
+            f"compensation {movers[0]} was asked for with a method whose forwards read predicted weights: both make up "
+            "for the same staleness; leave it out, or use a method that reads stored weights. (Spike compensation can "
+            "be combined with a prediction for the forward alone, as in pb_lwp_sc.)"
         )
     if any(isinstance(compensation, GapAware) for compensation in chosen):
         if weights.backward_rule == "graph":

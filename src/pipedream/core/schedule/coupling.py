@@ -64,8 +64,8 @@ def couple_stages(schedule: Schedule, policy: Policy) -> Schedule:
     several_stages = len(plan.stages) > 1
     if policy.scaling == "dynamic" and several_stages and not schedule.flushes:
         raise ScheduleError(
-            f"a dynamic loss scale was asked of {schedule.name!r}, which does not flush: gradients of the old "
-            "scale would still be in flight, and its stages skip updates independently. Use a constant scale "
+            f"a dynamic loss scale was asked for with {schedule.name!r}, which does not flush: gradients of the "
+            "old scale would still be in flight, and its stages skip updates independently. Use a constant scale "
             "(grad_scaler=1024.0) or a flushing schedule (1f1b, gpipe)"
         )
     clips_by_norm = policy.clip_grad_norm is not None and policy.clip != "local" and several_stages
@@ -73,8 +73,8 @@ def couple_stages(schedule: Schedule, policy: Policy) -> Schedule:
         return replace(schedule.couple_updates(), norm_delay=norm_delay(schedule))
     if clips_by_norm and not schedule.flushes:
         raise ScheduleError(
-            f"clip_grad_norm by the global norm was asked of {schedule.name!r}, which does not flush: its stages "
-            "update at different times, so there is never one global norm. Use clip='delayed_global' (the "
+            f"clip_grad_norm by the global norm was asked for with {schedule.name!r}, which does not flush: its "
+            "stages update at different times, so there is never one global norm. Use clip='delayed_global' (the "
             "norm of an earlier update), clip='local' (each stage by its own) or a flushing schedule (1f1b, gpipe)"
         )
     # All holders of a tied weight must skip an update together.
@@ -138,7 +138,7 @@ def norm_delay(schedule: Schedule) -> int:
     updates, placement = schedule.updates, schedule.placement
     if len(set(updates.per_update)) > 1:
         raise ScheduleError(
-            f"clipping by the delayed global norm was asked of {schedule.name!r}: an update holds "
+            f"clipping by the delayed global norm was asked for with {schedule.name!r}: an update holds "
             f"{', '.join(map(str, updates.per_update))} microbatches at its stages, so they have no common norm. Use "
             "clip='local', the same number of replicas at each stage, or a method with one update per minibatch (2bw)"
         )
@@ -148,8 +148,8 @@ def norm_delay(schedule: Schedule) -> int:
     for rank in range(placement.workers):
         if len(placement.stage_replicas(rank)) > 1:
             raise ScheduleError(
-                f"clipping by the delayed global norm was asked of {schedule.name!r}, which puts several stages on a "
-                "worker; use clip='local'"
+                f"clipping by the delayed global norm was asked for with {schedule.name!r}, which puts several stages "
+                "on a worker; use clip='local'"
             )
         ((stage, _),) = placement.stage_replicas(rank)
         replicas = placement.replicas[stage]

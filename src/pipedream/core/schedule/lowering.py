@@ -70,7 +70,7 @@ def explain_unproved(placement: Placement) -> str:
 
 
 def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
-    """Returns the programs with common channels, each of its largest depth, so that they can take turns in one run."""
+    """Returns the programs with common channels, as deep as any of them needs, so that they can take turns in a run."""
     first = programs[0]
     for other in programs[1:]:
         routes = [[(c.sender, c.receiver, c.carries, c.source, c.target) for c in p.channels] for p in (first, other)]

@@ -1,4 +1,4 @@
-"""What planning needs to know of a method: its properties, and the microbatches and versions that stages hold.
+"""What planning needs to know about a method: its properties, and the microbatches and versions that stages hold.
 
 At the paper's depth, for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe
 m, the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
@@ -25,8 +25,8 @@ class MethodProperties:
 
     Attributes:
         flushes: an update waits until nothing is in flight.
-        reads_stored_weights: both passes of a microbatch read the same version, which the stage has stored. Not every
-            model and optimizer tolerates anything else.
+        reads_stored_weights: both passes of a microbatch read the same stored version. Some models and optimizers
+            tolerate nothing else.
         uses_depth, delays_updates: the schedule depends on the plan's in-flight counts, or its update delay.
         replicates_stages: any stage can have replicas.
         recomputes: all stages recompute, whatever the plan says.
@@ -53,11 +53,11 @@ class StageOccupancy:
 
     Attributes:
         in_flight: microbatches from their forward to the end of their backward.
-        versions: sets of weights that exist at once, and buffers of the same size.
+        versions: sets of weights that exist at once, and buffers as large.
         deferred: microbatches that wait only for their weight gradient.
         on_host: weights are in the memory of the machine; a GPU has copies.
         double_buffered: an update may overlap the passes of the next minibatch.
-        updates: None if nothing is kept whose size depends on the shapes of weights.
+        updates: None unless something is kept whose size depends on the shapes of weights.
     """
 
     in_flight: int
@@ -121,7 +121,7 @@ def _count_waiting(rules: Rules, stage: int) -> int:
 def count_most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...]:
     """Returns each stage's most microbatches in flight in a replica, in a run of `total` microbatches (None: endless).
 
-    An evaluation has no backwards: it holds as many as its plan admits.
+    An evaluation, without backwards, holds as many as its plan admits.
     """
     if not program.trains:
         return program.plan.in_flight
@@ -180,16 +180,16 @@ class MethodOccupancy:
 
 @dataclass(frozen=True, eq=False)
 class OccupancyRule:
-    """The occupancy of stages: by `method`, or else as many as are in flight, with `versions`."""
+    """The occupancy of stages: by `method`, else all in flight, with `versions`."""
 
     versions: VersionsRule
     method: MethodOccupancy | None
     microbatches: int
 
     def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
-        """Returns the least that a stage can hold while its neighbors are not known: what the input stage of two holds.
+        """Returns the least that a stage can hold, whatever its neighbours: what the input stage of two holds.
 
-        If the versions depend on the whole plan, there are two, the least for any stage but the last.
+        If versions depend on the whole plan, it has two, the least of any stage but the last.
         """
         if self.method is None:
             return StageOccupancy(in_flight, self.versions(in_flight, update_delay))

@@ -66,7 +66,7 @@ class Phase:
     Attributes:
         schedule: a method's name, a file that declares one, or a Schedule.
         until: minibatches since the start of training at which it ends; rounded up to whole rounds of replicas.
-        until_epoch: the same in epochs. Every phase but the last has exactly one of both.
+        until_epoch: the same in epochs. Every phase but the last has exactly one of the two.
         microbatches: parts of a minibatch; None for the method's own number.
         compensation: one or several, or their texts; () for none, None for the method's own.
 
@@ -188,7 +188,7 @@ def find_next_end(phases: Sequence[Phase], epoch: int, until: int) -> int:
 
 
 def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: int) -> int:
-    """Returns the number of the phase that follows phase `number` here.
+    """Returns the number of the phase that follows phase `number` at this point.
 
     Warns of phases that are skipped because their end, in the other unit, has passed.
     """

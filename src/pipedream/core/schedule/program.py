@@ -1,7 +1,7 @@
 """The Program: a schedule with its messages as finite text, verified once and run for any number of microbatches.
 
-Each rank has a warm-up and a period; in repetition t of the period each index is t strides greater. The drain is the
-same stream without the instructions of microbatches that do not exist.
+Each rank has a warm-up and a period; in repetition t of the period each index is t strides greater. A drain is the same
+stream without the instructions of microbatches beyond the run.
 
 Text form: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5`` receive it; ``=0:2`` sum the gradients of
 update 2 over the replicas of stage 0.
@@ -134,7 +134,7 @@ class Program(Tabular, Rules, Artifact):
 
     @property
     def round_minibatches(self) -> int:
-        """Minibatches of which a drain awaits a multiple, so that every round of replicas is complete."""
+        """A drain waits for a multiple of so many minibatches, so that every round of replicas is complete."""
         return self.placement.cycle if self.updates.mean_of_rounds else 1
 
     def stream(self, rank: int, begin: int = 0) -> Iterator[Instruction]:
@@ -330,7 +330,7 @@ def advance_instruction(instruction: Instruction, microbatches: int, updates: Up
 
 
 def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRule) -> int:
-    """Returns by how much an instruction's index grows over some microbatches (a multiple of the cycle)."""
+    """Returns an instruction's index increment over some microbatches (a multiple of the cycle)."""
     if instruction.kind is Kind.UPDATE or instruction.kind is Move.SYNC:
         return microbatches // updates.per_update[instruction[1]]
     return microbatches

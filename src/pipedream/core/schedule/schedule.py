@@ -1,7 +1,7 @@
 """The Schedule: a method's answers to four questions (order, placement, weights, updates), and its paper's claims.
 
-This one object is drawn, verified, lowered, simulated and run. A run of n microbatches is the endless order without all
-later microbatches; so a pipeline drains.
+This one object is drawn, verified, lowered, simulated and run. A run of n microbatches is the endless order without
+later ones; that is how a pipeline drains.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ class Schedule(Rules):
             yield op
 
     def couple_updates(self) -> Schedule:
-        """Returns the schedule with updates that wait for those of all stages; each rank makes its own together."""
+        """Returns the schedule in which updates wait for those of all stages, and each rank makes its own together."""
         return replace(self.join_updates(), couples_updates=True)
 
     def join_updates(self) -> Schedule:
-        """Returns the schedule with the updates of each rank's stages together, after their last gradient."""
+        """Returns the schedule in which each rank makes its stages' updates together, after their last gradient."""
 
         def order(rank: int) -> Iterator[Op]:
             stage_replicas = len(self.placement.stage_replicas(rank))

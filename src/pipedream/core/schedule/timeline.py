@@ -1,7 +1,7 @@
 """The Timeline: what ran when, simulated or measured, in seconds from the start of the run.
 
 A rank computes in spans ``F``, ``B``, ``I``, ``W`` and ``U``, and waits in ``wait``; ``send`` is a message in transit,
-at its sender, and ``step`` an update that a thread of the host makes beside the passes, begun in ``U``.
+at its sender, and ``step`` an update that a host thread makes during the passes, begun in ``U``.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Timeline(Tabular, Artifact):
         gradient_versions: one for each gradient; () if unknown.
         peak_bytes: peak of tensors, for each rank; () if unknown.
         peak_versions: most weight versions that exist at once, for each rank; () if unknown.
-        reserved_bytes: for each rank, bytes that the GPU's allocator, or a CPU's process, took for these; if measured.
-        shares_memory: the ranks were workers of one process; each number of bytes is that of all.
+        reserved_bytes: for each rank, bytes that its allocator (GPU) or process (CPU) reserved for these; if measured.
+        shares_memory: the ranks were workers of one process, whose bytes each of them reports.
         memory: for each rank, bytes at the start and the most during each of its ops; () if unknown.
     """
 

@@ -1,7 +1,7 @@
 """Weight rules: the weights that a forward and its backward read.
 
-A rule returns static version numbers, counted from the last drain; update n makes version n. So the staleness and
-memory of a program are known before it runs, and the runtime checks the versions that it reads.
+A rule gives static version numbers, counted from the last drain; update n makes version n. So a program's staleness and
+memory are known before it runs, and the runtime checks the versions that it reads.
 
 If a backward reads a newer version than its forward, one of these holds:
 
@@ -42,7 +42,7 @@ class WeightPrediction:
     - *difference*: d_t = w_t - w_{t-1}, the last update itself, of any optimizer (Kosson et al., LWP^w).
     - *average*: d_t = gamma d_{t-1} + (1 - gamma)(w_t - w_{t-1}), gamma = decay^(1/|T|) (PipeMare, MLSys 2021, T2).
 
-    T < 0 goes back towards weights that no longer exist. Before the first update d = 0.
+    T < 0 reconstructs earlier weights. Before the first update d = 0.
 
     Attributes:
         decay: the share of an average that remains after |T| updates; exp(-2), PipeMare's, makes its correction exact
@@ -148,7 +148,7 @@ class WeightRule(NamedKind, ABC):
 
 @dataclass(frozen=True)
 class Flush(WeightRule):
-    """The newest weights, where an update waits until nothing is in flight. GPipe, 1F1B, DDP."""
+    """The newest weights; an update waits until nothing is in flight. GPipe, 1F1B, DDP."""
 
     name: ClassVar[str] = "flush"
     per_update: int
@@ -397,11 +397,11 @@ class NewerBackward(WeightRule):
 class Stamped(NewerBackward):
     """Vertical sync without a horizontal stash: forwards read a stamped version, backwards the newest.
 
-    A microbatch's stamp is the version that it meets at the input stage.
+    A microbatch's stamp is the version that it reads at the input stage.
 
     TiMePReSt, 2024 (arXiv 2410.14312), section 3.1. A later stage makes its updates sooner than the input stage, so it
     keeps ceil((W_0 r_0 - W_s r_s) / m) versions besides the newest for forwards still to come: the input stage none,
-    the last stage the most, the reverse of PipeDream. All stages are equally late.
+    the last stage the most, the reverse of PipeDream. All stages are equally stale.
     """
 
     name: ClassVar[str] = "stamped"

@@ -1,4 +1,4 @@
-"""Copies of each rank's file in the memory of the next machine, so that nothing is lost with a machine."""
+"""Copies each rank's file into the next machine's memory, so that losing a machine loses nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Weights in files, read without running code: plain state dicts, and the safetensors of Hugging Face.
 
-Loading a model of Hugging Face renames, splits or joins tensors of its files: each expert of Mixtral has a tensor in
-the file, and all share one in the model. Only transformers knows which conversions a model needs (its modules
-`conversion_mapping` and `core_model_loading`, version 5).
+Loading a Hugging Face model renames, splits or joins tensors of its files: each expert of Mixtral has a tensor in the
+file, and all share one in the model. Only transformers knows a model's conversions (`conversion_mapping` and
+`core_model_loading`, version 5).
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ def fit_names(
 ) -> Mapping[str, torch.Tensor]:
     """Returns the tensors of a file under the model's names, without reading them.
 
-    A file of Hugging Face may hold the inner model alone (without ``base_model_prefix``) or the model around it, and
+    A Hugging Face file may hold only the inner model (without ``base_model_prefix``) or the model around it, and has
     shared parameters once.
 
     Args:
-        names: parameters and buffers of all stages, so that every rank raises the same error.
+        names: parameters and buffers of all stages, so that all ranks raise the same error.
         shared: name -> all names of the same parameter.
 
     Raises:
@@ -181,7 +181,7 @@ def fit_names(
 
 
 def _use_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Returns a file's tensors as a model of transformers has them, converted on access; other models' as they are."""
+    """Returns a file's tensors, converted on access to those of a transformers model; for other models, as they are."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return weights
@@ -205,7 +205,7 @@ def _use_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> M
 
 
 class _Group(NamedTuple):
-    """Tensors of a file, as (pattern, name), that become one or several of the model."""
+    """Tensors of a file, as (pattern, name), that become one or several tensors of the model."""
 
     target: str
     converter: Any

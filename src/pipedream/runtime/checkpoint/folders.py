@@ -1,13 +1,13 @@
 """The folders of checkpoints: their names, their manifests, and how they are created and removed atomically.
 
-A rank that does not see rank 0's folder has one of the same name on its own machine, without a manifest, which it
-renames before rank 0 renames its own. A rank that resumes gets what its machine lacks from a rank that has it.
+A rank that does not see rank 0's folder has one of the same name on its machine, without a manifest, and renames it
+before rank 0 does. On resuming, a rank gets what its machine lacks from a rank that has it.
 
 An object store (`remote`) has no rename: files are written in their final place and the manifest last; it is removed
-first. A folder without a manifest is left from a killed save, and the next save removes it.
+first. A folder without a manifest is left over from a killed save, and the next save removes it.
 
-The manifest is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
-``.metadata``, for torch's own tools, is a pickle and is never read here.
+The manifest is JSON, and tensors are read with ``weights_only``, so a checkpoint cannot run code. ``.metadata``, for
+torch's own tools, is a pickle and is never read here.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def find_newest_checkpoint(folder: str | os.PathLike[str] | RemotePath) -> AnyPa
 
 
 def find_newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | None) -> AnyPath | None:
-    """Returns the newest of the checkpoints that the ranks have found; every rank calls it.
+    """Returns the newest checkpoint found by any rank; every rank calls it.
 
-    Without a shared folder only the machine where rank 0 ran during the save has the manifest.
+    Without a shared folder, only the machine that ran rank 0 during the save has the manifest.
     """
     number = -1 if newest_here is None else (parse_minibatches(newest_here.resolve().name) or 0)
     newest, path = max(gather_json([number, str(newest_here)], group), key=lambda row: int(row[0]))
@@ -78,7 +78,7 @@ def find_newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | N
 
 
 def warn_of_unfinished(path: AnyPath, requested: AnyPath, rank: int) -> None:
-    """Warns at rank 0 if the checkpoint chosen in a folder is not the newest there, because that has no manifest."""
+    """Warns at rank 0 if a folder's newest checkpoint was passed over because it has no manifest."""
     if rank or path.resolve() == requested.resolve():
         return
     number = parse_minibatches(path.name) or 0
@@ -102,7 +102,7 @@ def read_manifest(path: AnyPath, *, check_files: bool = True) -> Checkpoint:
 def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
     """Reads a manifest that some ranks see, whose files may be on different machines; every rank calls it.
 
-    Returns the manifest, and for each file the first rank that has it whole.
+    Returns the manifest, and for each file the first rank that has all of it.
 
     Raises:
         ArtifactError: the same on every rank: see `read_manifest`.
@@ -212,7 +212,7 @@ def check_names(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> No
 
 
 def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
-    """Makes one checkpoint in the folder `out` from the parts that machines without a shared folder have kept.
+    """Makes one checkpoint in the folder `out` from the parts on machines without a shared folder.
 
     Args:
         folders: folders with checkpoints; the newest manifest in them counts.
@@ -267,7 +267,7 @@ def publish(scratch: AnyPath, path: AnyPath, manifest: str) -> None:
 
 
 def flush(path: AnyPath, file: Any) -> None:
-    """Waits until a written file is on disk; in an object store it is safe once closed."""
+    """Waits until a file is on disk; in an object store it is safe once closed."""
     if isinstance(path, Path):
         file.flush()
         os.fsync(file.fileno())
@@ -332,7 +332,7 @@ def set_aside(path: AnyPath) -> None:
 
 
 def prune(folder: AnyPath, keep: int | None, *, parts: bool = False) -> None:
-    """Removes the oldest; with `parts` also folders without a manifest."""
+    """Removes the oldest checkpoints; with `parts` also folders without a manifest."""
     for old in list_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
         scratch = name_scratch(old)
         move(old, scratch)
@@ -376,7 +376,7 @@ def summarise_error(error: BaseException) -> str:
 
 
 def advise_other(path: AnyPath) -> str:
-    """Returns advice that names the newest other checkpoint with an intact manifest, preferably one before `path`."""
+    """Suggests the newest other checkpoint with an intact manifest, preferably one before `path`."""
     others = [other for other in list_checkpoints(path.parent) if other.name != path.name]
     for other in sorted(others, key=lambda other: (other.name < path.name, other.name), reverse=True):
         try:

@@ -1,10 +1,9 @@
 """Initial values of a stage whose model was built on the meta device.
 
 A module is initialised as on the CPU: by the model's ``_init_weights(module)`` (Hugging Face) or its own
-``reset_parameters()``, then by those of the modules around it, which may overwrite what it has drawn (GPT-2 scales the
-projections of a block). Meanwhile every other tensor of the model is on the meta device, where initialisation has no
-effect and draws no random numbers, and the generator is seeded from (seed, module name). So the values do not depend on
-the partition, the device or the other parameters.
+``reset_parameters()``, then by those of the enclosing modules, which may overwrite it (GPT-2 scales the projections of
+a block). Meanwhile all other tensors are on the meta device, where initialisation draws nothing, and the generator is
+seeded from (seed, module name). So the values do not depend on partition, device or other parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Slots:
-    """Where a model keeps each of its parameters and buffers, to replace them."""
+    """The places where a model keeps each parameter and buffer, to replace them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
@@ -188,7 +187,7 @@ def _join_name(path: str, name: str) -> str:
 
 @contextmanager
 def _give_storage(module: nn.Module) -> Iterator[dict[int, int]]:
-    """Gives a module's own parameters and buffers storage for a while; yields id -> count of writes."""
+    """Temporarily gives a module's own parameters and buffers storage; yields id -> count of writes."""
     with _restore_slots([module]) as tensors:
         versions = {}
         for slots, slot, tensor in tensors:
@@ -199,7 +198,7 @@ def _give_storage(module: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _choose_unfilled(dtype: torch.dtype) -> float | int:
-    """Returns a value that no initialisation writes, if the dtype has one."""
+    """Returns a value that no initialisation would write, if the dtype has one."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min

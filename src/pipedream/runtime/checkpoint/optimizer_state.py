@@ -26,8 +26,8 @@ _PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "m
 """Attributes of torch's schedulers with one value for each parameter group."""
 
 _MAX_STEPS_DUE = 100_000
-"""The most scheduler steps that a stage makes up for; an intact checkpoint has at most the ratio of two replica
-counts."""
+"""Most scheduler steps that a stage catches up on; an intact checkpoint needs at most the ratio of two replica counts.
+"""
 
 _NOT_OPTIONS = ("params", "param_names")
 _TENSOR_AT = "__tensor_at__"
@@ -125,7 +125,7 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
 def check_after_step(optimizer: Optimizer, make: Callable[[dict[str, Parameter]], Optimizer]) -> None:
     """Raises a `PipelineError` if the optimizer's state after a step cannot be saved, or cannot be loaded again.
 
-    Tries it with optimizers of small parameters; does not judge an optimizer that cannot step with these.
+    Tries it with small parameters; accepts an optimizer that cannot step with these.
 
     Args:
         make: returns a new optimizer of the same kind for given parameters, with its scheduler.
@@ -244,8 +244,8 @@ def _describe_groups(optimizer: Optimizer) -> _Block:
 def _find_blocks(state_dict: Any, optimizer: Optimizer) -> list[_Block]:
     """Returns the blocks of a state dict.
 
-    A block with as many parameters as the optimizer has all of its parameters, in order; any other block has those that
-    follow the previous block's.
+    A block with as many parameters as the optimizer has all of them, in order; any other block has those after the
+    previous block's.
 
     Raises:
         PipelineError: a block has other parameters, or state that belongs to no parameter.
@@ -287,7 +287,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yields each value in a state dict with its path, and does not enter a block's state and groups."""
+    """Yields each value in a state dict with its path, skipping blocks' state and groups."""
     yield path, value
     for key, item in _list_items(value):
         yield from _walk(item, (*path, key))
@@ -312,7 +312,7 @@ def _collect_leaves(value: Any) -> dict[tuple[str | int, ...], Any]:
 
 
 def _fill_in_common_rest(state_dict: Any, stages: Sequence[SavedStage], owner: str) -> None:
-    """Copies into a new stage's state dict what is the same in all saved stages."""
+    """Copies what is equal in all saved stages into a new stage's state dict."""
     rests = [_collect_leaves({} if saved.rest is None else from_json(saved.rest)) for saved in stages]
     is_large = any(isinstance(value, torch.Tensor) and value.numel() > 1 for rest in rests for value in rest.values())
     if is_large or any(rest != rests[0] for rest in rests):
@@ -442,10 +442,10 @@ def _restore_scheduler(
 
 
 class _RemappedGroups(NamedTuple):
-    """Remaps those lists of a scheduler that have one value for each parameter group to the groups of a new plan.
+    """Remaps a scheduler's lists of one value per parameter group to the groups of a new plan.
 
-    Such a list has as many entries as its stage has groups, in each saved stage and in the new one. Another list, such
-    as milestones, must be equal in all stages.
+    Such a list has as many entries as its stage has groups, in every stage, saved or new. Other lists, such as
+    milestones, must be equal in all stages.
     """
 
     stages: Sequence[SavedStage]

@@ -1,4 +1,4 @@
-"""The user's parameters across ranks: a rank keeps those of its stages, the others become meta tensors (no storage).
+"""The user's parameters across ranks: a rank keeps those of its stages; the others become meta tensors.
 
 Also the extra state of modules (``get_extra_state``).
 """
@@ -69,7 +69,7 @@ def select_trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Param
 
 
 def drop_foreign(model: nn.Module, names: set[str]) -> None:
-    """Turns all parameters and buffers but these into meta tensors, in place."""
+    """Turns all parameters and buffers except `names` into meta tensors, in place."""
     kept_ids = {id(tensor) for name, tensor in named_state(model).items() if name in names}
     for module in model.modules():
         dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -141,7 +141,7 @@ def collect(
     group: dist.ProcessGroup | None,
     to: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Returns all named tensors at rank `to`, on the CPU, each from replica 0 of its stage; elsewhere an empty dict.
+    """Returns all named tensors on the CPU of rank `to`, each from replica 0 of its stage; elsewhere an empty dict.
 
     A tensor of several stages is taken from the first.
 

@@ -1,10 +1,9 @@
 """Tensors of a checkpoint, written and read in pieces.
 
-Pieces let a rank whose worker divides a tensor in another way read little that it does not need. The manifest has a
-checksum of each piece, computed from the values in memory and compared with the values that are read, so it covers the
-disk, the file format and the offsets in the manifest. CRC-32 finds all damage within 32 bits, and other damage with
-probability 1 - 2^-32; zlib's is the fastest hash of the standard library (2 GiB/s, BLAKE2b 0.7). It does not protect
-against someone who changes both file and manifest.
+With pieces, a rank that shards a tensor differently reads little that it does not need. The manifest has a checksum of
+each piece, of the values in memory, which covers the disk, the file format and the manifest's offsets. CRC-32 finds all
+damage within 32 bits, and other damage with probability 1 - 2^-32; zlib's is the fastest hash of the standard library
+(2 GiB/s, BLAKE2b 0.7). It does not protect against someone who changes both file and manifest.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def verify_file(path: AnyPath, manifest: Checkpoint, name: str) -> None:
 
 
 class _Read(NamedTuple):
-    """Shares whose pieces lie together in a file, and are read at once."""
+    """Shares whose pieces are adjacent in a file, and are read at once."""
 
     file: str
     begin: int
@@ -182,8 +181,8 @@ def copy_for_writing(
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None] | None]:
     """Returns copies on the CPU, and a function that waits until they are complete, or None.
 
-    A GPU copies into pinned memory before it runs what it is given later. So the host need not wait, and the copies
-    take no memory of the GPU. The pinned memory is used again for the next copies.
+    A GPU copies into pinned memory before it runs later work, so the host need not wait, and copies take no GPU memory.
+    The pinned memory is reused for the next copies.
     """
     copies = {name: _copy_to_pinned(tensor) if tensor.is_cuda else tensor.clone() for name, tensor in tensors.items()}
     if not any(tensor.is_cuda for tensor in tensors.values()):
@@ -225,7 +224,7 @@ def write_tensors(
 
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the CPU, made by this thread alone: torch's other threads are left to training."""
+    """Returns a copy on the CPU, made by this thread alone, to leave torch's other threads to training."""
     plain = tensor.resolve_conj().resolve_neg()
     integer_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(plain.itemsize)
     if integer_dtype is None:
@@ -234,7 +233,7 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split_into_pieces(shape: Sequence[int], itemsize: int) -> list[Box]:
-    """Returns the pieces of a tensor: it is halved in one dimension after the other, while pieces are large."""
+    """Returns the pieces of a tensor, halved in one dimension after the other while pieces are large."""
     counts = [1] * len(shape)
     while prod(shape) * itemsize > _PIECE_BYTES * prod(counts) and 2 * prod(counts) <= _MAX_PIECES:
         divisible = [dim for dim, size in enumerate(shape) if size >= max(4, 2 * counts[dim])]

@@ -21,7 +21,7 @@ from pipedream.core.errors import ArtifactError, install_advice
 
 
 class RemotePath:
-    """A file or folder at a URL, with those methods of `pathlib.Path` that checkpoints need.
+    """A file or folder at a URL, with the methods of `pathlib.Path` that checkpoints need.
 
     Any failure of the store is an OSError. A file exists once it is closed.
 
@@ -191,7 +191,7 @@ def _find_file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _raise_os_errors(path: RemotePath) -> Iterator[None]:
-    """Turns what the packages of stores raise into an OSError that names the file."""
+    """Turns exceptions of the stores' packages into an OSError that names the file."""
     try:
         yield
     except FileNotFoundError as error:

@@ -74,7 +74,7 @@ def restore(
     """Restores the state of a stage's optimizer, as `optimizer_state.restore` does, and that of its agreement.
 
     Args:
-        replica: (stage, replica) in the checkpoint; None if it has other replicas: then only what they had in common is
+        replica: (stage, replica) in the checkpoint; None if it has other replicas, so that only their common state is
             restored.
     """
     local: dict[str, torch.Tensor] = {}
@@ -108,7 +108,7 @@ def join(states: Mapping[tuple[int, int], SavedStage], stage: int) -> SavedStage
 
 
 def warn_of_other_replicas(manifest: Checkpoint, *, same: bool, rank: int) -> None:
-    """Logs at rank 0 what a run with other replicas, or other sums, does not take from a checkpoint."""
+    """Warns at rank 0 about what a run with other replicas, or other sums, does not take from a checkpoint."""
     if not same and any(name.startswith("replica/") for name in manifest.tensors) and rank == 0:
         _log.warning(
             "the checkpoint's replicas (plan %s, sums=%r) are not those of this run: all continue from the weights "

@@ -13,12 +13,12 @@ A snapshot is a checkpoint in the memory of each machine. Each machine has the p
 machine before it in a ring, and the manifest. The previous snapshot is removed once all machines have renamed the new
 one.
 
-Torch's `save` agrees on a plan first. This takes four times the CPU time, which training would lose.
+Torch's `save` agrees on a plan first, which takes four times the CPU time.
 
 Two runs cannot write into a folder at the same time. Its lock is the kernel's (`flock` on the file ``.lock``), which
 frees it when a run is killed. On NFS it also holds between hosts; a lost host keeps it until the server gives it up.
 Where the file system has no locks, there is no protection. In an object store, which has no locks either, the run that
-began last has the folder; one that began earlier finds another name in ``.lock``, and saves nothing more.
+began last owns the folder; an earlier one finds another name in ``.lock``, and saves nothing more.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class Writer:
         remove_leftovers(folder)
 
     def close(self, *, failed: bool) -> None:
-        """Leaves the group, and releases the folders' locks unless an abandoned save is still writing."""
+        """Leaves the group, and unlocks the folders unless an abandoned save is still writing."""
         if self._rank == 0 and not failed:
             write_checkpoint("")
         if self._group is not None:
@@ -403,7 +403,7 @@ class FolderLock:
 
 
 class RemoteLock:
-    """A lock of a folder in an object store, which holds until another run begins to write there.
+    """A lock on a folder in an object store, until another run begins to write there.
 
     Raises:
         OSError: it cannot be written.

@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 
 class Pending(ABC, Generic[Result]):
-    """A result that may not be there yet."""
+    """A result that may not have arrived yet."""
 
     @abstractmethod
     def ready(self) -> bool:
-        """Returns whether `result` can be called; over a network always, because there `result` waits."""
+        """Returns whether `result` can be called; always True over a network, where `result` waits."""
 
     @abstractmethod
     def result(self) -> Result:
@@ -77,7 +77,7 @@ class Sender(ABC):
         """Sends without waiting; the message's tensors must not be written to afterwards."""
 
     def begin_drain(self) -> None:
-        """Completes the receives that were posted for further messages; does not wait."""
+        """Completes receives posted for further messages, without waiting."""
         return
 
     def drain(self) -> None:
@@ -157,7 +157,7 @@ class Group(ABC):
 
 
 class DistributedGroup(Group):
-    """Sums between processes, by all-reduce; holds the group weakly, as a reference would keep its threads."""
+    """Sums between processes, by all-reduce. Holds the group weakly: a reference would keep its threads alive."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -172,7 +172,7 @@ class DistributedGroup(Group):
         return pending
 
     def abandon(self) -> None:
-        """Drops pending sums after a failure, because each keeps its connections."""
+        """Drops pending sums after a failure: each keeps connections open."""
         for pending in self._pending_sums:
             del pending.work
 

@@ -121,7 +121,7 @@ class Connections:
             memory.close()
 
     def abort(self) -> None:
-        """Closes after a failure, when other ranks may be gone, and aborts what NCCL has under way.
+        """Closes after a failure, when other ranks may be gone, and aborts NCCL's pending operations.
 
         All communicators are aborted together: each waits for the kernels of the others, so torch, which at exit aborts
         one after the other, would wait for ever.
@@ -151,7 +151,7 @@ def _abort_backends(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _end_process() -> None:
-    """Ends the process without the destructors of NCCL's communicators, which would never return."""
+    """Ends the process without destructing NCCL's communicators, which would never return."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
@@ -166,7 +166,7 @@ def connect_groups(
     weights_device: torch.device,
     meshes: Sequence[Mesh] = (),
 ) -> Connections:
-    """Makes the groups and uses each once; every rank calls it with the same workers.
+    """Makes the groups and uses each once. Every rank calls it with the same workers.
 
     Args:
         pairs: (sender, receiver) of activations, gradients and the like. These and the next two are numbers of workers.
@@ -254,7 +254,6 @@ def _connect_sums(
 
 
 def _list_worker_ranks(meshes: Sequence[Mesh]) -> list[range]:
-    """Returns the ranks of each worker."""
     workers: list[range] = []
     for mesh in meshes:
         first = workers[-1].stop if workers else 0
@@ -295,7 +294,7 @@ _device_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Devic
 
 
 def _make_device_mesh(device_type: str, ranks: range, mesh: Mesh) -> DeviceMesh:
-    """Returns the mesh that an earlier pipeline has made of these ranks, or a new one; every rank calls it.
+    """Returns the mesh that an earlier pipeline made of these ranks, or a new one; every rank calls it.
 
     DTensor's cache is keyed by the mesh's ranks and refers to the groups of the first such mesh, so these groups must
     stay. New ones would only be added to them, each with a thread of gloo.
@@ -311,7 +310,7 @@ def _make_device_mesh(device_type: str, ranks: range, mesh: Mesh) -> DeviceMesh:
 
 
 class _Connector:
-    """Runs what may wait for another host in a thread, so that the wait has a limit."""
+    """Runs calls that may wait for another host in a thread, so that the wait can time out."""
 
     def __init__(self, rank: int, addresses: Sequence[str], device: torch.device) -> None:
         self._rank = rank
@@ -379,7 +378,7 @@ def _share_memory(
     name: str,
     memory: dict[tuple[int, int], MemoryPair],
 ) -> None:
-    """Lets the receiver try to reach the sender within the machine, and answer by gloo, which connects them too."""
+    """Lets the receiver try to reach the sender within the machine, and reply over gloo, which connects them too."""
     sender, receiver = pair
     key, answer = f"{sender}-{receiver}", torch.zeros(1, dtype=torch.uint8)
     if dist.get_rank(everyone) == receiver:

@@ -31,11 +31,11 @@ _CODE_BYTES = {"int8": BLOCK, "int4": BLOCK // 2}  # of a block
 _SCALE_BYTES = 4
 _MIN_SCALE = torch.finfo(torch.float32).tiny  # keeps a block of zeros from dividing by 0
 _BLOCKS_AT_ONCE = 1 << 11
-"""So few that their temporaries stay in a CPU's cache."""
+"""Few enough for their temporaries to stay in a CPU's cache."""
 
 
 class Original(NamedTuple):
-    """What a code lacks of its tensor; only a code in blocks needs shape and strides, those of a dense tensor."""
+    """What a code lacks of its tensor; only block codes need shape and strides, those of a dense tensor."""
 
     dtype: str
     encoding: str
@@ -219,7 +219,7 @@ def with_decoding(receiver: Receiver, messages: Messages, carries: Carries) -> R
 
 
 class _EncodedCopy(torch.autograd.Function):
-    """Copies a value as the next stage would receive it, and its gradient as this stage would."""
+    """Copies a value as the next stage would receive it, and the gradient as this stage would."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, messages: Messages) -> torch.Tensor:

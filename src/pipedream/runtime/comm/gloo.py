@@ -1,4 +1,4 @@
-"""Connections by gloo: between CPUs, and for what NCCL does not carry.
+"""Connections over gloo: between CPUs, and for what NCCL does not carry.
 
 A message is one gloo message if its header and its tensors fit into `SHORT_BYTES`. Larger tensors, the payload, follow
 in a second one: copying them would take longer than its fixed cost. Receives are posted ahead without negotiating
@@ -9,8 +9,8 @@ because receives for later messages are posted already.
 Receives are posted when a stream first uses a channel. At the stream's end the sender completes them with empty
 messages (`begin_drain`), so nothing is under way between streams, however long that is.
 
-No send is waited for on the critical path: a worker waits for the oldest message only when more are under way than its
-schedule can have unread. (gloo reports a completed send only to a caller that waits.)
+Sends are never waited for on the critical path: a worker waits for its oldest message only when more are under way than
+its schedule allows to be unread. (gloo reports a completed send only to a caller that waits.)
 
 The methods of a ProcessGroup are used directly; `torch.distributed.isend` and `irecv` take twice as long.
 """

@@ -1,4 +1,4 @@
-"""Translates the variables of srun and mpirun to torchrun's; otherwise each of their tasks would train alone."""
+"""Translates the environment variables of srun and mpirun to torchrun's; without that each task would train alone."""
 
 from __future__ import annotations
 
@@ -112,6 +112,6 @@ def _name_first_node(nodes: str) -> str:
 
 
 def _choose_port() -> int:
-    """Returns a port below the system's ephemeral ones, chosen by job and step so that jobs hardly collide."""
+    """Returns a port below the ephemeral ones, chosen by job and step so that jobs rarely collide."""
     job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 10_000 + (job * 100 + step) % 20_000

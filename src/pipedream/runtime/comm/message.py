@@ -52,7 +52,7 @@ class StopReason(IntEnum):
 
 @dataclass(slots=True)
 class Message:
-    """One message, not written to once it is made. (Not frozen: making one would take three times as long.)
+    """One message, immutable by convention. (A frozen class takes three times as long to make.)
 
     Attributes:
         microbatch: number since the last drain.
@@ -63,7 +63,7 @@ class Message:
         version: number of the weights that the forward read.
         flags: `ENDS_EPOCH`, or at the end of a stream a `StopReason`.
         loss_weight: the microbatch's weight in the loss.
-        share: which part of the minibatch's samples it has.
+        share: its fraction of the minibatch's samples.
         numbers: losses and metrics.
     """
 
@@ -209,7 +209,7 @@ class MessageFormat:
 
 
 def write(tensors: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
-    """Copies tensors into targets; skips a pair of which one is None."""
+    """Copies tensors into targets, except pairs with a None."""
     for tensor, target in zip(tensors, targets, strict=True):
         if target is not None and tensor is not None:
             target.copy_(tensor.detach(), non_blocking=True)
@@ -357,8 +357,8 @@ class ReceivedFormats:
 def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the dimensions from the largest stride to the smallest.
 
-    A tensor keeps this order when it is sent: a dropout mask is drawn in the order of memory, so the transposed output
-    of a batch-first LSTM must not arrive in another layout.
+    Sending keeps this order: dropout masks are drawn in memory order, so the transposed output of a batch-first LSTM
+    must arrive in the same layout.
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent between stages; make it dense")

@@ -5,8 +5,8 @@ stream of headers, on gloo or shared memory, in the order of the sends. The rece
 once it has read its header, when the send is under way. It receives in the order of the headers, whatever their
 channels, and on a CUDA stream of its own, so that receives do not wait for what the GPU computes.
 
-Tensors in the memory of the CPU travel with the header, and so does the structure of a message: no worker waits for its
-GPU to read it.
+Tensors in CPU memory travel with the header, as does the structure of a message, so no worker waits for its GPU to read
+it.
 """
 
 from __future__ import annotations

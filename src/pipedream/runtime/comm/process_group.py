@@ -1,4 +1,4 @@
-"""Joining the process group, and exchanging short texts between ranks."""
+"""Joins the process group, and exchanges short texts between ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipedream.core.user_code import name_call
 from pipedream.runtime.comm.launcher import LOCAL_RANKS, detect_launcher, read_launcher
 
 JOIN_TIMEOUT_S = 300.0
-"""How long the ranks wait for each other; the slowest one may still be importing torch."""
+"""How long ranks wait for each other; the slowest may still be importing torch."""
 
 _ANSWER_PERIOD_S = 0.005
 
@@ -36,7 +36,7 @@ _TEXT_GROUP = "texts of pipedream"
 """Name of the group that carries texts where the user's own is NCCL's."""
 
 _END_FIRST_S = 1.0
-"""How long a rank that has lost a peer waits: for the launcher, the first worker that ends is the one that failed."""
+"""How long a rank that lost a peer waits before it ends: the launcher blames the first worker to end."""
 
 
 def is_distributed() -> bool:
@@ -48,7 +48,7 @@ def is_distributed() -> bool:
 def join_group(device: str | torch.device, *, check_software: bool = True) -> tuple[int, int]:
     """Returns (rank, workers); (0, 1) for a single process. Every rank calls it.
 
-    Raises PlanError if a launcher's variables are incomplete, the ranks do not meet, or run different software.
+    Raises PlanError if a launcher's variables are incomplete, the ranks do not connect, or run different software.
     """
     if not is_distributed():
         return 0, 1
@@ -66,7 +66,7 @@ def join_group(device: str | torch.device, *, check_software: bool = True) -> tu
 
 
 def _join(backend: str) -> None:
-    """Raises PlanError if the ranks do not meet within `JOIN_TIMEOUT_S`."""
+    """Raises PlanError if the ranks do not connect within `JOIN_TIMEOUT_S`."""
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, limit = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=JOIN_TIMEOUT_S)
     advice = (
@@ -102,9 +102,9 @@ def _join(backend: str) -> None:
 def _open_attempt(base_store: TCPStore, rank: int, processes: int) -> tuple[PrefixStore, list[int]]:
     """Returns a store with the addresses of this attempt's ranks alone, and the ranks that did not come in time.
 
-    torchrun's store outlives a restart, with what was written before. Its agents do not number the attempts alike: each
-    counts the failures of its own workers, and a machine that comes back none. So rank 0 names the attempt, and the
-    others ask it for the name, each by a question of its own.
+    torchrun's store outlives a restart, with its old contents, and its agents number attempts differently: each counts
+    the failures of its own workers, and a machine that comes back starts from zero. So rank 0 names the attempt, and
+    every other rank asks for the name under a key of its own.
     """
     name, question = uuid4().hex, "pipedream/question/{}".format
     if rank:
@@ -142,7 +142,7 @@ def machine_address() -> str:
 
 
 def read_machine() -> str:
-    """Returns what only processes of one machine, or of one host of an emulated network, have in common."""
+    """Returns what only processes of one machine, or one host of an emulated network, share."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
 
@@ -162,7 +162,7 @@ def world_group() -> dist.ProcessGroup | None:
 
 @contextmanager
 def peers_may_end() -> Iterator[None]:
-    """Turns a broken connection into a `PeerError`: the worker that has ended, or its launcher, prints the cause."""
+    """Turns a broken connection into a `PeerError`: the worker that ended, or its launcher, prints the cause."""
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
@@ -256,8 +256,8 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 def unsplit_groups() -> Iterator[None]:
     """Makes new groups connect by themselves, without a split of the user's group.
 
-    After `init_process_group(..., device_id=...)` torch splits each new group off that one. For a gloo group the ranks
-    outside of it then wait for a split in which its members never take part.
+    After `init_process_group(..., device_id=...)` torch splits each new group off the first. For a gloo group, ranks
+    outside of it then wait for a split that its members never join.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -271,7 +271,7 @@ def unsplit_groups() -> Iterator[None]:
 def leave_group(group: dist.ProcessGroup | None = None) -> None:
     """Destroys a group; each of its ranks calls it.
 
-    Otherwise a thread of gloo may free tensors while the interpreter shuts down, which ends in SIGABRT.
+    Otherwise a gloo thread may free tensors while the interpreter shuts down, and the process aborts (SIGABRT).
     """
     if dist.is_initialized():
         dist.destroy_process_group(group)
@@ -329,8 +329,8 @@ def _gather_in_time(text: str) -> list[str]:
         ranks_text = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         raise PlanError(
             f"rank {rank} is in {name_call()}, and {ranks_text} made no such call within {CALL_TIMEOUT_S:g} s; every "
-            "rank must call it, without a condition on the rank around it; ranks that take longer until then should "
-            "meet before it (torch.distributed.barrier())"
+            "rank must call it, without a condition on the rank around it; if some take longer to get there, put a "
+            "torch.distributed.barrier() before it"
         ) from error
     finally:
         set_timeout(old_timeout, group)

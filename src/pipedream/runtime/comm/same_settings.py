@@ -1,4 +1,4 @@
-"""Compares the settings of all ranks, as texts, before anything is trained.
+"""Compares the settings of all ranks, as texts, before training.
 
 The texts leave out what may differ: names of devices and files, texts and objects in a function's variables, a rank's
 number.
@@ -25,7 +25,7 @@ from pipedream.core.user_code import elide_middle, is_users_file
 from pipedream.runtime.comm.process_group import gather_json
 
 CALL = "their call"
-"""Name of the setting that describes the call that a rank makes."""
+"""Name of the setting that describes a rank's call."""
 
 SAME_CALLS = (
     "every rank must make the same calls: without a condition on the rank around them; what rank 0 alone needs it is "
@@ -220,7 +220,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def describe_data(loader: Any) -> str:
-    """Returns a text with a loader's class and those sizes that it has."""
+    """Returns a text with a loader's class and its known sizes."""
     parts = [type(loader).__qualname__]
     for name, value in (("batches", loader), ("samples", getattr(loader, "dataset", None))):
         try:

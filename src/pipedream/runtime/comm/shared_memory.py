@@ -168,7 +168,6 @@ class _Slots:
         self._tensors: list[tuple[MessageFormat | None, list[torch.Tensor | None]]] = [(None, [])] * count
 
     def tensors(self, slot: int, message_format: MessageFormat) -> list[torch.Tensor | None]:
-        """Returns the tensors of a payload in a slot."""
         newest_format, tensors = self._tensors[slot]
         if newest_format is not message_format:
             tensors = message_format.tensors_in(self._slots[slot])
@@ -213,7 +212,7 @@ class SharedMemorySender(ConnectionSender):
         if end > _SOCKET_BYTES // 2:
             raise ValueError(
                 f"the value's structure takes {len(description):,} bytes, and shared memory allows "
-                f"{_SOCKET_BYTES // 2:,}; let stages meet where less crosses"
+                f"{_SOCKET_BYTES // 2:,}; cut where less crosses"
             )
         _SLOT.pack_into(self._packet, 0, slot)
         header.write(self._head, message.numbers, description)

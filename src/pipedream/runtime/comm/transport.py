@@ -204,9 +204,9 @@ class Transport:
     def _count_unread(self) -> list[int]:
         """Returns how many messages of each channel may be unread.
 
-        A replica that begins a forward has finished all backwards except those in flight, so the next stage has
-        received the activations of the others. The end of a stream is one more message. So a wait for an older message
-        never depends on work that is still to be done.
+        A replica that begins a forward has finished all backwards but those in flight, so the next stage has received
+        all other activations. The end of a stream is one more message. So waiting for an older message never depends on
+        future work.
         """
         in_flight = [max(counts) for counts in zip(*map(count_most_in_flight, self._programs), strict=True)]
         return [in_flight[min(channel.source, channel.target)] + 1 for channel in self._channels]

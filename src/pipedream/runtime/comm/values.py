@@ -1,4 +1,4 @@
-"""Values that are sent: tensors in containers, with numbers, texts and the like. Nothing is pickled.
+"""Encodes values as messages: tensors in containers, with numbers, texts and the like. Nothing is pickled.
 
 A value is taken apart into its tensors and a JSON text of its structure. A node of that text is a plain value, or a
 list that begins with a tag:
@@ -160,8 +160,8 @@ def _map_item(item: Any, function: Callable[[Any], Any], leaves: tuple[type, ...
 def to_device(value: Any, device: torch.device) -> Any:
     """Moves the tensors of a value; those on the meta device stay there, and a PackedSequence's sizes on the CPU.
 
-    The host does not wait for a GPU: tensors are copied from pinned memory while it computes. A tensor that is pinned
-    already must not be written until it is copied.
+    The host does not wait for a GPU, which copies tensors from pinned memory while it computes. A tensor that was
+    pinned before must not be written until it is copied.
     """
     if isinstance(value, torch.Tensor):
         return _move_leaf(value, device)
@@ -265,15 +265,15 @@ def _assemble_container(kind: type, content: Any, attributes: Mapping[str, Any])
 
 @cache
 def _list_sent_classes() -> dict[str, type]:
-    """Returns the classes that this process has sent, by name: a class made in a function is found nowhere else."""
+    """Returns the classes that this process has sent, by name, to find those made in functions."""
     return {}
 
 
 def _name_class(kind: type) -> str:
     """Returns "module:qualname", by which the receiver finds a class.
 
-    A class that was made in a function cannot be found by that name. It gets a number too, and only the process that
-    has sent it finds it.
+    A class made in a function cannot be found by that name; it gets a number too, and only its sending process finds
+    it.
     """
     name, classes = f"{kind.__module__}:{kind.__qualname__}", _list_sent_classes()
     if _import_item(name) is not kind:

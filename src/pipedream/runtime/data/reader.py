@@ -1,7 +1,7 @@
-"""Reading a loader: its minibatches in order over the epochs, and the way back to a position.
+"""Reads a loader's minibatches in order over the epochs, and returns to a saved position.
 
-As nobody can know which of an iterable's draws decide the order, all use the order's random state (`rng.py`). Only
-where nothing can be drawn is the state left alone: to put it in force takes 150 us.
+Which of an iterable's draws decide the order is unknown, so all of them use the order's random state (`rng.py`). It is
+left alone only where nothing can be drawn: switching takes 150 us.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Reader(ABC):
         self._until = None if until is None else -(-until // cycle) * cycle
 
     def read(self, number: int, replica: int = 0) -> Minibatch | StopReason:
-        """Returns minibatch `number` of the stream, or why the stream has ended; the numbers must grow."""
+        """Returns minibatch `number` of the stream, or why the stream has ended; numbers must increase."""
         if self._until is not None and number >= self._until:
             self.stop(StopReason.DRAIN)
         if self.stopped is not None and number % self._cycle == replica % self._cycle:
@@ -121,7 +121,7 @@ class Reader(ABC):
         """Raises StopIteration and sets `count` at the end."""
 
     def has_minibatch(self, number: int) -> bool:
-        """Returns whether there is this minibatch, before the worker's next one, so that nothing extra is loaded."""
+        """Returns whether a minibatch before the worker's next one exists, without loading more."""
         while self._last < number:
             if next(self, None) is None:
                 return False
@@ -167,7 +167,7 @@ class LoaderReader(Reader):
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns what is needed to continue after `batches` minibatches of an epoch, as JSON values.
 
-        It holds the order at the start of that epoch or an earlier one; the minibatches since are drawn again.
+        It has the order at the start of that epoch or an earlier one; later minibatches are drawn again.
         """
         if self._initial_state and (epoch, batches) == (self._epochs.first, self._epochs.skip):
             return dict(self._initial_state)
@@ -188,7 +188,7 @@ class LoaderReader(Reader):
 class IterableReader(LoaderReader):
     """Reads any iterable, one minibatch ahead to know which one ends the epoch.
 
-    A position is found again by loading and throwing away, or by a loader's ``load_state_dict``.
+    It returns to a position by loading and discarding minibatches, or by a loader's ``load_state_dict``.
     """
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
@@ -309,7 +309,7 @@ def _reads_in_processes(loader: Any) -> bool:
 
 
 class _TeeReader(Reader):
-    """Not itertools.tee: that keeps up to 57 minibatches that all readers have had."""
+    """Like itertools.tee, which would keep up to 57 minibatches that all readers have read."""
 
     def __init__(self, source: LoaderReader, queues: Sequence[deque[Minibatch]], queue: deque[Minibatch]) -> None:
         self._source = source
@@ -329,9 +329,9 @@ class _TeeReader(Reader):
 
 
 class FollowingReader(Reader):
-    """A replica's own reader of the minibatches that replica 0 reads, too, which alone says where a stream ends.
+    """Reads the same minibatches as replica 0, which alone says where a stream ends.
 
-    When a drain is asked for, replicas are at different microbatches, so none could say it by itself.
+    At a request to drain, replicas are at different microbatches, so none could decide alone.
 
     Args:
         receiver: of replica 0's notices.

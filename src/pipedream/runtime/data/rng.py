@@ -1,8 +1,8 @@
-"""Random states: those of the process, and those that decide the order of the data.
+"""Random states: of the process, and of the order of the data.
 
-What else draws from the global generators differs from rank to rank and from plan to plan. So a `DataOrder` keeps a
-state of them that is in force only while a loader or sampler draws. If nothing else draws, the order is that of a
-plain ``for batch in loader``.
+Other draws from the global generators differ between ranks and plans. So a `DataOrder` keeps a state for them that is
+active only while a loader or sampler draws. If nothing else draws, the order is that of a plain ``for batch in
+loader``.
 
 A user's own generator, of torch, Python or NumPy, is drawn from in place; it has the same state on all ranks.
 
@@ -181,7 +181,7 @@ class DataOrder:
 
     @contextmanager
     def drawing(self, only_torch: bool = False) -> Iterator[None]:
-        """Puts the state in force; `only_torch` if nothing else draws inside."""
+        """Activates the state; `only_torch` if nothing else draws inside."""
         if self._inside:
             yield
             return

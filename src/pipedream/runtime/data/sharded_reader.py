@@ -93,7 +93,7 @@ class ShardedLoader:
         return list(indices) if isinstance(indices, list) else indices  # a sampler may use its list again
 
     def skip_indices(self, lists: Iterator[Any], order: DataOrder, count: int) -> int:
-        """Draws so many lists, if there are, and returns how many: the order's random state is put in force once."""
+        """Draws up to `count` lists and returns how many, switching the random state only once."""
         with order.drawing(self._only_torch):
             return sum(1 for _ in islice(lists, count))
 
@@ -237,7 +237,7 @@ class ShardedReader(LoaderReader):
         self._minibatches = self._read()
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Has the present states of generators by which samples are made: those before are not loaded again."""
+        """Has the current states of generators that make samples, because earlier samples are not loaded again."""
         state = super().state(epoch, batches)
         now = {path: read_state(generator) for path, generator in self._sharded.sample_generators.items()}
         order = state["order"]

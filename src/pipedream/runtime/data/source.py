@@ -1,11 +1,11 @@
-"""Where each worker of the input stage takes its microbatches from.
+"""The sources of microbatches of the input stage's workers.
 
 - All workers in one process: one reader serves all of them.
 - One replica, or a map-style DataLoader and no split minibatches: each replica reads its own.
 - A map-style DataLoader and split minibatches, on several machines: the first replica of each machine reads whole
   minibatches, in the same order with the same random numbers, and sends the others of its machine theirs. Replica 0
-  sends these readers a notice of each minibatch, and of the end. What they load first is compared; if it differs, as
-  with a data set that draws from a generator of its own making, or fails, this is not done.
+  notifies these readers of each minibatch, and of the end. Their first minibatches are compared; if they differ, as
+  with a data set that draws from its own generator, or fail, the next case applies.
 - Anything else (an iterable, or split minibatches): replica 0 alone reads, a whole round at a time, and sends the
   others theirs.
 - If the worker is a mesh, its first rank reads or receives, and sends everything to the others.
@@ -105,7 +105,7 @@ class Source(ABC):
 
 
 class ReadingSource(Source):
-    """Microbatches that this process reads, for other replicas too.
+    """Microbatches that this process reads, also for other replicas.
 
     Args:
         senders: replica -> to one that does not read.

@@ -32,8 +32,7 @@ AdaptBatch = Callable[[Any], tuple[Any, Any]]
 BatchDim = int | Mapping[str | int, int | None]
 
 Leaf = tuple[Any, int | None, str | int]
-"""A tensor, a packed sequence or a list with an item for each sample; its batch dimension, and the name or position of
-the input that holds it, or is it."""
+"""A tensor, a packed sequence or a list with an item per sample; its batch dimension, and its input's name or place."""
 
 Parts = list[tuple[Message, Message]]
 """The microbatches of a minibatch: input of the first layer, and targets of the loss."""
@@ -42,7 +41,7 @@ Flat = tuple[str, tuple[torch.Tensor, ...]]
 """What `values.flatten` returns."""
 
 Lists = tuple[set[str | int], set[str | int]]
-"""Names of those inputs, and of those targets, that were lists with an item for each sample before."""
+"""Names of inputs, and of targets, that have been lists with an item for each sample."""
 
 _LEAVES = (torch.Tensor, PackedSequence)
 
@@ -185,8 +184,8 @@ class Splitter:
 def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
     """Returns the number of samples of a model's input.
 
-    Keyword arguments may be in any order: of their tensors, the most frequent size counts, and of equally frequent ones
-    the first. Otherwise it is the size of the first tensor that has the batch dimension; 1 if none has it.
+    For keyword arguments, which have no order, it is the most frequent size of their tensors, the first of equally
+    frequent ones; otherwise the size of the first tensor with the batch dimension; 1 if none has it.
     """
     return _find_leaves(inputs, batch_dim)[1]
 

@@ -1,7 +1,7 @@
-"""The activity of a rank, written by its main thread and read by the guard's threads; and Ctrl-C.
+"""A rank's activity, written by its main thread and read by the guard's threads; and Ctrl-C.
 
-Only tasks can be stuck (loading, a forward, a backward, an optimizer's step), and a GPU in its queue. Waiting for a
-message, the caller's loop and saving are never judged.
+Only tasks (loading, a forward, a backward, an optimizer's step) and a GPU's queue can be stuck. Waiting for a message,
+the caller's loop and saving are never judged.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Activity:
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context of anything that is not an op."""
+        """Context of an activity other than an op."""
         old_place, self.place = self.place, place
         try:
             yield

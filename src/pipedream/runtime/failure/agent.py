@@ -1,8 +1,8 @@
 """The worker processes of a launcher: started with torchrun's variables, watched, and ended together.
 
-Torch's own agent starts each worker as a new interpreter, which imports torch and this library for seconds. Here
-workers are forks of the launcher, if it has imported what they need, has computed nothing and has no other thread. So
-the threads of torch's store and of the watch for stopped processes start after the workers and end with them.
+Torch's own agent starts each worker as a new interpreter, which takes seconds to import torch. Here workers are forks
+of the launcher, provided that it has imported what they need, computed nothing and has no other thread. So the threads
+of torch's store and of the watch for stopped processes start after the workers and end with them.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ _GRACE_S = 3.0
 _NOTICE_S = 3.0  # how long the others may take to read of a failure or of an end
 
 _PEER_WORDS = ("Connection reset by peer", "Connection closed by peer")
-"""Words of a broken connection, in errors whose type is lost."""
+"""Words of broken connections in errors that have lost their type."""
 
 _CONNECTION_WAIT_S = 3.0
-"""How long another rank's report of the error that broke a connection may take."""
+"""How long to wait for another rank's report of why a connection broke."""
 
 PERIOD_S = 0.5
 _ANSWER_TIMEOUT = timedelta(seconds=2)
@@ -270,7 +270,7 @@ class Guard:
         return None
 
     def first_cause(self, error: BaseException, where: str) -> PipelineError:
-        """Reports any error of this rank; returns the error to raise: this one, or its cause at another rank."""
+        """Reports an error of this rank; returns the error to raise: this one, or its cause at another rank."""
         origin = error.__cause__ if isinstance(error, PipelineError) else error
         is_lost = is_broken_connection(origin) or any(words in str(error) for words in _PEER_WORDS)
         if is_lost and _is_raised_by_loader(origin):
@@ -293,7 +293,7 @@ class Guard:
     def wait_for_failure(self, wait_s: float = 3.0) -> PeerError | None:
         """Waits up to `wait_s` for another rank's report, and returns its error, or None.
 
-        What this rank has reported, even of another rank, is its own error; the verdict of its guard is not.
+        A report by this rank, even about another rank, does not count; a verdict of its guard does.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -326,7 +326,7 @@ class Guard:
         self.end()
 
     def _wait_for_others(self) -> None:
-        """Keeps the store, which ends with this process, until the others have read the report."""
+        """Keeps the store, which ends with this process, alive until the others have read the report."""
         end_s = time.monotonic() + _NOTICE_S
         while not all(status.ended for status in self._heartbeat.statuses.values()) and time.monotonic() < end_s:
             time.sleep(_POLL_S)

@@ -1,6 +1,6 @@
 """Starts the workers of a local run, restarts them after failures, and prints one message for each failure.
 
-The workers meet at a store that listens on 127.0.0.1 only; torch's own listens on all interfaces, without a password.
+Workers connect to a store that listens on 127.0.0.1 only; torch's own listens on all interfaces, without a password.
 
 This module does not import torch, which reads some environment variables as it is imported: `import_for_workers` sets
 them first.
@@ -51,7 +51,7 @@ def set_threads(processes: int) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The message to print, the exit status, and the ranks without which the run could continue."""
+    """The message to print, the exit status, and the ranks that the run could continue without."""
 
     text: str
     status: int
@@ -59,7 +59,7 @@ class _Failure:
 
 
 def import_for_workers(modules: Sequence[str], workers: int) -> None:
-    """Imports what workers will need before `launch` forks them, with the environment variables of workers."""
+    """Imports what workers need before `launch` forks them, under the workers' environment variables."""
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # errors are printed here, once
     os.environ["OMP_NUM_THREADS"] = count_threads(workers)

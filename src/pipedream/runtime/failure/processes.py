@@ -1,6 +1,6 @@
 """The processes of one machine: their identity, how launcher and workers watch each other, and the files of a worker.
 
-A process is identified so that no other process is killed in place of an unresponsive one.
+Processes are identified so that the wrong one is never killed.
 
 A stopped process (SIGSTOP, Ctrl-Z) answers no signal but SIGKILL, so the launcher kills a stopped worker. Workers whose
 launcher is stopped end, and leave a process that kills it. The system kills workers whose launcher has died. torchrun
@@ -40,7 +40,7 @@ _ALL_STOPPED_S = 10.0  # longer than the guard of a rank that is not stopped tak
 _PR_SET_PDEATHSIG = 1
 
 LOST_CONNECTION = "lost the connection to another worker, which left no message"
-"""Message of a worker that has no other; the launcher may have one."""
+"""A worker's message if it has no better one; the launcher may."""
 RUN_ID_PREFIX = "pipedream-"
 """Prefix of the run ids of our own launcher."""
 MEMORY = Path("/dev/shm")
@@ -186,7 +186,7 @@ def is_launched_here() -> bool:
 
 
 def stay_with_launcher() -> None:
-    """Makes this worker, and the processes that it forks, end with their launcher; only watches torchrun's worker."""
+    """Makes this worker, and the processes that it forks, end with their launcher; only watches torchrun's workers."""
     text = os.environ.get(LAUNCHER)
     if text is None:
         watch_from_outside()
@@ -215,9 +215,9 @@ def stay_with_launcher() -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends this process as an interpreter does, without two steps of it that take a second or may abort it.
+    """Ends this process as the interpreter would, but skips two steps that take a second or may abort it.
 
-    These are the search for cycles among torch's million objects, and the end of the threads of process groups.
+    These are garbage collection of torch's million objects, and joining the threads of process groups.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ def is_torchruns_worker() -> bool:
 
 @cache
 def watch_from_outside() -> None:
-    """Starts a process that kills this one if it stays stopped, if torchrun, which does not check, has started it."""
+    """Starts a process that kills this worker of torchrun if it stays stopped, which torchrun does not check."""
     if is_torchruns_worker() and os.environ.get("WORLD_SIZE", "1") != "1" and sys.platform == "linux":
         _start_watcher("worker", os.getpid())
 
@@ -361,7 +361,7 @@ def read_place(folder: Path, rank: int) -> str | None:
 
 
 def write_lost(folder: Path, ranks: Sequence[int]) -> None:
-    """Writes the ranks of an attempt without which the run continues, into the attempt's folder."""
+    """Writes the ranks that the run continues without into an attempt's folder."""
     (folder / _LOST_FILE).write_text(json.dumps(ranks), encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """The guard's decision: from the ranks' statuses to a verdict, without a clock, store or process.
 
-Each check counts at most a second, so that a detector that was itself stopped blames no other rank.
+Each check counts at most a second, so that a detector that was itself stopped blames nobody.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Verdict:
     """The judgement that a rank has failed.
 
     Attributes:
-        where: what it did last.
+        where: its last activity.
         unresponsive: its process may be killed if it still exists.
         store_lost: the other ranks cannot be informed.
     """
@@ -83,7 +83,7 @@ class FailureDetector:
         self._gpu_s = 0.0
 
     def watch(self, activity: Activity, stuck_after_s: float) -> None:
-        """Judges another activity of this rank from now on."""
+        """Judges another activity of this rank from here on."""
         self._activity, self._stuck_after_s = activity, stuck_after_s
 
     def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
@@ -144,7 +144,7 @@ class FailureDetector:
                 return Verdict(
                     rank,
                     status.where,
-                    f"has not been heard of for {silent_s:.1f} s (stopped, swapping, machine or link gone)",
+                    f"has sent no heartbeat for {silent_s:.1f} s (stopped, swapping, machine or link gone)",
                     unresponsive=True,
                 )
         return None
@@ -163,7 +163,7 @@ class FailureDetector:
         )
 
     def _check_gpu(self, since_s: float) -> Verdict | None:
-        """Returns a verdict if the GPU makes no progress in its queue; nothing else limits the wait for it."""
+        """Returns a verdict if the GPU makes no progress in its queue; nothing else times out that wait."""
         mark = self._activity.gpu_mark()
         self._gpu_s = self._gpu_s + since_s if mark is not None and mark is self._gpu_mark else 0.0
         self._gpu_mark = mark

@@ -1,4 +1,4 @@
-"""Checks that a hand-written loss is a mean over samples, as is assumed: then parts of minibatches count by samples.
+"""Checks that a hand-written loss is a mean over samples, so that parts of minibatches count by their samples.
 
 The first minibatch confirms it, and later ones may refute it. If the loss leaves something out (padding, ignored
 labels, masked elements), all parts must have the same share of it. If it weights samples or tokens, which the first
@@ -29,7 +29,7 @@ WEIGHT_ADVICE = (
 
 
 class LeftOut(NamedTuple):
-    """A value of the targets that a loss does not count like others.
+    """A value of the targets that a loss weights differently.
 
     Attributes:
         leaf: index of the tensor.
@@ -45,8 +45,8 @@ class PartsCheck:
     """Checks the parts of minibatches one after the other; those of the first minibatch are not compared.
 
     A part is joined with the targets of an earlier one: the loss should be the mean of both losses, weighted by their
-    samples. This costs three calls of the loss. It is done for the first parts, then more and more rarely, and for each
-    part with a new extreme among whole numbers and masks, or among numbers that were all equal.
+    samples. This costs three calls of the loss, so it is done for the first parts, then ever more rarely, and for parts
+    with a new extreme among whole numbers and masks, or among numbers that were all equal.
 
     Args:
         evaluate: returns the loss for output and targets.
@@ -130,7 +130,7 @@ class PartsCheck:
     def _join_losses(self, output: Any, targets: Any, samples: int, others: Any, other_samples: int) -> _Joined | None:
         """Joins a part with other targets; returns None if the loss cannot be computed for them.
 
-        If rounding may decide, the loss is computed in double precision, if it can be.
+        If rounding may decide, the loss is computed in double precision where possible.
         """
         count = min(samples, other_samples)
         is_narrow = any(t.is_floating_point() and torch.finfo(t.dtype).eps > 1e-5 for t in tensors_in(output))

@@ -1,4 +1,4 @@
-"""Recognises torch's losses where a model calls them, and finds what the model's own loss is a mean over.
+"""Recognises calls of torch's losses inside a model, and finds what the model's own loss is a mean over.
 
 Life of a forward that is watched:
 
@@ -54,8 +54,8 @@ class Amounts(NamedTuple):
     def fits(self, other: Amounts) -> bool:
         """Returns whether the loss of both parts together is a weighted mean of their losses.
 
-        It is not for a sum of means over amounts in different ratios. A term that is not torch's is taken for a mean
-        over samples, unless it has the same value in both parts.
+        A sum of means over amounts in different ratios is not. A term that is not torch's is taken for a mean over
+        samples, unless it has the same value in both parts.
         """
         if len(self.values) != len(other.values):
             return False
@@ -197,7 +197,7 @@ class LossCalls(TorchFunctionMode):
         self._functions = {key: function for function, watched in self._names.values() for key in (function, watched)}
 
     def watch(self, inputs: Any, samples: int, targets: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> Self:
-        """Takes the next forward's inputs: a sum that is divided by a number among them remains a sum.
+        """Takes the next forward's inputs: a sum divided by a number among them remains a sum.
 
         Such a number, like Hugging Face's ``num_items_in_batch``, is not split with the batch.
 

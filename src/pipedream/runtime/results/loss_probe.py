@@ -1,4 +1,4 @@
-"""Finds out on a sample what a model's own loss is a mean over, so that minibatches can be split.
+"""Finds on a sample what a model's own loss is a mean over, so that minibatches can be split.
 
 The loss of the sample must follow from the losses of its parts: as their mean, weighted by what the called losses of
 torch are means over or by the samples, or as their sum. Otherwise samples of one batch depend on each other, as in
@@ -138,7 +138,7 @@ def _compute_mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class _WithoutRandomness(TorchFunctionMode):
-    """Replaces random numbers by constants, so that a sample does not depend on its batch."""
+    """Replaces random numbers by constants, so that samples do not depend on their batch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

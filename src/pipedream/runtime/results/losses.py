@@ -128,7 +128,7 @@ class Loss:
 
         Args:
             batch: the targets for torch's own losses.
-            share: which part of the minibatch's samples it has.
+            share: its fraction of the minibatch's samples.
             minibatch: number of the minibatch, whose parts' weights must fit together; None if they need not.
             received: the batch on the CPU, from which the weight is found without waiting for a GPU; None if `batch`
                 is on the CPU.
@@ -240,7 +240,7 @@ class Loss:
         return float(count if count and count % samples == 0 else samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
-        """Returns the value without the weight, for which the targets would have to be read."""
+        """Returns the value without the weight, which would need reading the targets."""
         result = self._evaluate(output, batch)
         return result[0] if isinstance(result, tuple) else self._check_scalar(result)
 
@@ -343,7 +343,7 @@ def metric_scores(
 
 
 def _call_function(function: Callable[[Any, Any], Any], name: str, output: Any, batch: Any) -> Any:
-    """Calls a loss or a metric; adds a note to its error if it may have expected targets and got the batch."""
+    """Calls a loss or a metric; if it fails and may have expected targets instead of the batch, adds a note."""
     try:
         return function(output, batch)
     except Exception as error:

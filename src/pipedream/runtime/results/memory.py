@@ -35,11 +35,11 @@ class Peak(NamedTuple):
 
 
 class MemoryMeter:
-    """Measures a phase's peak: on a GPU that of tensors, on a CPU that of the heap at the ends of ops, and on a mesh
-    within backwards too.
+    """Measures a phase's peak: of tensors on a GPU; on a CPU of the heap at the ends of ops, and on a mesh within
+    backwards too.
 
-    The heap has more than tensors: imported modules, caches of kernels, the user's data. So `tensor_bytes` counts what
-    is in use at a drain, and only the rise to the peak is read from the heap.
+    The heap also holds imported modules, caches of kernels and the user's data. So `tensor_bytes` counts what is in use
+    at a drain, and the heap gives only the rise to the peak.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,11 +94,11 @@ class MemoryMeter:
 
 
 def keep_freed_memory(peak_bytes: int = 0, free_bytes: int = sys.maxsize) -> None:
-    """Lets malloc keep up to 256 MiB of freed memory, and blocks of up to 32 MiB in it.
+    """Lets malloc keep up to 256 MiB of freed memory, including blocks of up to 32 MiB.
 
-    By default malloc returns much of what an update has freed to the system, and each minibatch takes it again page by
-    page, in up to 6% of its time. Where memory is scarce, blocks above 4 MiB are returned at once instead, which
-    lengthened minibatches by up to 30%. Does nothing if the user has set options of malloc in the environment.
+    By default malloc returns much of what an update frees to the system, and each minibatch spends up to 6% of its time
+    to get it back page by page. Where memory is scarce, blocks above 4 MiB are returned at once instead, at up to 30%
+    of the time. Does nothing if the user has set malloc's environment variables.
 
     Args:
         peak_bytes: what this process is going to need.

@@ -16,10 +16,10 @@ from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
 from pipedream.runtime.results.memory import MemoryMeter, Peak
 
 _TABLE_ROWS = 1 << 16
-"""Of spans, and of gradient versions; the oldest are dropped first."""
+"""Most spans, and most gradient versions, that are kept; the oldest are dropped first."""
 
 _BUFFER_ROWS = 512
-"""Rows that are added to their table at once, which is cheaper than one by one."""
+"""Rows are added to their table so many at a time, which is cheaper."""
 
 _KINDS = (*WORK, "wait", "send", "step")
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
@@ -27,10 +27,10 @@ _SPAN = np.dtype([(n, "i4") for n in ("phase", "kind", "stage", "index")] + [("s
 _VERSIONS = np.dtype([(name, "i4") for name in ("phase", *GradientVersions._fields)])
 
 _MAX_PENDING = 256
-"""How many events of the GPU wait before the completed ones are read."""
+"""How many GPU events may be pending before completed ones are read."""
 
 _ORIGIN_S = 10.0
-"""How far an event may be from the one it is timed against: CUDA's float32 milliseconds then have steps of 1 us."""
+"""How far apart two events may be timed against each other: CUDA's float32 milliseconds then have steps of 1 us."""
 
 _SAME_MOMENT_S = 20e-6
 """An op that begins this soon after the last one ended shares its event."""
@@ -72,7 +72,7 @@ class Recorder:
         self.peaks: dict[int, tuple[int, Peak]] = {}
 
     def switch_to(self, phase: int, max_queued: int) -> None:
-        """`max_queued`: how many forwards a GPU may still have to do when another one has been issued."""
+        """`max_queued`: how many forwards may be queued on a GPU once another one is issued."""
         self._max_queued = max_queued
         if phase != self.phase:
             self.memory.reset()
@@ -231,7 +231,7 @@ class GpuTimer:
     def limit(self, moment: GpuMoment, max_pending: int) -> None:
         """Waits until at most `max_pending` of the marks that were passed to it are not completed.
 
-        Messages take memory as soon as the host issues them, and within a minibatch nothing else makes the host wait.
+        Messages take memory as soon as the host issues them, and nothing else makes the host wait within a minibatch.
         """
         self._forwards.append(moment)
         if len(self._forwards) > max_pending and (event := self._forwards.popleft().event):

@@ -1,8 +1,8 @@
-"""Losses, metrics and outputs: from the workers of the last stage to all ranks.
+"""Sends losses, metrics and outputs from the last stage's workers to all ranks.
 
-A rank reads a minibatch's sums when its own weights contain the minibatch, long after they were computed, so that no
-rank waits for them. They travel with the gradients of the minibatch's last microbatch, from stage to stage; a rank that
-does not get these gradients, because another replica does, receives a separate message.
+A rank reads a minibatch's sums when its own weights contain the minibatch, long after they were computed, so no rank
+waits for them. They travel from stage to stage with the gradients of the minibatch's last microbatch; a rank that does
+not get these gradients, because another replica does, receives a separate message.
 
 Losses on a GPU are read one minibatch of their rank later (`reads_late`), those of an evaluation at its end, so that no
 worker waits for its GPU.

@@ -55,11 +55,11 @@ class Scorer:
     ) -> tuple[torch.Tensor, float, float]:
         """Returns the loss to differentiate, its weight, and the scale of its gradient, in the minibatch's unit.
 
-        An update's sum is divided by its weights only at the update. Until then the gradients must be no larger than
-        those of the mean, which low precision can represent. So the unit is a power of two near the minibatch's weight:
-        dividing by it is exact. In a round, whose minibatches count equally, and where an update has one microbatch,
-        the weight is 1, or 0 if nothing counts; then the gradient is rounded as in a plain loop.
-        A recomputation (`recomputes`) records nothing.
+        An update's sum is divided by its weights only at the update. Until then gradients must be no larger than those
+        of the mean, or low precision could not represent them. So the unit is a power of two near the minibatch's
+        weight, by which division is exact. In a round, whose minibatches count equally, and where an update has one
+        microbatch, the weight is 1, or 0 if nothing counts, so that gradients are rounded as in a plain loop. A
+        recomputation (`recomputes`) records nothing.
         """
         minibatch = message.minibatch if self._needs_weights else None
         value, weight, is_sum = self._loss(
@@ -85,7 +85,7 @@ class Scorer:
         return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
-        """Records a batch of an evaluation, all of which have the key 0."""
+        """Records a batch of an evaluation; all have the key 0."""
         value, weight, is_sum = self._loss(
             output, targets.value, message.samples, message.share, received=targets.received
         )

@@ -16,7 +16,7 @@ from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
 _log = logging.getLogger("pipedream")
 
 _FLOOR = 0.01
-"""A gradient below this share of the greatest mean gradient may be a sum that cancels, and differ by rounding."""
+"""A gradient below this share of the greatest mean gradient may cancel out, and differ by rounding."""
 
 _CAUSES = (
     "the forward does something that the pipeline cannot see: it passes values on through Python objects, decides anew "
@@ -32,9 +32,9 @@ class Reference:
         gradients: by each name of a parameter; None where it has none.
         tolerance: relative difference that the precision allows.
         scale: greatest mean of the absolute values of a gradient.
-        incomparable: why the pipeline's numbers may differ; empty if they must not.
-        parts: why the loss of the minibatch may differ from that of its parts; empty if it must not.
-        encoding: what encoded messages have changed; empty if they are not encoded.
+        incomparable: why the pipeline's numbers may differ; '' if they must not.
+        parts: why the minibatch's loss may differ from that of its parts; '' if it must not.
+        encoding: what encoded messages changed; '' if they are not encoded.
     """
 
     loss: float = 0.0

@@ -1,4 +1,4 @@
-"""The workers of one process, and operations on them that all parts of a session need."""
+"""The workers of one process, and operations on them that all parts of a session share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelNames:
     Attributes:
         by_stage: of each stage.
         shared: name -> all names of the same tensor.
-        unused: of those that no stage reads; at rank 0 only.
+        unused: of those that no stage reads; only at rank 0.
         local: of this process's stages.
     """
 
@@ -104,7 +104,7 @@ class LocalWorkers:
         return [item for worker in self.workers for item in worker.stage_states.items()]
 
     def switch_optimizers(self, mode: Literal["train", "eval"]) -> None:
-        """Switches to the weights that are evaluated, or to those that are trained, at a drain.
+        """Switches between the weights that are evaluated and those that are trained, at a drain.
 
         They differ for schedule-free optimizers, and between averages of the replicas' weights.
         """
@@ -215,7 +215,7 @@ class LocalWorkers:
     def _gather(self, parts: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
         """Returns tensors joined from the parts of this worker's ranks, on the CPU; an empty dict without `keep`.
 
-        One at a time is whole on the device: a stage may fit only because it is sharded.
+        Only one is whole on the device at a time, because a stage may fit only sharded.
         """
         gathered: dict[str, torch.Tensor] = {}
         for name, tensor in parts.items():

@@ -1,4 +1,4 @@
-"""Collects what a run has measured from all ranks; every rank calls these functions, except `status`."""
+"""Collects a run's measurements from all ranks, which call all of these functions except `status`."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class ReferenceRun:
         values: parameters and buffers that are on the meta device at the rank that calls `read`.
         publish: sends a text to all ranks; None in one process.
         receive: returns that text at the other ranks.
-        reseeded: generators of the model that a stage with replicas seeds for each microbatch.
+        reseeded: the model's generators that replicated stages seed for each microbatch.
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class ReferenceRun:
         self._runner.note_dtypes(tensors)
 
     def set_reference(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Makes gradients those that `Comparer.compare_gradients` expects."""
+        """Sets the gradients that `Comparer.compare_gradients` expects."""
         fingerprints = {name: None if g is None else self.comparer.fingerprint(g) for name, g in gradients.items()}
         sizes = [self.comparer.fingerprint(g)[2] / g.numel() for g in gradients.values() if g is not None and g.numel()]
         self.comparer.reference = Reference(
@@ -489,7 +489,7 @@ def _join_parts(inputs: Any, targets: Any, parts: Sequence[tuple[Message, Messag
 
 
 def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
-    """Returns False if the outputs of parts, one after the other, are certainly not those of the whole."""
+    """Returns False if the concatenated outputs of the parts certainly differ from those of the whole."""
     for index, tensor in enumerate(tensors_in(whole)):
         pieces = [tensors_in(part)[index] for part in parts if index < len(tensors_in(part))]
         for dim in range(tensor.ndim):

@@ -48,7 +48,7 @@ class Streams:
         return self._local.lead.stop_reason
 
     def skip_comparison(self) -> None:
-        """Compares no minibatch with the model: a checkpoint was loaded."""
+        """Skips the comparison with the model, because a checkpoint was loaded."""
         self._comparison = None
 
     def open_feed(
@@ -63,8 +63,8 @@ class Streams:
     ) -> None:
         """Prepares to read a loader for training.
 
-        A map-style DataLoader continues at a position without loading what comes before, and a loader with its own
-        state_dict by that; other iterables are iterated up to the position.
+        A map-style DataLoader continues at a position without loading earlier batches, a loader with a state_dict by
+        that; other iterables are iterated up to the position.
 
         Args:
             adapt: batch -> (inputs, targets).
@@ -113,7 +113,7 @@ class Streams:
             yield done
 
     def stop(self, stop_reason: StopReason = StopReason.DRAIN) -> None:
-        """Ends the stream after the admitted minibatches; at a rank that does not read the data, does nothing."""
+        """Ends the stream after the minibatches in flight; does nothing at ranks that do not read the data."""
         for source in self._sources.values():
             source.stop(stop_reason)
 
@@ -200,7 +200,7 @@ class Streams:
 
 
 def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
-    """Runs all workers of one process by turns in one thread, deterministically; yields the lead worker's results.
+    """Runs all workers of one process in turn in one thread, deterministically; yields the lead worker's results.
 
     Args:
         input_ranks: of the input stage, the lead first. After a result the others wait until the lead has yielded the

@@ -1,4 +1,4 @@
-"""Training over the phases of a run: its position, and the results that its loop has not received yet."""
+"""Trains over the phases of a run; keeps its position, and results that the loop has yet to receive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Training:
         number: minibatches done since the start of training.
         epoch_batches: minibatches done in this epoch.
         drains: numbers of minibatches.
-        ready: results that a drain has finished and `run` has not yielded yet.
+        ready: drained results that `run` has yet to yield.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Training:
             raise KeyboardInterrupt
 
     def _advance(self) -> bool:
-        """Takes the next result; returns whether there was one."""
+        """Takes the next result, if any; returns whether there was one."""
         if self._segment is None:
             return False
         self._session.checkpointer.check_saved(wait=False)
@@ -161,7 +161,7 @@ class Training:
         self._on_phase(phase)
 
     def drain(self) -> None:
-        """Finishes the admitted minibatches, and switches to the weights that are evaluated."""
+        """Finishes the minibatches in flight, and switches to the weights that are evaluated."""
         self._end_stream()
         self._session.local.switch_optimizers("eval")
 

@@ -1,4 +1,4 @@
-"""Losses that a model computes inside of itself, such as the balance loss of its experts.
+"""Auxiliary losses, which a model computes inside itself, such as the balance loss of its experts.
 
 They are not sent to the last stage. The backward of the module that adds such a loss starts its gradient: the loss's
 weight in the objective of the microbatch, one number that every stage knows when it runs a backward.
@@ -20,9 +20,9 @@ _scale = 1.0  # not a context variable: autograd runs a GPU's backwards on threa
 def add_auxiliary_loss(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """Returns `value`, and adds a loss to the objective of every backward that runs through it.
 
-    The loss counts like the loss of the microbatch: in a pipeline a minibatch's objective is the mean of (loss +
-    auxiliary losses) over its microbatches, weighted as the loss is, at whatever stage they are computed. Reported
-    losses do not include it, and evaluations ignore it. Where nothing that is trained reads `value`, it does not count.
+    The loss counts like the microbatch's loss: in a pipeline a minibatch's objective is the mean of (loss + auxiliary
+    losses) over its microbatches, weighted as the loss is, whichever stages compute them. Reported losses exclude it,
+    and evaluations ignore it. It does not count if nothing trained reads `value`.
 
     In a plain loop ``loss.backward()`` adds each auxiliary loss once. Where the loop scales its loss, as for the
     accumulation of gradients or with a `torch.amp.GradScaler`, it scales these with `auxiliary_loss_scale`.

@@ -28,7 +28,7 @@ class BlockFile:
     """Holds the blocks of one microbatch, in a file without a name, which the kernel frees with the process.
 
     Args:
-        folder: None for blocks that wait in the memory of the host: there is no file.
+        folder: None for blocks in the memory of the host, without a file.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -62,17 +62,17 @@ class BlockFile:
 
 
 class Block:
-    """A storage that moves.
+    """An offloaded storage.
 
     Attributes:
         memory: None while it is not in the worker's memory.
-        host: its copy in the memory of the host, if it waits there.
+        host: its copy in the memory of the host, if it is there.
         is_away: its newest contents have been written.
         tensors: how many saved tensors a graph still has.
         unpacks_left: how many of them the next pass still has to unpack.
         needed: its backward comes next, so `memory` stays.
         is_loading: a thread is about to fill `memory`.
-        saves: how many of its tensors were saved so far; another one makes what was written too old.
+        saves: how many of its tensors were saved so far; another one outdates what was written.
         ready: on a GPU, the event after which it may be read.
     """
 
@@ -220,13 +220,13 @@ class BlockMover:
             return
         if self.folder is None or not isinstance(self._error, OSError):
             where = "the memory of the host" if self.folder is None else f"the folder {self.folder!r}"
-            raise RuntimeError(f"activations wait in {where}, but {self._error}") from self._error
+            raise RuntimeError(f"activations are offloaded to {where}, but {self._error}") from self._error
         code = self._error.errno
         remedy = "free some of it" if code in _FULL else "make it again" if code == errno.ENOENT else "check its disk"
         raise RuntimeError(
-            f"activations wait in the folder {self.folder!r}, but: {self._error.strerror or self._error} (this rank "
-            f"has written {format_bytes(self._written_bytes)} so far); {remedy}, or name another folder (--activations "
-            "disk:FOLDER)"
+            f"activations are offloaded to the folder {self.folder!r}, but: {self._error.strerror or self._error} "
+            f"(this rank has written {format_bytes(self._written_bytes)} so far); {remedy}, or name another folder "
+            "(--activations disk:FOLDER)"
         ) from self._error
 
     # -- the threads ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Emulated stages: layers that wait for the planned time instead of computing.
+"""Emulated stages: layers that sleep for the planned time instead of computing.
 
-Tensors have the planned sizes and are zeros, whose memory the system allocates only when it is written, so that a plan
-with more workers than cores can be timed.
+Tensors are zeros of the planned sizes, for which the system allocates memory only when they are written. So plans with
+more workers than cores can be timed.
 """
 
 from __future__ import annotations

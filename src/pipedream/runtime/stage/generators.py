@@ -1,8 +1,8 @@
-"""The random generators that a stage's layers draw from, and which layers never draw.
+"""The random generators of a stage's layers, and which layers never draw.
 
-Seeding the CPU's generator takes 1.2 us. Comparing its states around a stage, which would show whether any layer drew,
-takes 4 us, and a layer that drew unseeded could not be run again without a trace in its own attributes. So every layer
-is seeded, except those of torch's own types that are known not to draw.
+Seeding the CPU's generator takes 1.2 us. Comparing its states around a stage, to see whether any layer drew, takes 4
+us, and a layer that drew unseeded could not be run again cleanly. So every layer is seeded, except torch's own types
+that are known not to draw.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def list_own_generators(modules: Iterable[nn.Module]) -> list[Any]:
 class OtherGenerators:
     """The generators of Python and NumPy, and those that layers hold, at a stage with replicas.
 
-    Each replica has a copy in the same state, so they are seeded for each microbatch, as torch's own are.
+    Replicas have copies in the same state, so they are seeded for each microbatch, like torch's own.
 
     Args:
         seed: of the run.

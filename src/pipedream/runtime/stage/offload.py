@@ -1,4 +1,4 @@
-"""Offloading: what a forward saves for its backward waits on disk or in the memory of the host.
+"""Offloads what a forward saves for its backward to disk or to the memory of the host.
 
 Hooks see each tensor that autograd saves. Those of at least `_MIN_BYTES` that nothing else keeps (no weight, buffer or
 input of the model) are written while the forward continues, and read back before their backwards, in the order of the
@@ -27,7 +27,7 @@ _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 class SavedTensor:
-    """A tensor that a graph has saved, and its version counter then, which autograd does not check for hooks."""
+    """A tensor saved by a graph, with its version counter, which autograd does not check for hooks."""
 
     __slots__ = ("_shape", "_tensor", "_version")
 
@@ -78,7 +78,7 @@ class _MovedTensor(SavedTensor):
 
 
 def unpack(saved: SavedTensor) -> torch.Tensor:
-    """The unpack hook of every `SavedTensor`; code that sees this hook knows that it may unpack more than once."""
+    """The unpack hook of every `SavedTensor`; it tells other code that it may unpack more than once."""
     return saved.unpack()
 
 

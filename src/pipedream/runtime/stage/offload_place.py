@@ -1,4 +1,4 @@
-"""The place where activations wait: whether it can hold them, and how fast it is."""
+"""The place of offloaded activations: whether they fit, and how fast it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NETWORK_FILE_SYSTEMS = {
 
 
 def check_place(program: Program, device: torch.device, stages: Iterable[int]) -> None:
-    """Raises a `PlanError` if activations cannot wait where the plan says; warns of a network file system.
+    """Raises a `PlanError` if activations cannot be offloaded to the plan's place; warns of a network file system.
 
     Args:
         stages: the stages of all processes of this machine, one item for each replica here.
@@ -65,8 +65,8 @@ def check_place(program: Program, device: torch.device, stages: Iterable[int]) -
     if file_system in _NETWORK_FILE_SYSTEMS:
         rate = format_rate(measure_disk(place.folder))
         warnings.warn(
-            f"activations wait in {place.folder!r}, on a network file system ({file_system}) at {rate}; a local disk "
-            "is faster",
+            f"activations are offloaded to {place.folder!r}, on a network file system ({file_system}) at {rate}; a "
+            "local disk is faster",
             stacklevel=2,
         )
 
@@ -88,8 +88,8 @@ def measure_disk(folder: str) -> float:
                     durations_s.append(time.perf_counter() - start)
     except OSError as error:
         raise PlanError(
-            f"activations are to wait in {folder!r}, but a file of {format_bytes(_MEASURED_BYTES)} there, to measure "
-            f"its rate, failed: {error.strerror or error}; free some space, or name another folder"
+            f"activations were to be offloaded to {folder!r}, but a file of {format_bytes(_MEASURED_BYTES)} there, to "
+            f"measure its rate, failed: {error.strerror or error}; free some space, or name another folder"
         ) from error
     return _MEASURED_BYTES / max(map(lower_quartile, seconds))
 

@@ -2,7 +2,7 @@
 
 At a stage with one set of weights, a prediction is written into its storage for one pass, and the weights are restored
 to the bit afterwards. If the backward must read what its forward read, or several forwards the same, the prediction is
-kept. The last update or the average of updates is kept too, also in checkpoints.
+kept. The last update or the average of updates is kept too, and saved in checkpoints.
 """
 
 from __future__ import annotations

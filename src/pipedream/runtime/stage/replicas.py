@@ -1,4 +1,4 @@
-"""Keeps the replicas of a stage equal: averages BatchNorm's statistics, and refuses any other difference."""
+"""Keeps the replicas of a stage equal: averages BatchNorm's statistics, and rejects any other difference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class EqualReplicas:
         self._recorded: dict[str, _TensorRecord] = {}
 
     def begin(self) -> None:
-        """Begins a stream."""
         norms = self._list_norms()
         self._initial_counts = [int(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None]
         self._recorded = {name: _TensorRecord(tensor) for name, tensor in self._list_untrained()}
@@ -90,8 +89,8 @@ class EqualReplicas:
 class CopiedAttributes:
     """Plain attributes of a stage's modules, and of the copies that a replica in the same process runs.
 
-    What the user's loop changes on the model, such as ``model.beta``, is copied before each forward; what a forward
-    itself changes, such as a counter, is not.
+    Changes by the user's loop, such as to ``model.beta``, are copied before each forward; changes by a forward, such as
+    to a counter, are not.
 
     Args:
         moving: (index of a module, name) of attributes that forwards change; shared by the replicas of a stage.
@@ -123,7 +122,7 @@ def _read_plain(module: nn.Module) -> dict[str, Any]:
 
 
 class _TensorRecord:
-    """What shows later whether a tensor was written or replaced."""
+    """Shows later whether a tensor was written or replaced."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.mark = id(tensor), tensor._version

@@ -1,4 +1,4 @@
-"""Hooks for the weights that autograd saves, for the backward rule 'graph'.
+"""Hooks on the weights that autograd saves, for the backward rule 'graph'.
 
 An old graph sees new weights if autograd has saved the weights' own storage. If it has saved something computed from a
 weight alone (a cast under autocast, weight_norm, a mask, cuDNN's flattened weights), the backward would silently mix
@@ -44,7 +44,7 @@ _CHECKPOINT = CheckpointFunction._backward_cls
 
 
 class SavedTensorHooks:
-    """Hooks for the tensors that the forwards of one stage save. Only the first forward is checked.
+    """Hooks on the tensors that one stage's forwards save. Only the first forward is checked.
 
     Attributes:
         redirects: graphs keep references to weights, which backwards look up in another version.

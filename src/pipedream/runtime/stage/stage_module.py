@@ -67,7 +67,7 @@ def evaluating(stages: Iterable[StageModule]) -> Iterator[None]:
 
 
 class _GraphInput(torch.autograd.Function):
-    """Makes a received tensor part of a graph without a copy: the anchor requires a gradient.
+    """Makes a received tensor part of a graph without a copy, by an anchor that requires a gradient.
 
     The tensor's ``grad_fn``, a node of this class, keeps the gradient.
     """
@@ -536,6 +536,6 @@ def low_precision_weights(
 
 
 def _is_cast(module: nn.Module) -> bool:
-    """Whether it is torch's own layer: a subclass may use its weights in full precision, and so may a hook."""
+    """Whether it is one of torch's own layers: subclasses and hooks may use weights in full precision."""
     is_torchs = type(module).__module__.startswith("torch.nn.modules.")
     return is_torchs and isinstance(module, _CAST_LAYERS) and not module._forward_pre_hooks

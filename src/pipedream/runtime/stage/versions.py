@@ -1,4 +1,4 @@
-"""The versions of a stage's weights: sets of leaves, of which the newest shares its storage with the optimizer's.
+"""The versions of a stage's weights: sets of leaves; the newest shares its storage with the optimizer's handles.
 
 Life of a version:
 
@@ -42,7 +42,7 @@ class WeightSet:
 
     Attributes:
         version: -1 while the set is free.
-        leaves: what a forward reads and what gets a gradient, by name.
+        leaves: the tensors that a forward reads and that get gradients, by name.
         readers: forwards without their backward yet.
         ready: called with a watched leaf's index and complete gradient; None leaves it in ``.grad``.
         marks: autograd's version counters of the leaves when the set was made; empty unless the set is watched.
@@ -177,7 +177,7 @@ class Versions:
         """Follows an announced update that failed."""
 
     def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
-        """Returns a context in which the modules hold all else that passes with these weights read, such as buffers."""
+        """Returns a context in which the modules hold what else passes with these weights read, such as buffers."""
         return _NOTHING
 
     def reading(
@@ -308,7 +308,7 @@ class Versions:
         self.peak = self.kept_count
 
     def reload(self) -> None:
-        """Adopts weights written into the handles from outside, after a drain."""
+        """Adopts weights that were written into the handles from outside, after a drain."""
         self._marks = None
         newest = self._sets[self.newest]
         for name, handle in self.handles.items():
@@ -357,7 +357,7 @@ def _allocate_like(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def requires_grad_changed(name: str) -> CaptureError:
-    """Returns the error of a parameter that was frozen, or is frozen no longer."""
+    """Returns the error for a parameter that was frozen or unfrozen."""
     return CaptureError(
         f"requires_grad of {name!r} was changed while the pipeline trained; make a new Pipeline, which trains what "
         "requires a gradient then"
@@ -365,9 +365,9 @@ def requires_grad_changed(name: str) -> CaptureError:
 
 
 class WeightChoice:
-    """Which weights the passes of a stage read. In this class, for weight stashing, a backward reads its forward's.
+    """Chooses the weights that a stage's passes read. This class stashes: a backward reads its forward's weights.
 
-    Any of them may be a prediction from the version in the table.
+    Any may be a prediction from the version in the table.
 
     | `backward_rule` | `held_until` | a forward reads | its backward reads |
     | --- | --- | --- | --- |

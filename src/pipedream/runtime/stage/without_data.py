@@ -1,4 +1,4 @@
-"""Runs a stage of a mesh without data, to predict its collectives.
+"""Runs a stage on a mesh without data, to predict its collectives.
 
 The layers are copied with tensors that have sizes but no numbers (torch's FakeTensorMode), so that nothing is computed
 or sent, and the user's own modules do not change.

@@ -98,7 +98,7 @@ class GradientAllReduce:
         return self._amounts is not None
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Takes the complete sum of a handle (None: no gradient), and starts the next buckets if they are full."""
+        """Takes the complete sum of a handle (None: no gradient), and starts buckets that are full."""
         if gradient is not None and gradient.is_sparse:
             raise PlanError(
                 f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse, and its stage has replicas, "
@@ -159,7 +159,7 @@ class GradientAllReduce:
     def take(self) -> Waiting[tuple[list[torch.Tensor | None], float, int, float]]:
         """Returns sums, loss weight, count and stop request over all replicas, and begins the next update.
 
-        A handle for which no replica has a gradient gets None, as in one process; an excluded one, this replica's own.
+        A handle for which no replica has a gradient gets None, as in one process; excluded ones keep this replica's.
         """
         assert self._amounts is not None
         for pending in (*self._pending_sums, self._amounts):

@@ -1,4 +1,4 @@
-"""Replicas that update by themselves and average their weights from time to time: local SGD and DiLoCo.
+"""Local SGD and DiLoCo: replicas update by themselves and average their weights from time to time.
 
 `every:H` (Stich, ICLR 2019): after H updates each replica takes the mean of all replicas' weights. `diloco:H`
 (Douillard et al. 2023): the outer weights minus that mean are the gradient of the outer optimizer, SGD with Nesterov's
@@ -85,7 +85,7 @@ class WeightAverage:
         self.local = {}
 
     def adopt(self) -> None:
-        """Continues with the weights that were loaded, which all replicas have."""
+        """Continues with loaded weights, which all replicas have."""
         self.local = {}
 
     def load(self, updates: int, local: NamedTensors, velocity: NamedTensors) -> None:

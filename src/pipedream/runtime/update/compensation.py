@@ -45,7 +45,7 @@ class Compensator:
         compensations: checked by `core.schedule.compensation.check_compensations`.
         staleness: D.
         handles: what the optimizer steps.
-        hosted: has these handles, if they are copies of the weights.
+        hosted: holds these handles, if they are copies of the weights.
 
     Raises:
         ScheduleError: one is not defined for this optimizer.

@@ -1,4 +1,4 @@
-"""An optimizer in the memory of the machine, for weights that are on a device.
+"""Optimizers in the memory of the machine, for weights on a device.
 
 Life of an update: the gradients are copied to the machine's memory, the optimizer steps copies of the weights there,
 and these are copied back. The weights and their versions stay on the device.

@@ -1,4 +1,4 @@
-"""Loss scaling: a factor on the loss keeps small low-precision gradients from vanishing.
+"""Loss scaling: a factor on the loss that keeps small low-precision gradients from vanishing.
 
 The rule is that of `torch.amp.GradScaler`, whose initial state is copied: an update whose gradients are not all finite
 is skipped and multiplies the scale by the backoff factor; a number of good updates in a row multiply it by the growth
@@ -28,7 +28,7 @@ class LossScaleOptions:
     Attributes:
         growth, backoff: factors; 1 for a constant scale.
         interval: good updates in a row until the scale grows.
-        good: how many of them there were already.
+        good: good updates in a row so far.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""An update: sum over the replicas, normalise, clip, learning-rate schedule, step, average of the weights.
+"""An update: sum over replicas, normalise, clip, set the learning rate, step, average the weights.
 
 Compensations of delay act on the clipped gradients, the learning rate and the step. The optimizer is the user's, one
 per stage. All schedulers run on one clock, the rounds of the input stage.
@@ -253,7 +253,7 @@ class Optimizer:
 
     @property
     def rate_factor(self) -> float:
-        """Factor of the next update's learning rate: the stage's times T1's."""
+        """Factor on the next update's learning rate: the stage's times T1's."""
         return self._rate_factor(self.rounds)
 
     @property
@@ -262,7 +262,7 @@ class Optimizer:
         return self.replicas * (1 if self._sharding is None else self._sharding.mesh.size)
 
     def start_remaining_sums(self, gradients: Gradients, stop_request: float = 0.0) -> None:
-        """Starts the remaining sums over the replicas, if any, and empties `gradients`."""
+        """Starts the remaining sums over replicas, if any, and empties `gradients`."""
         if self.all_reduce is not None and not self.all_reduce.closed:
             self.all_reduce.close(*gradients.take(), stop_request)
 

@@ -1,4 +1,4 @@
-"""Updates that a thread makes while passes with older weights run."""
+"""Updates made by a thread while passes with older weights run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OverlappedUpdate:
 
 
 class UpdateThread:
-    """The thread that makes one worker's updates, in the order in which they are begun."""
+    """The thread that makes one worker's updates, in order."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "updates")  # starts its thread with the first update

@@ -20,7 +20,7 @@ _FAMILY = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.
 _FIRST = "exp_avg"
 _NOISE = 1e-6
 """Eigenvalues below this share of their mean are rounding errors: their columns keep order and direction, so that
-nothing depends on the rounding of a gradient of less than full rank."""
+nothing depends on the rounding of a low-rank gradient."""
 Sides = dict[str, torch.Tensor]
 """'left' or 'right' -> the basis and, for the estimate by second moments, the covariance of gradients: (1 or 2, n, n)
 for n rows or columns."""
@@ -79,7 +79,6 @@ class RotatedStep:
         return is_dense and bool(self._kind.kept_shapes(handle.shape))
 
     def _rotate_gradient(self, handle: torch.nn.Parameter, group: Mapping[str, Any], sides: Sides) -> _RotatedMatrix:
-        """Puts the rotated gradient into a handle."""
         assert handle.grad is not None
         weight, sign = handle.data, -1 if group.get("maximize", False) else 1
         gradient = sign * _to_matrix(handle.grad)

@@ -1,4 +1,4 @@
-"""Published methods that add a compensation of delay to the order and weights of another method.
+"""Published methods that add a compensation to the order and weights of another method.
 
 For other pairs give ``schedule=..., compensation=...``.
 """
@@ -35,7 +35,7 @@ def nesterov_async(plan: kit.Plan, microbatches: int | None = None) -> kit.Sched
 def ftpipe_msnag(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream whose forwards and backwards read weights predicted by multi-step Nesterov, for SGD.
 
-    FTPipe (Eliad et al., ATC 2021), ``msnag`` with weight stashing, at each stage's own delay; the same as spike
+    FTPipe (Eliad et al., ATC 2021), ``msnag`` with weight stashing, at each stage's own staleness; the same as spike
     compensation (Kosson et al., MLSys 2021) of the stored weights.
     """
     return stashing("ftpipe_msnag", plan, microbatches).with_compensation(SpikeCompensation())
@@ -111,15 +111,15 @@ METHODS = (
         since=2021,
         compensates=True,
         properties=STASHING,
-        choose="With SGD with momentum: each stage looks ahead by its own delay, at no cost in memory.",
+        choose="With SGD with momentum: each stage looks ahead by its own staleness, at no cost in memory.",
     ),
     kit.Method(
         ftpipe_ga,
         since=2021,
         compensates=True,
         properties=STASHING,
-        choose="When weights move by very different amounts within the delay: gradients of weights that moved far "
-        "count less. One more tensor per weight, the moving average of squared steps.",
+        choose="When weights move by very different amounts before a stale gradient arrives: the further a weight "
+        "moved, the less its gradient counts. One more tensor per weight, the moving average of squared steps.",
     ),
     kit.Method(
         pipedream_lr,

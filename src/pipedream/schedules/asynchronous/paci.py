@@ -1,7 +1,7 @@
 """PACI: PipeDream's order with an update every m microbatches, and one set of weights, updated in place.
 
 2026 (arXiv 2606.07881). The forward reads the newest weights, the backward uses the old activations with the newest
-(the rule 'graph'). Stage s is (p-1-s)/m updates stale on average, at most ceil((p-1-s)/m).
+(the rule 'graph'). Stage s has staleness (p-1-s)/m on average, at most ceil((p-1-s)/m).
 
     rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4

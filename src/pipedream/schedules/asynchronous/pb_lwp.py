@@ -1,7 +1,7 @@
 """Pipelined backpropagation with linear weight prediction: the forward reads weights D updates ahead.
 
 Kosson et al., MLSys 2021, section 3.2: w(t) - lr T v(t) by the velocity, or w(t) + T (w(t) - w(t-1)) by the last
-difference, with T = D, the stage's delay 2(p-1-s). The backward reads the newest weights.
+difference, with T = D, the stage's staleness 2(p-1-s). The backward reads the newest weights.
 
     rank 0 | F0  F1  F2  B0' F3  B1' F4  B2' F5  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4

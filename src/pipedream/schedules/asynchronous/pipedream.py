@@ -20,7 +20,7 @@ STASHING = kit.MethodProperties(
 
 
 def pipedream(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
-    """Returns PipeDream with weight stashing: after W_s warm-up forwards, stage s has staleness W_s and W_s + 1 versions."""
+    """Returns PipeDream with weight stashing: a stage with W_s warm-up forwards has staleness W_s, W_s + 1 versions."""
     return stashing("pipedream", plan, microbatches)
 
 

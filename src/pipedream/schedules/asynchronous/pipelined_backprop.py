@@ -1,9 +1,9 @@
 """Pipelined backpropagation: forward and backward of each stage in every cycle, one set of weights, updated in place.
 
 Petrowski et al., IEEE Transactions on Neural Networks 1993; Kosson et al., MLSys 2021, section 3. 2(p-1-s) cycles, and
-as many updates, lie between the two passes of a minibatch. One after the other, as here, this is 1F1B with twice the
-warm-up. The backward uses the old activations with the newest weights (the rule 'graph'); with 'recompute' the gradient
-is a true one.
+as many updates, lie between the two passes of a minibatch. With passes one after the other, as here, this is 1F1B with
+twice the warm-up. The backward uses the old activations with the newest weights (the rule 'graph'); with 'recompute'
+the gradient is a true one.
 
     rank 0 | F0  F1  F2  B0' F3  B1' F4  B2' F5  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4

@@ -1,8 +1,8 @@
 """PipeMare: no flush and no stash; the backward reads weights corrected towards its forward's.
 
 Yang et al., MLSys 2021, section 3.2, T2: u = w(t) - D d(t), d(t+1) = gamma d(t) + (1 - gamma)(w(t+1) - w(t)), D the
-stage's delay in updates, gamma = decay^(1/D). The order is that of pipelined backpropagation with m microbatches per
-update, so the mean D is 2(p-1-s)/m; the paper's has one more microbatch between the two passes: (2(p-1-s) + 1)/m.
+stage's staleness, gamma = decay^(1/D). The order is that of pipelined backpropagation with m microbatches per update,
+so the mean D is 2(p-1-s)/m; the paper's has one more microbatch between the two passes: (2(p-1-s) + 1)/m.
 
     rank 0 | F0  F1  F2  B0  F3  B1' F4  B2  F5  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
@@ -32,7 +32,7 @@ def pipemare(
         plan: a plan of any depth; stages hold at least as much as this order needs.
         microbatches: by default one per stage, or as many as the replicas of the input stage need.
         decay: the paper's D; exp(-2) is what its theory asks for.
-        horizons: updates that each stage's backward goes back; None for its mean delay.
+        horizons: updates that each stage's backward goes back; None for its mean staleness.
         backward_rule: see `kit.idioms`.
     """
     kit.refuse_update_delay("pipemare", plan)

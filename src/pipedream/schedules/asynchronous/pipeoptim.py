@@ -1,7 +1,7 @@
 """PipeOptim: PipeDream's order, forwards at predicted weights, backwards at the newest; one set of weights.
 
 Guan et al., 2023 (arXiv 2312.00839), section 3: w - T lr u, u the direction of the optimizer's own step (SGD's
-momentum, Adam's and AdamW's corrected m / (sqrt(v) + eps)), T = p - 1 - s updates, the delay of the stage.
+momentum, Adam's and AdamW's corrected m / (sqrt(v) + eps)), T = p - 1 - s, the staleness of the stage.
 
     rank 0 | F0  F1  .   B0' F2  B1' F3  B2' F4  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4

@@ -5,7 +5,7 @@ Chen, Yang, Cheng, 2018 (arXiv 1809.02839), section 4: w - T lr v, v the smoothe
     rank 0 | F0  F1  .   B0' F2  B1' F3  B2' F4  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
 
-From its backward at stage s to its end, at stage 0, a minibatch takes the time of floor(s/2) updates.
+From its backward at stage s to its end at stage 0, a minibatch takes as long as floor(s/2) updates.
 """
 
 from __future__ import annotations

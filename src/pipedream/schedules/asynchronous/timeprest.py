@@ -27,9 +27,8 @@ from pipedream.schedules import kit
 
 
 def timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> kit.Schedule:
-    """Returns TiMePReSt, with vertical sync but no horizontal stash: a microbatch's forwards read the version that it
-    met at the input stage, a backward the newest of its stage, ceil(2(p-1)/m) updates later at every stage. By
-    default m = 3.
+    """Returns TiMePReSt, with vertical sync but no horizontal stash: a microbatch's forwards read the version of its
+    input stage, a backward the newest of its stage, with staleness ceil(2(p-1)/m) everywhere. By default m = 3.
 
     The plan's in-flight counts are replaced: this order has a depth of its own.
     """
@@ -45,7 +44,7 @@ def timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rule:
 
 
 def v_timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> kit.Schedule:
-    """Returns V-TiMePReSt, without a stash or a version per microbatch: staleness ceil(2(p-1-s)/m); by default m = 3."""
+    """Returns V-TiMePReSt, without a stash or version per microbatch: staleness ceil(2(p-1-s)/m), by default m = 3."""
 
     def rule(warmups: tuple[int, ...], replicas: tuple[int, ...], m: int) -> kit.Latest:
         return kit.Latest(warmups, replicas, (0,) * len(warmups), (m,) * len(warmups), backward_rule=backward_rule)
@@ -138,7 +137,7 @@ METHODS = (
             flushes=False, same_updates=False, reads_stored_weights=False, versions_grow_with_stages=True
         ),
         picture=kit.Picture(
-            "TiMePReSt: forwards read the version (v) of their tag, backwards the newest; m = 3", 3, 15
+            "TiMePReSt: forwards read the version (v) of their stamp, backwards the newest; m = 3", 3, 15
         ),
         choose="To study backwards at the newest weights with forwards at one version of the whole model. The last "
         "stage keeps the most versions, and all stages are as stale as the first. Use "

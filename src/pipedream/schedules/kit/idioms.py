@@ -104,7 +104,7 @@ def one_forward_one_backward(stage_replica: StageReplica, *, mine: range, warmup
 def one_forward_one_input_gradient(
     stage_replica: StageReplica, *, mine: range, warmup: int, deferred: int
 ) -> Iterator[Op]:
-    """Yields 1F1B with split backwards: a weight gradient follows `deferred` input gradients after its own."""
+    """Yields 1F1B with split backwards: each weight gradient comes `deferred` input gradients after its own."""
     for i in range(len(mine) + warmup):
         if i < len(mine):
             yield forward(stage_replica, mine[i])
@@ -347,10 +347,10 @@ def with_backward_rule(plan: Plan, backward_rule: str, rules: tuple[str, ...] = 
 
 
 def choose_microbatches(name: str, plan: Plan, requested: int | None, default: int) -> int:
-    """Returns m for a method that splits minibatches: `requested`, else `default` raised to the largest replica count.
+    """Returns m for a method that splits minibatches: `requested`, else `default`, raised to the largest replica count.
 
-    Raises ScheduleError if fewer are requested: a replica without a part in every update would not know whether there
-    is one before it waits for the others' gradients.
+    Raises ScheduleError if fewer are requested: a replica without a part in every update could not know whether there
+    is an update before it waits for the others' gradients.
     """
     replicas = max(plan.replicas)
     if requested is not None and requested < replicas:

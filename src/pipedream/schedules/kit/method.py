@@ -64,8 +64,9 @@ looped = StageOrder("stage s on worker s mod p, without replicas", lambda p, chu
 """The stages of a worker are p apart (Megatron-LM, SC 2021, section 2.2.2)."""
 
 wave = StageOrder("the stages there and back over the workers (a V), without replicas", _order_wave)
-"""There and back: the first worker has the first stage and, with two stages each, the last one. The V of zero bubble
-(Qi et al., NeurIPS 2024) and, with more stages, the waves of Hanayo (SC 2023)."""
+"""There and back: the first worker has the first stage and, with two stages per worker, the last one. The V of zero
+bubble (Qi et al., NeurIPS 2024) and, with more stages, the waves of Hanayo (SC 2023).
+"""
 
 mirrored = StageOrder(
     "two replicas of each stage, on workers s and p - 1 - s, p even", _order_mirrored, replicas=2, chunks=None
@@ -92,7 +93,7 @@ class Method:
         name: by default that of `build`.
         since: year of its paper, by which lists are ordered; 0 for a baseline.
         aliases: other names that papers use.
-        compensates: it is another method plus a compensation of delay.
+        compensates: it is another method plus a compensation.
         properties: with options at their defaults. None: derived from small schedules (`properties_of`).
         choose: when to choose it; Markdown.
     """
