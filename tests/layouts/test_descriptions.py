@@ -16,9 +16,10 @@ from torch.nn import functional as F
 import pipedream
 from pipedream.core.errors import PlanError
 from pipedream.layouts.search.partition import partition
-from pipedream.layouts.step import PartitionedStep, SimulatedRanks
+from pipedream.layouts.step import PartitionedStep
 from pipedream.layouts.tracing.registry import REGISTRY, find_contradiction
 from pipedream.layouts.tracing.trace import trace
+from tests.layouts.simulated_ranks import SimulatedRanks, find_whole
 
 
 class Calls(nn.Module):
@@ -185,7 +186,8 @@ def test_layers_are_described_and_compute_the_same(name: str) -> None:
     parts = run.run({tensor: run.part(tensor, tensor_value) for tensor, tensor_value in values.items()}, names)
     assert ranks.sent_bytes == run.sent_bytes
     for tensor, value in zip(names, expected, strict=True):
-        torch.testing.assert_close(run.whole(tensor, parts[tensor]), value, atol=1e-10, rtol=1e-10, msg=tensor)
+        whole = find_whole(run, ranks, tensor, parts[tensor])
+        torch.testing.assert_close(whole, value, atol=1e-10, rtol=1e-10, msg=tensor)
 
 
 def _run_alone(model: nn.Module, sample: torch.Tensor, loss: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor]:

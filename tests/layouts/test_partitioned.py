@@ -23,8 +23,9 @@ from pipedream.core.plan.mesh import Box, Piece
 from pipedream.layouts.search.exchanges import Exchanges
 from pipedream.layouts.search.partition import Halving, Partition, partition
 from pipedream.layouts.search.search import Search
-from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts, Ranks, SimulatedRanks
+from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts, Ranks
 from pipedream.layouts.tracing.trace import TracedStep, trace
+from tests.layouts.simulated_ranks import SimulatedRanks, find_whole
 
 
 class Unrolled(nn.Module):
@@ -156,7 +157,8 @@ def _check_partition(name: str, ranks: Ranks, found_partition: Partition) -> Non
     )
     sent = ranks.sent_bytes
     for tensor, expected in _run_alone(name).items():
-        torch.testing.assert_close(run.whole(tensor, parts[tensor]), expected, atol=1e-10, rtol=1e-10, msg=tensor)
+        whole = find_whole(run, ranks, tensor, parts[tensor])
+        torch.testing.assert_close(whole, expected, atol=1e-10, rtol=1e-10, msg=tensor)
     if isinstance(ranks, GroupRanks):
         total = torch.tensor(sent)
         torch.distributed.all_reduce(total)
@@ -309,11 +311,10 @@ def test_parts_of_weights_train_as_whole_ones() -> None:
         loss = _sum_squares(alone(sample))
         loss.backward()
         single.step()
-        torch.testing.assert_close(
-            run.whole(step.outputs[0], results[step.outputs[0]]), loss.detach(), atol=1e-10, rtol=1e-10
-        )
+        whole = find_whole(run, ranks, step.outputs[0], results[step.outputs[0]])
+        torch.testing.assert_close(whole, loss.detach(), atol=1e-10, rtol=1e-10)
     for name, parameter in alone.named_parameters():
-        whole = run.whole(names[name], {rank: weights[name, rank].detach() for rank in ranks.local})
+        whole = find_whole(run, ranks, names[name], {rank: weights[name, rank].detach() for rank in ranks.local})
         torch.testing.assert_close(whole, parameter.detach(), atol=1e-10, rtol=1e-10)
 
 

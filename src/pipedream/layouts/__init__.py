@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipedream.layouts.search.exchanges import Exchanges
     from pipedream.layouts.search.lay_out import lay_out
     from pipedream.layouts.search.partition import METHODS, Partition, check_request, complete_partition, partition
-    from pipedream.layouts.step import GroupRanks, PartitionedStep, SimulatedRanks
+    from pipedream.layouts.step import GroupRanks, PartitionedStep
     from pipedream.layouts.tracing.registry import register_operator
     from pipedream.layouts.tracing.trace import TracedStep, describe_step, operators, trace
 
@@ -32,7 +32,6 @@ __all__ = [
     "Operators",
     "Partition",
     "PartitionedStep",
-    "SimulatedRanks",
     "TracedStep",
     "check_request",
     "compare_layouts",
@@ -52,7 +51,7 @@ __all__ = [
 _NAMES = {
     "description.operators": ("DescribedStep", "Operators"),
     "layer": ("partition_layer",),
-    "step": ("GroupRanks", "PartitionedStep", "SimulatedRanks"),
+    "step": ("GroupRanks", "PartitionedStep"),
     "report": ("compare_layouts", "compare_partitions", "format_layouts", "format_partitions"),
     "search.exchanges": ("Exchanges",),
     "search.lay_out": ("lay_out",),

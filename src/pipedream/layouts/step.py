@@ -1,4 +1,4 @@
-"""Runs forward and backward by a partition, each operator along its index, on real or simulated ranks."""
+"""Runs forward and backward by a partition, each operator along its index, on several ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.model.collective import EXCHANGE
-from pipedream.core.plan.mesh import Box, Piece, count_elements, overlap, slice_of, slice_within
+from pipedream.core.plan.mesh import Box, Piece, count_elements, slice_of, slice_within
 from pipedream.layouts.description.text import Access, Operator
 from pipedream.layouts.search.exchanges import Exchanges, Result
 from pipedream.layouts.search.partition import Partition
@@ -41,22 +41,6 @@ class Ranks(Protocol):
             boxes: part that each rank has.
         """
         ...
-
-
-class SimulatedRanks:
-    """All ranks, in this process."""
-
-    def __init__(self, count: int) -> None:
-        self.local = range(count)
-        self.sent_bytes = 0
-
-    def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
-        arrived: _Arrived = {rank: [] for rank in self.local}
-        for piece in pieces:
-            part = _cut_out(parts[piece.sender], boxes[piece.sender], piece.box)
-            self.sent_bytes += part.nbytes * (piece.sender != piece.receiver)
-            arrived[piece.receiver].append((piece.box, part))
-        return arrived
 
 
 class GroupRanks:
@@ -154,23 +138,6 @@ class PartitionedStep:
         for rank in self._ranks.local:
             parts[rank] = whole[slice_of(self.exchanges.stored[tensor][rank])].clone()
         return parts
-
-    def whole(self, tensor: str, parts: Parts) -> torch.Tensor:
-        """Returns a tensor from the parts of all ranks, which all call it."""
-        stored = self.exchanges.stored[tensor]
-        everything = tuple(map(range, self._step.operators.tensors[tensor]))
-        owners = {box: rank for rank, box in reversed(list(enumerate(stored)))}
-        pieces = [
-            Piece(rank if stored[rank] == box else owner, rank, box)
-            for rank in self.exchanges.ranks
-            for box, owner in owners.items()
-            if overlap(box, everything) is not None
-        ]
-        before = self._ranks.sent_bytes
-        arrived = self._ranks.exchange(pieces, parts, stored)
-        self._ranks.sent_bytes = before
-        rank = self._ranks.local[0]
-        return _assemble(everything, arrived[rank], parts[rank])
 
     def run(self, values: Mapping[str, Parts], keep: Iterable[str]) -> dict[str, Parts]:
         """Runs the operators that compute some tensors.
