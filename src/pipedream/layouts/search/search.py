@@ -259,27 +259,6 @@ def _make_hashable(taken: list[_Taken]) -> object:
     )
 
 
-class _Classes:
-    """Sets of tensors, or of operators, that can be united (union-find)."""
-
-    def __init__(self) -> None:
-        self._above: dict[object, object] = {}
-        self.unions = 0
-
-    def find(self, member: object) -> object:
-        while (above := self._above.get(member, member)) != member:
-            self._above[member] = member = self._above.get(above, above)
-        return member
-
-    def unite(self, member: object, other: object) -> bool:
-        """Returns whether they were apart."""
-        first, second = self.find(member), self.find(other)
-        if first != second:
-            self._above[second] = first
-            self.unions += 1
-        return first != second
-
-
 def _find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[dict[str, str], list[int]]:
     """Returns for each tensor and each operator one that is cut like it, in an unrolled recurrent network.
 
@@ -292,14 +271,16 @@ def _find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> t
     Args:
         groups: tensor -> one that shares its layout.
     """
+    from scipy.cluster.hierarchy import DisjointSet  # here, because it takes a third of a second
+
     forms = [_describe_form(operators, step) for step in operators.steps]
     readers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     for number, step in enumerate(operators.steps):
         for at, access in enumerate(step.accesses):
             readers[access.tensor, forms[number], at].append(number)
-    tensors, steps = _Classes(), _Classes()
+    tensors, steps = DisjointSet(operators.tensors), DisjointSet(range(len(operators.steps)))
     for name, group in groups.items():
-        tensors.unite(group, name)
+        tensors.merge(group, name)
     weights = {name for names in operators.groups if len(names) > 1 for name in names} & set(operators.inputs)
     changes = [same for (name, _, _), same in readers.items() if name in weights]
     of_weights = set(weights)  # and what is computed from them alone
@@ -311,7 +292,7 @@ def _find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> t
         [access.tensor for access in step.line.operands if access.tensor in of_weights] for step in operators.steps
     ]
     before = -1
-    while changes and before != (before := steps.unions):
+    while changes and before != (before := steps.n_subsets):
         for first, *others in changes:
             for other in others:
                 pairs = list(zip(operators.steps[first].accesses, operators.steps[other].accesses, strict=True))
@@ -320,15 +301,15 @@ def _find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> t
                     for first_access, other_access in pairs
                 ):
                     continue
-                if steps.unite(first, other):
+                if steps.merge(first, other):
                     for first_access, other_access in pairs:
-                        tensors.unite(first_access.tensor, other_access.tensor)
+                        tensors.merge(first_access.tensor, other_access.tensor)
         changes = _group_equal_readers(readers, weights_read, tensors, steps)
     first_tensor: dict[object, str] = {}
     first_step: dict[object, int] = {}
     return (
-        {name: first_tensor.setdefault(tensors.find(name), name) for name in operators.tensors},
-        [first_step.setdefault(steps.find(number), number) for number in range(len(operators.steps))],
+        {name: first_tensor.setdefault(tensors[name], name) for name in operators.tensors},
+        [first_step.setdefault(steps[number], number) for number in range(len(operators.steps))],
     )
 
 
@@ -346,20 +327,21 @@ def _map_to_weights(operators: Operators, groups: Mapping[str, str], weights: se
 
 
 def _group_equal_readers(
-    readers: Mapping[tuple[str, str, int], list[int]],
-    weights: Sequence[Sequence[str]],
-    tensors: _Classes,
-    steps: _Classes,
+    readers: Mapping[tuple[str, str, int], list[int]], weights: Sequence[Sequence[str]], tensors: Any, steps: Any
 ) -> list[list[int]]:
-    """Returns operators that use, in the same way and in the same turn, tensors of one class, and are apart."""
+    """Returns operators that use, in the same way and in the same turn, tensors of one class, and are apart.
+
+    Args:
+        tensors, steps: classes, as a `DisjointSet`.
+    """
     turns: dict[object, list[int]] = defaultdict(list)
     for (name, form, at), numbers in readers.items():
         taken: Counter[object] = Counter()
         for number in numbers:
-            classes = tuple(tensors.find(weight) for weight in weights[number])
-            turns[tensors.find(name), form, at, classes, taken[classes]].append(number)
+            classes = tuple(tensors[weight] for weight in weights[number])
+            turns[tensors[name], form, at, classes, taken[classes]].append(number)
             taken[classes] += 1
-    return [same for same in turns.values() if len({steps.find(number) for number in same}) > 1]
+    return [same for same in turns.values() if len({steps[number] for number in same}) > 1]
 
 
 def _describe_form(operators: Operators, step: Operator) -> str:

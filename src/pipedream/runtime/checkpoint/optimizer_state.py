@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 from torch.random import fork_rng
 
-from pipedream.core.artifact import decode, encode
+from pipedream.core.artifact import check_json, decode, encode
 from pipedream.core.checkpoint import ParameterGroup, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.runtime.data.rng import from_json, to_json
@@ -103,7 +103,8 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     scheduler = None
     if optimizer.scheduler is not None:
         state = optimizer.scheduler.state_dict()
-        scheduler = _check_json(_to_plain(state), f"state of {type(optimizer.scheduler).__name__}")
+        scheduler = _to_plain(state)
+        check_json(scheduler, f"the state of {type(optimizer.scheduler).__name__}")
     rest = _drop_blocks(state_dict)
     return SavedStage(
         groups[()] if () in groups else _describe_groups(optimizer).saved_groups(kind),
@@ -522,14 +523,4 @@ def _cast_like(current: Any, value: Any) -> Any:
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
-    return value
-
-
-def _check_json(value: dict[str, Any], what: str) -> dict[str, Any]:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise PipelineError(
-            f"the {what} cannot be kept in a checkpoint: {error}; use numbers, texts, lists and tensors there"
-        ) from None
     return value

@@ -70,19 +70,11 @@ def select_trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Param
 
 def drop_foreign(model: nn.Module, names: set[str]) -> None:
     """Turns all parameters and buffers except `names` into meta tensors, in place."""
-    kept_ids = {id(tensor) for name, tensor in named_state(model).items() if name in names}
-    for module in model.modules():
-        dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in dicts:
-            for slot, tensor in list(slots.items()):
-                if tensor is None or id(tensor) in kept_ids or tensor.is_meta:
-                    continue
-                empty = torch.empty_like(tensor, device="meta")
-                slots[slot] = (
-                    nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                    if isinstance(tensor, nn.Parameter)
-                    else empty
-                )
+    state, slots = named_state(model), Slots(model)
+    kept_ids = {id(tensor) for name, tensor in state.items() if name in names}
+    for tensor in {id(tensor): tensor for tensor in state.values()}.values():
+        if id(tensor) not in kept_ids and not tensor.is_meta:
+            slots.replace(tensor, torch.empty_like(tensor, device="meta"))
 
 
 def allocate(model: nn.Module, names: Iterable[str], device: torch.device) -> None:

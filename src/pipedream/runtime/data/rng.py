@@ -14,11 +14,11 @@ from __future__ import annotations
 import base64
 import json
 import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from pipedream.core.errors import ArtifactError, PipelineError
@@ -26,7 +26,7 @@ from pipedream.runtime.data.generators import find_in_loader
 
 
 class RngStates(NamedTuple):
-    """States of the global CPU generators; None if not read, or without numpy."""
+    """States of the global CPU generators; None if not read."""
 
     torch: torch.Tensor
     python: Any
@@ -37,32 +37,29 @@ class RngStates(NamedTuple):
         """Reading only torch's is 100 us faster."""
         if only_torch:
             return cls(torch.get_rng_state(), None, None)
-        numpy: Any = sys.modules.get("numpy")
-        return cls(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
+        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
     def apply(self) -> None:
         torch.set_rng_state(self.torch)
         if self.python is not None:
             random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+            np.random.set_state(self.numpy)
 
     def to_json(self) -> dict[str, Any]:
         """All states must have been read."""
         version, words, normal = self.python
-        states: dict[str, Any] = {"torch": _encode_tensor(self.torch), "python": [version, _pack_words(words), normal]}
-        if self.numpy is not None:
-            name, keys, *rest = self.numpy
-            states["numpy"] = [name, _pack_words(keys), *rest]
-        return states
+        name, keys, *rest = self.numpy
+        python, numpy = [version, _pack_words(words), normal], [name, _pack_words(keys), *rest]
+        return {"torch": _encode_tensor(self.torch), "python": python, "numpy": numpy}
 
     @classmethod
     def from_json(cls, states: Mapping[str, Any]) -> RngStates:
         version, words, normal = states["python"]
-        numpy = states.get("numpy") if "numpy" in sys.modules else None
+        numpy = states.get("numpy")
         return cls(
             _decode_tensor(states["torch"]),
-            (version, tuple(_unpack_words(words)), normal),
+            (version, tuple(_unpack_words(words).tolist()), normal),
             None if numpy is None else (numpy[0], _unpack_words(numpy[1]), *numpy[2:]),
         )
 
@@ -140,7 +137,7 @@ def _decode_arrays(state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     if set(state) == {"values", "dtype"}:
-        return sys.modules["numpy"].array(state["values"], dtype=state["dtype"])
+        return np.array(state["values"], dtype=state["dtype"])
     return {key: _decode_arrays(value) for key, value in state.items()}
 
 
@@ -161,8 +158,7 @@ def seeded_rng(seed: int, generators: Sequence[Any] = ()) -> Iterator[None]:
     states = RngStates.read()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
     try:
         with preserved(generators):
             for generator in generators:
@@ -222,13 +218,12 @@ def _decode_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytes_of(text), dtype=torch.uint8)
 
 
-def _pack_words(words: Iterable[int]) -> str:
-    return base64_of(b"".join(int(word).to_bytes(4, "little") for word in words))
+def _pack_words(words: Any) -> str:
+    return base64_of(np.asarray(words, "<u4").tobytes())
 
 
-def _unpack_words(text: str) -> list[int]:
-    data = bytes_of(text)
-    return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
+def _unpack_words(text: str) -> Any:
+    return np.frombuffer(bytes_of(text), "<u4")
 
 
 _TENSOR, _TUPLE, _BYTES = "__tensor__", "__tuple__", "__bytes__"
