@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +12,7 @@ from paced import PacedSGD
 from torch import nn
 from torch.nn import functional
 
-sys.path.append(str(Path(__file__).parents[1]))
-from vgg import CLASSES, make_vgg
-
+CLASSES = 10
 optimizer = partial(PacedSGD, lr=1e-3, momentum=0.9)
 
 
@@ -33,6 +29,20 @@ class Job:
     make: Callable[[], nn.Sequential]
     batch: tuple[torch.Tensor, torch.Tensor]
     loss: Callable[[Any, Any], torch.Tensor] = functional.cross_entropy
+
+
+def _make_vgg() -> nn.Sequential:
+    """Convolutions with large outputs, then dense layers with most of the weights."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    channels = 3
+    for block in ((64, 64), (64, 64), (192, 192, 192)):
+        for width in block:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(channels * 16, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1024, CLASSES))
 
 
 def _make_transformer() -> nn.Sequential:
@@ -56,7 +66,7 @@ def _draw_batch(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 MODELS = {
-    "VGG-like": Job(make_vgg, _draw_batch(48, 3, 32, 32)),
+    "VGG-like": Job(_make_vgg, _draw_batch(48, 3, 32, 32)),
     "transformer": Job(_make_transformer, _draw_batch(16, 32, 256)),
 }
 """Name -> what is trained."""
