@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,9 @@ from worker_processes import answer_lines
 class AloneRank(GroupRanks):
     """A rank that computes its own parts, and packs and unpacks what it would send and get; nothing is sent."""
 
-    def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], sent: list[int]) -> None:
-        incoming.zero_()
+    def exchange(self, *pieces: Any) -> Any:
+        with mock.patch("pipedream.layouts.step.exchange", lambda incoming, *_: incoming.zero_()):
+            return super().exchange(*pieces)
 
 
 @cache
