@@ -27,6 +27,7 @@ from pipedream.report.html_tables import (
     plan_table,
     profile_table,
     scroll,
+    section,
     size,
     stage_table,
 )
@@ -65,24 +66,22 @@ def page(
     heading = title or f"{summary.get('recipe') or 'Run'}: {summary.get('schedule') or 'pipeline'}"
     timelines = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
     runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in timelines]
-    command = summary.get("command")
+    command, stages = summary.get("command"), _read_list(summary.get("stages"))
     sections = [
         f"<p><code>{escape(str(command))}</code></p>" if command else "",
         f'<dl class="cards">{cards(_list_figures(summary))}</dl>',
         *(f"<p>{escape(text)}</p>" for text in (_explain_rate(predicted, measured), _explain_waits(measured)) if text),
         _draw_timelines(runs, start, _read_numbers(summary.get("drains"))),
-        _write_section("Loss", _draw_losses(summary, losses)),
-        _write_section("Evaluations", curves) if (curves := _draw_evaluations(summary)) else "",
-        _write_section("Phases", phase_table(_list_phases(summary))) if _list_phases(summary) else "",
-        _write_section("Stages", stage_table(_read_list(summary.get("stages")))) if summary.get("stages") else "",
-        _write_section("Collectives", exchanged)
-        if (exchanged := collectives_table(_read_list(summary.get("stages"))))
-        else "",
-        _write_section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
+        section("Loss", _draw_losses(summary, losses)),
+        section("Evaluations", _draw_evaluations(summary)),
+        section("Phases", phase_table(phases) if (phases := _list_phases(summary)) else ""),
+        section("Stages", stage_table(stages) if stages else ""),
+        section("Collectives", collectives_table(stages)),
+        section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
         f"<details><summary>Profile</summary>{profile_table(profile)}</details>" if profile else "",
         '<div class="columns">'
-        + _write_section("Configuration", pairs("Configuration", _read_mapping(summary.get("configuration"))))
-        + _write_section("Versions", pairs("Versions", _read_mapping(summary.get("versions"))))
+        + section("Configuration", pairs("Configuration", _read_mapping(summary.get("configuration"))))
+        + section("Versions", pairs("Versions", _read_mapping(summary.get("versions"))))
         + "</div>",
     ]
     body = "\n".join(part for part in sections if part)
@@ -92,10 +91,6 @@ def page(
 def save_page(path: str | os.PathLike[str], summary: Mapping[str, Any], **parts: Any) -> Path:
     """Writes a `page` to a file, atomically. Returns the path."""
     return write_text(path, page(summary, **parts))
-
-
-def _write_section(name: str, inside: str) -> str:
-    return f"<section><h2>{escape(name)}</h2>{inside}</section>"
 
 
 def _write_subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
@@ -206,7 +201,7 @@ def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> st
         if present:
             boxes.append(_draw_box(name, present))
     boxes += [_explain_start(begin)] if begin is not None else []
-    return _write_section("Timelines", "".join(boxes))
+    return section("Timelines", "".join(boxes))
 
 
 def _count_shown(timeline: Timeline) -> int:
@@ -279,9 +274,7 @@ def _draw_evaluations(summary: Mapping[str, Any]) -> str:
             pictures.append(
                 curve_svg(points, title=f"Test {name}", width_px=560, height_px=200, y_label=name, standalone=False)
             )
-    if not pictures:
-        return ""
-    return scroll("Evaluations", "".join(pictures), "fits row")
+    return scroll("Evaluations", "".join(pictures), "fits row") if pictures else ""
 
 
 def _list_phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -28,6 +28,11 @@ def document(heading: str, note: str, main: str) -> str:
     )
 
 
+def section(name: str, inside: str) -> str:
+    """Returns a part of a page below its heading; "" where nothing is inside."""
+    return f"<section><h2>{escape(name)}</h2>{inside}</section>" if inside else ""
+
+
 def scroll(label: str, inside: str, classes: str = "") -> str:
     """Returns a part that scrolls sideways on narrow screens; screen readers name it by its label."""
     return (

@@ -12,7 +12,7 @@ from html import escape
 
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, MethodComparison, Point, Sweep
 from pipedream.core.units import format_bytes, format_number, format_rate
-from pipedream.report.html_tables import NOTHING, document, percent, scroll, table
+from pipedream.report.html_tables import NOTHING, document, percent, scroll, section, table
 from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks, ticks
 from pipedream.report.svg import frame, line, polyline, text, y_axis
 
@@ -83,8 +83,8 @@ def sweep_page(sweep: Sweep) -> str:
     heading = f"{sweep.model} by method"
     crossed = "".join(f"<li>{escape(str(crossover))}</li>" for crossover in sweep.crossovers)
     picture = scroll("Picture", sweep_svg(sweep, standalone=False))
-    crossovers = f"<section><h2>Crossovers</h2><ul>{crossed}</ul></section>\n" if crossed else ""
-    points = f"<section><h2>Points</h2>{table('Points', heads, rows, words=1, show_caption=False)}</section>\n"
+    crossovers = section("Crossovers", f"<ul>{crossed}</ul>" if crossed else "")
+    points = section("Points", table("Points", heads, rows, words=1, show_caption=False))
     return document(heading, "", f"<section>{picture}</section>\n{crossovers}{points}")
 
 

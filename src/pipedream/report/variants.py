@@ -7,7 +7,7 @@ from html import escape
 
 from pipedream.core.units import format_number
 from pipedream.core.variants import DDP, ONE_WORKER, OverLink, RecipeComparison, Variant, format_link, format_ratio
-from pipedream.report.html_tables import document, scroll, table
+from pipedream.report.html_tables import document, scroll, section, table
 from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks
 from pipedream.report.svg import frame, line, polyline, rect, text, y_axis
 
@@ -91,20 +91,21 @@ def variants_page(comparison: RecipeComparison) -> str:
     """Returns the page: verdict, picture, tables, and why figures are missing."""
     heading = f"{comparison.recipe} on {comparison.workers_text}"
     tables = "".join(
-        f"<section><h2>Over {escape(link.link)}</h2>"
-        + table(
+        section(
             f"Over {link.link}",
-            comparison.heads,
-            [[escape(cell) for cell in comparison.row(link, variant)] for variant in link.variants],
-            words=2,
-            show_caption=False,
+            table(
+                f"Over {link.link}",
+                comparison.heads,
+                [[escape(cell) for cell in comparison.row(link, variant)] for variant in link.variants],
+                words=2,
+                show_caption=False,
+            ),
         )
-        + "</section>\n"
         for link in comparison.links
     )
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in comparison.reasons())
     picture = scroll("Picture", variants_svg(comparison, standalone=False))
-    notes = f"<section><h2>Notes</h2><ul>{reasons}</ul></section>\n" if reasons else ""
+    notes = section("Notes", f"<ul>{reasons}</ul>" if reasons else "")
     return document(heading, comparison.verdict, f"<section>{picture}</section>\n{tables}{notes}")
 
 
