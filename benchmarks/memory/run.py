@@ -1,4 +1,4 @@
-"""Predicted bytes of a worker against what its allocator and the kernel saw; the largest models. See README.md."""
+"""Predicted bytes of a worker against its allocator's and the kernel's; the largest models; bubbles. See README.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import bubble
 import largest
 
 from pipedream.core.hardware.cluster import Cluster
@@ -101,7 +102,7 @@ VARIANTS = (
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", choices=("bytes", "largest"))
+    parser.add_argument("--only", choices=("bytes", "largest", "bubble"))
     parser.add_argument("--size", choices=("test", "full"), default="full", help="test: that it runs")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=9)
@@ -110,7 +111,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="file for a picture")
     parser.add_argument("--workers", type=int, nargs="+", help="of the largest models; by default 1, 2 and 4")
     parser.add_argument("--disk", type=Path, help="folder for activations; by default a temporary one")
-    print_sections({"bytes": _compare_bytes, "largest": _find_largest}, parser.parse_args())
+    sections = {"bytes": _compare_bytes, "largest": _find_largest, "bubble": _compare_bubbles}
+    print_sections(sections, parser.parse_args())
     return 0
 
 
@@ -122,6 +124,15 @@ def _find_largest(options: argparse.Namespace) -> Iterator[str]:
     shape = ", ".join(f"{name} {count}" for name, count in largest.SHAPE.items())
     yield environment.describe(f"{shape} a microbatch, {largest.MICROBATCHES} of them a minibatch") + "\n"
     yield from largest.tables(rows)
+
+
+def _compare_bubbles(options: argparse.Namespace) -> Iterator[str]:
+    environment, log = Environment(), partial(print, file=sys.stderr, flush=True)
+    models, dilation = (bubble.MODELS[:1], 0.05) if options.size == "test" else (bubble.MODELS, 0.5)
+    yield from bubble.compare_with_paper(models)
+    with tempfile.TemporaryDirectory() as folder:
+        yield from bubble.measure(models[:3], dilation, Path(folder), log)
+    yield environment.describe()
 
 
 def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:

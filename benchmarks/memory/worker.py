@@ -3,6 +3,7 @@
 {"do": "profile", ...}     measures a row of residual blocks, or with a `length` of text a GPT
 {"do": "train", ...}       trains residual blocks (run.py)
 {"do": "fit", ...}         trains a GPT (largest.py), or ends with status 12 if its memory does not suffice
+{"do": "sleep", ...}       runs a plan with waits for computation (bubble.py)
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pipedream as pd
 from pipedream.core.plan.plan import Plan
 from pipedream.profiler.sizes import Allocations
+from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "speedup")]
 from models import Job, make_gpt_job, shard_fully
@@ -166,6 +168,15 @@ def fit(request: dict[str, Any]) -> list[dict[str, float]]:
         os._exit(errno.ENOMEM if lacks_memory else 1)  # others may wait for this one in a collective
 
 
+def sleep(request: dict[str, Any]) -> float:
+    """Returns the seconds of a minibatch of a plan while the pipeline is full."""
+    plan, ends_s = scale_plan(Plan.load(request["plan"]), request["dilation"]), []
+    with build_emulated_pipeline(plan, schedule=plan.schedule, microbatches=plan.microbatches) as pipeline:
+        for _ in pipeline.train(make_emulated_batches(pipeline, request["minibatches"])):
+            ends_s.append(time.perf_counter())
+    return (ends_s[-2] - ends_s[0]) / (len(ends_s) - 2)  # no minibatch begins beside the last one
+
+
 def _count_stored(plan: Plan) -> int:
     """Returns the bytes of this rank's weights in memory that all ranks share, which RLIMIT_DATA does not count."""
     if not plan.schedule.startswith("roundpipe"):
@@ -212,5 +223,5 @@ def _train_plainly(runs: str, job: Job, plan: Plan, minibatches: int) -> tuple[l
 
 if __name__ == "__main__":
     shrink_stacks(1 << 20)  # of 8 MiB
-    tasks = {"profile": profile, "train": train, "fit": fit}
+    tasks = {"profile": profile, "train": train, "fit": fit, "sleep": sleep}
     answer_request(lambda request: tasks[request["do"]](request))

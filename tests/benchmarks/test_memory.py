@@ -1,4 +1,7 @@
-"""The memory benchmark runs, searches as few trials as it can, and plans for models that it has not profiled."""
+"""The memory benchmark runs, searches as few trials as it can, and plans for models that it has not profiled.
+
+Its bubbles are those of another simulator, which a paper's authors wrote.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipedream as pd
+from pipedream.workflows.methods import score
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "memory"
 sys.path.append(str(FOLDER))
 largest: Any = importlib.import_module("largest")
+bubble: Any = importlib.import_module("bubble")
 sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
 
 
@@ -86,12 +91,28 @@ def test_table_shows_the_ratio_and_what_does_not_train() -> None:
     assert "| 1F1B | 21 | 20 | 9.04 | 600 MB | 630 MB | 1.05 |" in table
 
 
+@pytest.mark.parametrize("model", bubble.MODELS, ids=lambda model: model.name)
+def test_bubbles_of_1f1b_are_those_of_the_paper_of_roundpipe(model: Any) -> None:
+    for method, published in zip(bubble.METHODS[:2], model.published, strict=False):
+        assert 100 * score(bubble.make_plan(model, method)).bubble == pytest.approx(published, abs=0.06)
+
+
+def test_roundpipe_has_the_smallest_bubble_with_stages_chosen_for_it() -> None:
+    model, method = bubble.MODELS[0], bubble.METHODS[-1]
+    chosen = bubble.choose_stages(model, method)
+    assert sum(chosen.backwards) == sum(model.backwards)
+    straight, least, given = (
+        score(bubble.make_plan(*pair)).bubble for pair in ((model, "1f1b"), (chosen, method), (model, method))
+    )
+    assert least < given < straight
+
+
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize(("part", "rows"), [("bytes", 6), ("largest", 2)])
+@pytest.mark.parametrize(("part", "rows"), [("bytes", 6), ("largest", 2), ("bubble", 2)])
 def test_it_runs_in_its_smallest_size(part: str, rows: int, tmp_path: Path) -> None:
     ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", part), folder=tmp_path).end(300.0)
     assert ended.status == 0, ended.err
-    table = [line for line in ended.out.splitlines() if re.match(r"\| (one worker|1F1B|1-1-1)", line)]
+    table = [line for line in ended.out.splitlines() if re.match(r"\| (one worker|1F1B|1-1-1|Qwen3)", line)]
     assert len(table) == rows, ended.out
     assert not any("| 0 |" in line or "| - |" in line for line in table if part == "largest"), ended.out
