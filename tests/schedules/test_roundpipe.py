@@ -156,12 +156,12 @@ def test_weights_and_their_gradients_never_travel(size: tuple[int, int, int], n:
     assert {channel.carries for channel, _ in sent} <= {"activation", "gradient", "input", "stage_input"}
 
 
-def test_weights_take_their_time() -> None:
-    """A forward away from home waits until its weights are made, and copied."""
+@pytest.mark.parametrize("cluster", [Cluster.flat(3, 10.0), replace(Cluster.flat(3, 1e9), host_bytes_per_s=10.0)])
+def test_weights_take_their_time(cluster: Cluster) -> None:
+    """A forward away from home waits until its weights are made, and copied; on a GPU from the memory of the host."""
     plan = plan_of(3, 4)
     heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=50, output_bytes=0) for stage in plan.stages))
-    slow = replace(heavy, cluster=Cluster.flat(3, 10.0))
-    schedule = build("roundpipe", slow, 3)
+    schedule = build("roundpipe", replace(heavy, cluster=cluster), 3)
     assert [s for s in range(4) if schedule.placement.is_remote(s)] == [1, 2]
     timeline = simulate(lower(schedule), costs(schedule.plan), 6)
     begins = {

@@ -202,11 +202,11 @@ class Costs:
         return self.output_bytes[channel.source if channel.carries == Carries.ACTIVATION else channel.target]
 
     def copy_s(self, stage: int, source: int, target: int) -> float:
-        """Returns the seconds of copying a stage's weights to another rank, through shared memory."""
+        """Returns the seconds of copying a stage's weights to another rank: from the memory of the machine."""
         if not self.weight_bytes:
             return 0.0
         bandwidth, latency_s = self.cluster.link(self.cluster.reach(self.worker(source), self.worker(target)))
-        return self.weight_bytes[stage] / bandwidth + latency_s
+        return self.weight_bytes[stage] / (self.cluster.host_bytes_per_s or bandwidth) + latency_s
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Returns bandwidth (bytes/s) and latency (s) of a channel."""

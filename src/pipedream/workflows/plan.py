@@ -221,7 +221,7 @@ def _find_fitting(
     if "snapshot_every" in changes:
         cluster = replace(cluster, snapshots="")
     if "optimizer_state" in changes:
-        cluster = replace(cluster, hosts_optimizers=True)
+        cluster = _host_optimizers(cluster)
     changed = replace(request, cluster=cluster, **changes)
     with suppress(PipelineError):
         shorter = profile.of_length(length) if length and isinstance(profile, Profile) else profile
@@ -309,7 +309,7 @@ def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tup
         profile = replace(source, runtime=messages.add_costs(source.runtime))
         request = replace(request, cluster=messages.on(request.workers_and_links))
     if request.optimizer_state == HOST:
-        request = replace(request, cluster=replace(request.workers_and_links, hosts_optimizers=True))
+        request = replace(request, cluster=_host_optimizers(request.workers_and_links))
     if request.snapshot_every is not None:
         cluster = request.workers_and_links
         request = replace(request, cluster=replace(cluster, snapshots=cluster.snapshots or "next"))
@@ -324,14 +324,25 @@ def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tup
     return profile, request
 
 
+def _host_optimizers(cluster: Cluster) -> Cluster:
+    """Returns the cluster with optimizers in the memory of its machines, and the rate of copies from GPUs there."""
+    on_gpus = any(not device.startswith("cpu") for device in cluster.devices)
+    return replace(_add_host_rate(cluster) if on_gpus else cluster, hosts_optimizers=True)
+
+
+def _add_host_rate(cluster: Cluster) -> Cluster:
+    if cluster.host_bytes_per_s is not None:
+        return cluster
+    return replace(cluster, host_bytes_per_s=pcie_bytes_per_s(cluster.devices))
+
+
 def _add_activations(cluster: Cluster, text: str) -> Cluster:
     """Returns the cluster with a place for activations, and its rate if that is unknown.
 
     A disk of this machine is measured; copies from GPUs to their machine's memory have the rate of their datasheets.
     """
     folder = Activations.read(text).folder
-    if text == HOST and cluster.host_bytes_per_s is None:
-        cluster = replace(cluster, host_bytes_per_s=pcie_bytes_per_s(cluster.devices))
+    cluster = _add_host_rate(cluster) if text == HOST else cluster
     if folder is not None and cluster.disk_bytes_per_s is None and os.access(folder, os.W_OK | os.X_OK):
         from pipedream.runtime.stage.offload_place import measure_disk  # loads torch
 

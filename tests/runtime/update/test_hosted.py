@@ -24,6 +24,7 @@ from pipedream.runtime.update.hosted import HostedWeights, check_movable
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.workflows.check import check_plan
+from pipedream.workflows.methods import score
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -183,6 +184,26 @@ def test_a_plan_counts_device_and_host() -> None:
     ask(gpu, two, optimizer_state="host")
     with pytest.raises(PlanError, match=r"of 1 stages were to be kept .* 16.0 kB"):
         ask(gpu, replace(two, host_bytes=15_999), optimizer_state="host")
+
+
+def test_copies_of_a_hosted_optimizer_take_time() -> None:
+    """At the rate that was measured, else at that of the datasheet; on a CPU nothing is copied there."""
+    layers = (LayerProfile(1.0, 2.0, output_bytes=0, activation_bytes=0, parameter_bytes=1000),) * 4
+    profile = Profile.of_chain(layers, batch=16, device="A100-80GB", runtime=RuntimeCosts(overlap_device=True))
+    cluster = Cluster.flat(2, device="A100-80GB")
+    ask = partial(pd.plan, schedule="1f1b", microbatches=4, shape="straight", strategy="search")
+    for rate, expected in ((1e3, 1e3), (None, 0.8 * 31.5e9)):
+        here, there = (
+            ask(profile, replace(cluster, host_bytes_per_s=rate), optimizer_state=state) for state in ("device", "host")
+        )
+        assert there.cluster.host_bytes_per_s == expected
+        copies_s = 2 * 2000 / expected  # gradients, and then weights, of 2 kB
+        for before, stage in zip(here.stages, there.stages, strict=True):
+            assert stage.update_s == pytest.approx(before.update_s + copies_s)
+        assert score(there).period_s == pytest.approx(score(here).period_s + copies_s)
+    cpu = replace(profile, runtime=RuntimeCosts(), device="cpu")
+    plan = ask(cpu, replace(Cluster.flat(2), host_bytes_per_s=1.0), optimizer_state="host")
+    assert {stage.update_s for stage in plan.stages} == {0.0}
 
 
 def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

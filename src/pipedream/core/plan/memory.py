@@ -230,6 +230,15 @@ def place_state(dispatched: bool, double_buffered: bool, cluster: Cluster, on_gp
     return {"on_host": on_host, "hosted": hosted, "on_gpus": bool(on_gpus), "overlaps": overlaps}
 
 
+def hosted_copies_s(trained_bytes: Numbers, cluster: Cluster, on_gpus: bool) -> Numbers:
+    """Returns the seconds in which an update brings gradients from a GPU to the host, and the weights back.
+
+    0 without hosted optimizers, or if the rate of copies is not known.
+    """
+    rate = cluster.host_bytes_per_s if cluster.hosts_optimizers and on_gpus else None
+    return 2 * trained_bytes / rate if rate else 0.0
+
+
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:
     """Returns the largest of the `moments`; for single values."""
     worst = max(moments(sizes, **how), key=lambda moment: int(moment.total_bytes))

@@ -282,6 +282,10 @@ class PlaceSums:
     def _launches(self) -> bool:
         return bool(self.launch.whole[len(self.profile.layers)])
 
+    @property
+    def _on_gpus(self) -> bool:
+        return self.profile.runtime.overlap_device or self._launches
+
     def _step_s(self, first: Place, last: Place) -> Seconds:
         fixed_s = self.profile.update_fixed_s
         return fixed_s + self._share(self.profile.update_s - fixed_s, first, last)

@@ -21,6 +21,7 @@ from pipedream.core.plan.memory import (
     Peers,
     StageMemory,
     StageSizes,
+    hosted_copies_s,
     part_bytes,
     peers_of,
     place_state,
@@ -146,6 +147,10 @@ class SearchSpace(PlaceSums):
             added_s = added_s + self.runtime_s(first, last, update_s, edges)
         return update_s + added_s
 
+    def _step_s(self, first: Place, last: Place) -> Seconds:
+        step_s = super()._step_s(first, last)
+        return step_s + hosted_copies_s(self.trained_bytes(first, last), self.cluster, self._on_gpus)
+
     def tied_s(self, first: Place, last: Place) -> Seconds:
         """Returns the seconds by which sums over the holders of tied weights at least delay an update of a stage."""
         seconds: Seconds = 0.0
@@ -158,8 +163,7 @@ class SearchSpace(PlaceSums):
     def runtime_s(
         self, first: Place, last: Place, update_s: Seconds, edges: tuple[Bytes, Bytes] | None = None
     ) -> Seconds:
-        has_gpu = self.profile.runtime.overlap_device or self._launches
-        device_s = sum(self.passes_s(first, last)) + update_s if has_gpu else 0.0
+        device_s = sum(self.passes_s(first, last)) + update_s if self._on_gpus else 0.0
         launch_s = self.launch.between(first, last) if self._launches else 0.0
         received, sent = edges or self.bytes_of(first, last)[1:]
         ends = np.asarray(first) == 0, np.asarray(last) == len(self.profile.layers)
@@ -246,12 +250,11 @@ class SearchSpace(PlaceSums):
         recompute: bool,
         replicas: int,
     ) -> dict[str, Any]:
-        on_gpus = self.profile.runtime.overlap_device or self._launches
         return {
             "versions": occupancy.versions,
             "in_flight": occupancy.in_flight,
             "deferred": occupancy.deferred,
-            **place_state(occupancy.on_host, occupancy.double_buffered, self.cluster, on_gpus),
+            **place_state(occupancy.on_host, occupancy.double_buffered, self.cluster, self._on_gpus),
             "per_update": -(-self.microbatches // replicas),
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,
