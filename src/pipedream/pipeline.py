@@ -54,7 +54,14 @@ from pipedream.runtime.session.state import collect_state_dict, load_state_dict,
 from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
-from pipedream.workflows.prepare import Prepared, add_compensation, build_evaluation, prepare, read_run_phases
+from pipedream.workflows.prepare import (
+    Prepared,
+    add_compensation,
+    build_evaluation,
+    follow_moves,
+    prepare,
+    read_run_phases,
+)
 from pipedream.workflows.probe import warn_of_loopback
 from pipedream.workflows.profile import find_plan_layers
 from pipedream.workflows.sums import check_sums
@@ -92,7 +99,7 @@ class Pipeline:
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
-        plan = _choose_exchange(Plan.check_is(plan), options)
+        plan = _choose_exchange(Plan.check_is(plan), phases, options)
         self.phases = add_compensation(plan, phases, options.compensation)
         self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
@@ -365,14 +372,14 @@ class Pipeline:
                 self._loggers.finalize("failed")
 
 
-def _choose_exchange(plan: Plan, options: PipelineOptions) -> Plan:
+def _choose_exchange(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> Plan:
     """Returns the plan with the options' sums, messages, and placement of activations and optimizers."""
     messages = plan.messages if options.messages is None else options.messages
     messages = Messages.read(messages, plan.messages.value_bits)
-    if options.activations is not None:
-        plan = move_activations(plan, options.activations)
+    moved = plan if options.activations is None else move_activations(plan, options.activations)
     state = read_optimizer_state(options.optimizer_state or plan.optimizer_state)
-    return replace(plan, sums=options.sums or plan.sums, messages=messages, optimizer_state=state)
+    moved = replace(moved, sums=options.sums or plan.sums, messages=messages, optimizer_state=state)
+    return follow_moves(moved, plan, phases)
 
 
 def _report_checkpoint(pipeline: Pipeline, listening: Sequence[Callback], path: Path) -> None:

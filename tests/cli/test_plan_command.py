@@ -111,6 +111,16 @@ def recipe(seed: int) -> Recipe:
     return Recipe(model, F.cross_entropy, lambda named: torch.optim.SGD(named, lr=0.1), batches, epochs=2)
 
 
+def test_a_run_that_moves_the_optimizer_of_a_plan_predicts_so(tmp_path: Path) -> None:
+    profile = pd.profile(recipe(0).model, torch.randn(6, 4), optimizer=recipe(0).optimizer, warmup=0, runs=1)
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", microbatches=2, shape="straight")
+    pd.run(recipe, plan=plan, optimizer_state="host", minibatches=1, out=tmp_path / "run", quiet=True)
+    ran = pd.Plan.load(tmp_path / "run" / "plan.json")
+    assert ran.optimizer_state == "host"
+    for before, stage in zip(plan.stages, ran.stages, strict=True):
+        assert stage.peak_bytes == before.peak_bytes + before.trained_bytes
+
+
 @pytest.mark.parametrize(
     ("options", "workers", "several"),
     [

@@ -45,6 +45,7 @@ from pipedream.workflows.prepare import (
     add_compensation,
     check_phases_fit,
     choose_phase_to_plan,
+    follow_moves,
     is_synchronous,
     read_run_phases,
 )
@@ -281,15 +282,20 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
         process.console.print(f"\n{profile}")
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
-    plan = _choose_activations(job, _choose_exchange(job, plan), is_given=is_given)
+    moved = _choose_activations(job, _choose_exchange(job, plan), is_given=is_given)
+    plan = follow_moves(moved, plan, _list_phases(job, moved)) if is_given else moved
     return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
 
 
-def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob:
-    schedule, microbatches, compensation = job.schedule, job.microbatches, job.compensation
-    if schedule == "auto":
+def _list_phases(job: Job, plan: Plan) -> tuple[Phase, ...]:
+    schedule, microbatches = job.schedule, job.microbatches
+    if schedule == AUTO:
         schedule, microbatches = resolve_method(plan, None, microbatches)
-    phases = job.phases or (Phase(schedule, microbatches=microbatches),)
+    return job.phases or (Phase(schedule, microbatches=microbatches),)
+
+
+def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob:
+    phases, compensation = _list_phases(job, plan), job.compensation
     if compensation is None and not is_synchronous(plan, phases):
         # Methods that flush refuse a compensation asked of this run; the recipe's does not apply to them.
         compensation = job.recipe.compensation

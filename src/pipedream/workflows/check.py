@@ -9,10 +9,11 @@ from itertools import accumulate, pairwise
 from pipedream import metrics, planner, schedules
 from pipedream import simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.host_memory import add_snapshots
-from pipedream.core.plan.memory import peers_of, place_state, stage_memory
+from pipedream.core.plan.memory import hosted_copies_s, peers_of, place_state, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.compensation import BasisRotation
@@ -145,7 +146,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
     downsets = _find_downsets(plan, profile)
     space = SearchSpace.of(
         profile,
-        replace(plan.cluster, hosts_optimizers=plan.optimizer_state == HOST),
+        _place_optimizers(plan),
         microbatches=plan.microbatches,
         occupancy=occupancy_of(plan.schedule, plan.microbatches, built.updates.compensation),
         downsets=downsets,
@@ -218,7 +219,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
     parts = built.microbatches if plan.unit == "minibatch" else 1
     last, usages = len(plan.stages) - 1, occupancy(built)
     peers = peers_of(plan.replicas, [usage.in_flight for usage in usages])
-    stages, cluster = [], replace(plan.cluster, hosts_optimizers=plan.optimizer_state == HOST)
+    stages, cluster = [], _place_optimizers(plan)
     for s, (stage, usage, stage_peers) in enumerate(zip(plan.stages, usages, peers, strict=True)):
         memory = stage_memory(
             stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
@@ -237,6 +238,32 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
     return add_snapshots(replace(plan, stages=tuple(stages)))
+
+
+def _place_optimizers(plan: Plan) -> Cluster:
+    return replace(plan.cluster, hosts_optimizers=plan.optimizer_state == HOST)
+
+
+def count_moved_state(plan: Plan, before: Plan, built: Schedule) -> Plan:
+    """Returns a plan that keeps other activations or optimizers elsewhere than `before`, with its peaks and seconds.
+
+    The rest of the peaks is that of `before`, such as the model's input. Raises a PlanError if a stage does not fit.
+    """
+    is_planned, on_gpus = before.method()[0] == built.name, plan.costs.on_gpus
+    rows = zip(before.stages, _add_bytes(before, built).stages, _add_bytes(plan, built).stages, strict=True)
+    stages = []
+    for planned, counted, stage in rows:
+        rest_bytes = is_planned * max(planned.peak_bytes - counted.peak_bytes, 0)
+        copies_s, before_s = (
+            float(hosted_copies_s(stage.trained_bytes, _place_optimizers(each), on_gpus)) for each in (plan, before)
+        )
+        memory = replace(stage.memory, message_bytes=stage.memory.message_bytes + rest_bytes)
+        peak_bytes, update_s = stage.peak_bytes + rest_bytes, stage.update_s + copies_s - before_s
+        stages.append(replace(stage, memory=memory, peak_bytes=peak_bytes, update_s=update_s))
+    moved = replace(plan, stages=tuple(stages), bound_s=0.0)
+    _check_stage_memory(moved, occupancy(built))
+    check_machines(moved, built)
+    return moved
 
 
 def _check_stage_memory(plan: Plan, usages: tuple[StageOccupancy, ...]) -> None:

@@ -17,7 +17,7 @@ from pipedream.core.schedule.phase import Phase, check_phases, read_phases
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.verifier import Proof, verify
-from pipedream.workflows.check import check_plan_memory
+from pipedream.workflows.check import check_plan_memory, count_moved_state
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
 
@@ -116,6 +116,18 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
             raise PlanError(f"in phase {full_phase} the plan {plan.config} does not fit: {error}") from None
 
 
+def follow_moves(plan: Plan, before: Plan, phases: Sequence[Phase]) -> Plan:
+    """Returns a plan with the peaks and seconds of what it keeps elsewhere than `before`, in its fullest phase.
+
+    Raises a PlanError if it does not fit.
+    """
+    moves = (plan.stages, plan.optimizer_state) != (before.stages, before.optimizer_state)
+    if not moves or not any(stage.peak_bytes for stage in before.stages):
+        return plan
+    moved = (count_moved_state(plan, before, build_phase(plan, phase)) for phase in phases)
+    return max(moved, key=lambda plan: max(plan.worker_bytes.values()))
+
+
 def choose_phase_to_plan(phases: Sequence[Phase]) -> Phase:
     """Returns the phase to plan for: the first with stale gradients, else the last. See `check_phases_fit`."""
 
@@ -134,7 +146,9 @@ def build_phase(plan: Plan, phase: Phase) -> Schedule:
         name, parts = resolve_method(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
     else:
-        planned = {name: getattr(plan, name) for name in ("tied_weights", "sums", "messages", "activations")}
+        planned = {
+            name: getattr(plan, name) for name in ("tied_weights", "sums", "messages", "activations", "optimizer_state")
+        }
         if any(getattr(built.plan, name) != value for name, value in planned.items()):
             built = replace(built, plan=replace(built.plan, **planned))
     return built if phase.compensation is None else built.with_compensation(phase.compensation)

@@ -19,12 +19,15 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.plan import move_activations
 from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.phase import Phase
 from pipedream.runtime.update.hosted import HostedWeights, check_movable
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.methods import score
+from pipedream.workflows.prepare import follow_moves
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -184,6 +187,58 @@ def test_a_plan_counts_device_and_host() -> None:
     ask(gpu, two, optimizer_state="host")
     with pytest.raises(PlanError, match=r"of 1 stages were to be kept .* 16.0 kB"):
         ask(gpu, replace(two, host_bytes=15_999), optimizer_state="host")
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream_2bw"])
+def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, on_gpus: bool) -> None:
+    layer = LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=500, parameter_bytes=1000, working_bytes=70)
+    runtime = RuntimeCosts(overlap_device=on_gpus)
+    profile = Profile.of_chain((layer,) * 4, batch=16, optimizer_bytes=8000, input_shapes=((16, 47),), runtime=runtime)
+    cluster = replace(Cluster.flat(2), host_bytes_per_s=4e3)
+    plans = [
+        pd.plan(profile, cluster, schedule=schedule, microbatches=4, shape="straight", optimizer_state=state)
+        for state in ("device", "host")
+    ]
+    phases = (Phase(schedule, microbatches=4),)
+    for planned, wanted in (plans, plans[::-1]):
+        moved = follow_moves(replace(planned, optimizer_state=wanted.optimizer_state), planned, phases)
+        assert moved.stages == wanted.stages
+    assert follow_moves(plans[0], plans[0], phases) is plans[0]
+    moved = replace(plans[0], optimizer_state="host")
+    least, most = sorted(max(plan.worker_bytes.values()) for plan in plans)
+    full = replace(moved, cluster=replace(cluster, memory_bytes=least))
+    if on_gpus:
+        assert follow_moves(full, plans[0], phases).stages == plans[1].stages
+    else:
+        with pytest.raises(PlanError, match=f"stage 0 of the plan .* needs {most / 1e3:.1f} kB, a worker has"):
+            follow_moves(full, plans[0], phases)
+
+
+def test_activations_moved_later_count_elsewhere() -> None:
+    layers = (LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=8000, parameter_bytes=1000),) * 4
+    planned = pd.plan(
+        Profile.of_chain(layers, batch=16), Cluster.flat(2), schedule="1f1b", microbatches=4, shape="straight"
+    )
+    moved = follow_moves(move_activations(planned, "disk:/none"), planned, (Phase("1f1b", microbatches=4),))
+    for before, stage in zip(planned.stages, moved.stages, strict=True):
+        assert stage.memory.moved_bytes > 0
+        # A quarter of a microbatch's is in memory.
+        assert before.peak_bytes - stage.peak_bytes == stage.memory.moved_bytes - stage.activation_bytes // 4 // 4
+
+
+def test_a_pipeline_predicts_where_its_optimizer_is() -> None:
+    with pipeline("device", "pipedream") as device, pipeline("host", "pipedream") as host:
+        pairs = zip(device.plan.stages, host.plan.stages, strict=True)
+        assert [after.peak_bytes - before.peak_bytes for before, after in pairs] == [300, 200, 100]
+
+
+def test_a_schedule_of_its_own_hosts_optimizers() -> None:
+    plan = plan_of(make(), batches()[0][0], (3, 5))
+    how = {"loss": F.cross_entropy, "optimizer": ADAMW, "optimizer_state": "host"}
+    with pd.Pipeline(make(), plan, schedule=build("1f1b", plan, 4), **how) as trained:
+        states = [state for worker in trained._session.local.workers for state in worker.stage_states.values()]
+        assert all(state.hosted is not None for state in states)
 
 
 def test_copies_of_a_hosted_optimizer_take_time() -> None:
