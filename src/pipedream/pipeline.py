@@ -483,15 +483,9 @@ def _make_batch_adapter(options: PipelineOptions) -> BatchAdapter:
 
 
 def _check_layout(options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:
-    """Raises a `PlanError` if the layout does not fit the model or the meshes, or a method cannot have meshes."""
+    """Raises a `PlanError` if the layout does not fit the model or the meshes."""
     plan, layout = phases[0].program.plan, (options.layout or Layout()).of_model(model)
     meshes = plan.meshes
-    for program in (phase.program for phase in phases if plan.ranks > plan.workers):
-        if any(map(program.placement.is_remote, range(len(plan.stages)))):
-            raise PlanError(
-                f"the plan {plan.config} has meshes, but with {program.name!r} workers compute with weights of others, "
-                "which a mesh does not send; choose another method, or a plan without meshes"
-            )
     if plan.ranks > plan.workers and options.compile:
         raise PlanError(
             f"compile={options.compile!r} was asked for with the plan {plan.config}, but layers on a mesh are not "

@@ -16,7 +16,7 @@ from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, Sched
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.placement import Dispatched
+from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.lowering import lower
@@ -277,14 +277,14 @@ def test_a_program_is_read_again_as_it_was() -> None:
     program = lower(roundpipe(plan_of(4, 7), 4, forwards=3))
     again = Program.from_json(program.to_json())
     assert again == program
-    assert isinstance(again.placement, Dispatched)
+    assert again.placement.shares_weights
     wrong = program.to_json().replace('"forwards"', '"backwards"')
     with pytest.raises(ArtifactError, match="backwards"):
         Program.from_json(wrong)
     with pytest.raises(ValueError, match="one home and one rank"):
-        Dispatched(((0,), (1,)), (0,))
+        Placement(((0,), (1,)), (0,))
     with pytest.raises(ValueError, match="ranks 0 to 1, found"):
-        Dispatched(((0,), (1,)), (0, 2))
+        Placement(((0,), (1,)), (0, 2))
 
 
 # -- plans ----------------------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ _MOST_STAGES = 256  # drawn in seconds
 def show(
     name: str = argument(
         "NAME|PLAN",
-        "Method to draw: a name from 'pipedream schedules', with options as in roundpipe[forwards=3]; a schedule in "
-        "PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py). Or a plan (FILE.json), "
-        "which is drawn with its own stages and seconds.",
+        "Method to draw: a name from 'pipedream schedules', with options as in paci[backward_rule=stash]; a "
+        "schedule in PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py). Or a plan "
+        "(FILE.json), which is drawn with its own stages and seconds.",
     ),
     stages: int | None = option(
         None,

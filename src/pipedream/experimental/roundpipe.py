@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from pipedream.core.plan.placement import Dispatched
 from pipedream.schedules import kit
 
 
@@ -63,6 +62,12 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
             f"schedule 'roundpipe' keeps weights in the memory of one machine, but workers {order[0]} and {apart[0]} "
             "of the cluster are on different ones; plan for one machine, or choose another method"
         )
+    if plan.activations or plan.ranks > plan.workers:
+        asked = f"activations={plan.activations!r}" if plan.activations else f"the meshes of plan {plan.config}"
+        raise kit.ScheduleError(
+            f"schedule 'roundpipe' was asked for with {asked}, but its workers compute with weights of others, which a "
+            "mesh would divide, and keep only inputs; leave that out, or choose another method"
+        )
     if forwards < 0 or delay not in (0, 1):
         raise kit.ScheduleError(
             "schedule 'roundpipe': a slot has the forwards of at least 1 stage, or with 0 as many as the plan's seconds"
@@ -74,7 +79,7 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
         slots = _choose_slots(plan)
     # Counted back from the last stage's slot on worker 0; the backwards after it are on workers 1, 2, ...
     worker = {stage: (number - len(slots)) % p for number, slot in enumerate(slots) for stage in slot}
-    placement = Dispatched(plan.placement.ranks, (*worker.values(), 0))
+    placement = replace(plan.placement, forwards=(*worker.values(), 0))
 
     def ops(rank: int, mine: range) -> Iterator[kit.Op]:
         for slot in (slot for slot in slots if worker[slot[0]] == rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.layout import Boundary, Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
-from pipedream.core.plan.placement import Dispatched, Placement
+from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.compensation import BasisRotation
 from pipedream.core.schedule.coupling import Policy
@@ -101,7 +102,7 @@ class Blueprint:
     @property
     def weights_device(self) -> torch.device:
         """Where weights are updated: the device, or the memory of the machine (`host_store`)."""
-        return torch.device("cpu") if isinstance(self.placement, Dispatched) else self.device
+        return torch.device("cpu") if self.placement.shares_weights else self.device
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -184,9 +185,7 @@ def make_local_workers(
             {other: channel for (owner, other), channel in results.items() if owner == rank},
             {owner: channel for (owner, other), channel in results.items() if other == rank},
         )
-        remote_forwards = make_remote_forwards(blueprint, rank, dict(enumerate(parameters)))
-        for stage, remote_forward in remote_forwards.items():
-            remote_forward.stored = store.open(stage, remote_forward.layout)
+        remote_forwards = make_remote_forwards(blueprint, rank, parameters.__getitem__, store)
         groups = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
         workers.append(
             _make_worker(
@@ -227,10 +226,8 @@ def make_distributed_worker(
             sharding=shardings.get(stage),
             boundary=blueprint.boundary(stage),
         )
-    if isinstance(placement, Dispatched):
+    if placement.shares_weights:
         store.exchange()
-    for stage, remote_forward in remote_forwards.items():
-        remote_forward.stored = store.open(stage, remote_forward.layout)
     tied_groups: list[tuple[TiedWeights, Group]] = [
         (weights, connections.sum_over(group))
         for weights, group in zip(tied, connections.holders, strict=True)
@@ -250,17 +247,23 @@ def make_distributed_worker(
 
 
 def make_remote_forwards(
-    blueprint: Blueprint, rank: int, parameters: Mapping[int, dict[str, nn.Parameter]]
+    blueprint: Blueprint, rank: int, find_trained: Callable[[int], dict[str, nn.Parameter]], store: HostStore
 ) -> dict[int, RemoteForward]:
-    """Returns a rank's remote forwards by stage; to be called before layers that share a parameter are separated."""
+    """Returns a rank's remote forwards by stage; to be called before layers that share a parameter are separated.
+
+    Args:
+        find_trained: returns the trained parameters of a stage.
+    """
     remote_forwards = {}
     settings = blueprint.settings
     for stage, _ in blueprint.placement.remote_forwards(rank):
         layers = blueprint.stages[stage]
-        module = StageModule(
-            layers, dict(parameters[stage]), blueprint.device, settings.seed, settings.autocast, settings.compile
-        )
-        remote_forwards[stage] = RemoteForward(module, _lay_out_stage(blueprint, stage, module))
+        trained = dict(find_trained(stage))
+        module = StageModule(layers, trained, blueprint.device, settings.seed, settings.autocast, settings.compile)
+        layout = _lay_out_stage(blueprint, stage, module)
+        for name, handle in trained.items() if store.is_shared else ():  # which belong to another rank
+            module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
+        remote_forwards[stage] = RemoteForward(module, layout, partial(store.open, stage, layout))
     return remote_forwards
 
 
@@ -334,7 +337,7 @@ def _make_stage_state(
     low_precision = low_precision_weights(layers, parameters, settings.autocast)
     parameters = copies or parameters
     stored = None
-    if isinstance(blueprint.placement, Dispatched):
+    if blueprint.placement.shares_weights:
         stored = store.open(stage, _lay_out_stage(blueprint, stage, module))
     hosted = None
     if plan.optimizer_state == HOST and stored is None:

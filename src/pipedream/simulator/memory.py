@@ -12,7 +12,6 @@ from typing import Any
 
 from pipedream.core.plan.activations import HOST, share_of, window_bytes
 from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
-from pipedream.core.plan.placement import Dispatched
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions, Span
@@ -31,7 +30,7 @@ def _size_stage(program: Program, stage: int) -> StageSizes:
 
 def _is_on_host(program: Program) -> bool:
     """Returns whether weights are in the memory of the machine, and the workers are GPUs."""
-    return isinstance(program.placement, Dispatched) and program.plan.costs.on_gpus
+    return program.placement.shares_weights and program.plan.costs.on_gpus
 
 
 class _RemoteForwards:
@@ -156,7 +155,7 @@ class _StageTrace:
         state_bytes = planned.frozen_bytes + self.weights_bytes * (1 + program.weights.buffers(stage))
         state_bytes += planned.optimizer_bytes + kept_bytes
         messages = message_bytes(sizes, in_flight[stage], planned.recompute, peers_of(plan.replicas, in_flight)[stage])
-        if plan.optimizer_state == HOST and not isinstance(program.placement, Dispatched):
+        if plan.optimizer_state == HOST and not program.placement.shares_weights:
             if plan.costs.on_gpus:
                 state_bytes -= planned.optimizer_bytes + kept_bytes
                 self.update_bytes = self.weights_bytes

@@ -14,7 +14,6 @@ from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.host_memory import check_host_memory, check_snapshots, count_snapshot_bytes
-from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.plan_costs import NO_GAP
 from pipedream.core.schedule.lowering import lower
@@ -199,8 +198,8 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
 
     `built`: of a method that may keep weights there.
     """
-    cluster, dispatched = plan.cluster, built is not None and isinstance(built.placement, Dispatched)
-    if not plan.costs.on_gpus or not (dispatched or plan.optimizer_state == HOST or cluster.snapshots):
+    cluster, shares_weights = plan.cluster, built is not None and built.placement.shares_weights
+    if not plan.costs.on_gpus or not (shares_weights or plan.optimizer_state == HOST or cluster.snapshots):
         return
     starts = cluster.starts(1) if len(cluster.levels) > 1 else (0, cluster.workers)
     snapshots = count_snapshot_bytes(plan)
@@ -209,8 +208,8 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
         free_bytes = cluster.host_bytes
         if free_bytes is not None and cluster.snapshots:
             free_bytes -= check_snapshots(sum(plan.meshes[s].size * snapshots[s][r] for s, r in replicas), free_bytes)
-        if dispatched or plan.optimizer_state == HOST:
-            versions = [built.weights.versions(s) for s, _ in replicas] if built is not None and dispatched else None
+        if shares_weights or plan.optimizer_state == HOST:
+            versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
             check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes)
 
 

@@ -70,8 +70,3 @@ def _check_updates(program: Program) -> None:
                 f"sums={sums!r} was asked for, but {cause} weights by what one replica's updates have done, which an "
                 "average with other replicas changes; leave it out, or use sums='bfloat16' or 'powersgd:RANK'"
             )
-        if program.placement.is_remote(stage):
-            raise ScheduleError(
-                f"sums={sums!r} was asked of {program.name!r}, where workers compute with weights that others hold, of "
-                "which replicas would have different ones; use sums='bfloat16'"
-            )

@@ -468,8 +468,8 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
     versions = HostVersions(home.handles, store.open(0, lay_out(home)))
     versions.publish()
     before = [tensor.detach().clone() for tensor in tensors(there)]
-    remote_forward = RemoteForward(there, lay_out(there))
-    remote_forward.stored = store.open(0, remote_forward.layout)
+    layout = lay_out(there)
+    remote_forward = RemoteForward(there, layout, lambda: store.open(0, layout))
     weights, version = remote_forward.read(0)
     assert (weights.leaves.keys(), version) == (home.handles.keys(), 0)
     for name, leaf in weights.leaves.items():

@@ -11,7 +11,7 @@ A worker's memory peaks at one of three moments:
     forward     all are in flight, the newest in its forward; sums of gradients exist before an update.
     update      all gradients, the optimizer's temporaries, and one microbatch fewer in flight.
 
-Weights in the memory of the machine (RoundPipe) are on a GPU only for a slot, a stage's passes of one minibatch; those
+Weights in the memory of the machine are on a GPU only for a slot, a stage's passes of one minibatch; those
 of the previous slot may still be there. Updates need no memory of the GPU.
 
 Between the halves of a split backward, a microbatch keeps part of its activations and the gradients of the layers'
@@ -218,15 +218,15 @@ def read_optimizer_state(value: str | None) -> str:
     return value or DEVICE
 
 
-def place_state(dispatched: bool, double_buffered: bool, cluster: Cluster, on_gpus: Any) -> dict[str, bool]:
+def place_state(shares_weights: bool, double_buffered: bool, cluster: Cluster, on_gpus: Any) -> dict[str, bool]:
     """Returns the arguments of `moments` that say where weights and optimizers are.
 
     Args:
-        dispatched: ranks share the weights, as in RoundPipe.
+        shares_weights: ranks share the weights, in the memory of their machine.
         double_buffered: updates are one step late, as in 2BW.
     """
-    hosted, on_host = cluster.hosts_optimizers and not dispatched, dispatched and bool(on_gpus)
-    overlaps = double_buffered and (hosted or (dispatched and not on_host))
+    hosted, on_host = cluster.hosts_optimizers and not shares_weights, shares_weights and bool(on_gpus)
+    overlaps = double_buffered and (hosted or (shares_weights and not on_host))
     return {"on_host": on_host, "hosted": hosted, "on_gpus": bool(on_gpus), "overlaps": overlaps}
 
 

@@ -2,7 +2,7 @@
 
 Replicated stages, several chunks per rank, the V shape and two mirrored pipelines are all one table
 ``ranks[stage][replica]`` and one rule, round robin: microbatch k of stage s runs on replica k mod r_s
-(PipeDream, SOSP 2019, section 3.2: 1F1B-RR). The forwards of a stage may run on another rank (`Dispatched`).
+(PipeDream, SOSP 2019, section 3.2: 1F1B-RR). A second table may have the ranks of the forwards.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ class Placement(Artifact):
 
     Attributes:
         ranks: ``ranks[stage][replica]``; they are 0 to n - 1 without a gap.
+        forwards: the rank of each stage's forwards; () if they are on `ranks`. Otherwise all ranks share the weights,
+            and a stage has one rank for its backwards and updates, its *home*.
     """
 
     FORMAT = 1
 
     ranks: tuple[tuple[int, ...], ...]
+    forwards: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ranks or not all(self.ranks):
@@ -56,6 +59,12 @@ class Placement(Artifact):
         for stage, row in enumerate(self.ranks):
             if len(set(row)) != len(row):
                 raise ValueError(f"stage {stage} has two replicas on one rank: {row}")
+        if self.forwards and (set(self.replicas) != {1} or len(self.forwards) != len(self.ranks)):
+            raise ValueError(
+                f"each stage has one home and one rank of its forwards, found homes {self.ranks} and {self.forwards}"
+            )
+        if not set(self.forwards) <= set(used):
+            raise ValueError(f"forwards run on the ranks 0 to {used[-1]}, found {self.forwards}")
 
     @classmethod
     def replicated(cls, replicas: tuple[int, ...]) -> Placement:
@@ -114,77 +123,40 @@ class Placement(Artifact):
                     )
         return tuple(meshes[worker] for worker in sorted(meshes))
 
-    # -- `Dispatched` overrides these ---------------------------------------------------------------------
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the ranks share the stages' weights, in the memory of their machine."""
+        return bool(self.forwards)
 
     def forward_rank(self, stage: int, microbatch: int) -> int:
-        return self.rank_of(stage, microbatch)
+        return self.forwards[stage] if self.forwards else self.rank_of(stage, microbatch)
 
     def is_remote(self, stage: int) -> bool:
         """Returns whether a stage's forwards run on another rank than its backwards."""
-        return False
+        return bool(self.forwards) and self.forwards[stage] != self.ranks[stage][0]
 
     @property
     def readers(self) -> tuple[int, ...]:
-        return self.ranks[0]
+        return self.forwards[:1] or self.ranks[0]
 
     def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
         """Returns sender and receiver of a channel's message (`program.Channel`)."""
-        return self.rank_of(source, microbatch), self.rank_of(target, microbatch)
-
-    def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
-        return self.stage_replicas(rank)
-
-    def remote_forwards(self, rank: int) -> tuple[StageReplica, ...]:
-        return ()
-
-    def __str__(self) -> str:
-        rows = (f"stage {s}: rank {', '.join(map(str, row))}" for s, row in enumerate(self.ranks))
-        return "\n".join(rows)
-
-
-@dataclass(frozen=True)
-class Dispatched(Placement):
-    """Stages without replicas, with weights in memory that all ranks share.
-
-    A stage's backwards and updates run on one rank, its *home*, and its forwards on its rank in `forwards`.
-    """
-
-    forwards: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if set(self.replicas) != {1} or len(self.forwards) != len(self.ranks):
-            raise ValueError(
-                f"each stage has one home and one rank of its forwards, found homes {self.ranks} and {self.forwards}"
-            )
-        if not set(self.forwards) <= set(range(self.workers)):
-            raise ValueError(f"forwards run on the ranks 0 to {self.workers - 1}, found {self.forwards}")
-
-    def forward_rank(self, stage: int, microbatch: int) -> int:
-        return self.forwards[stage]
-
-    def is_remote(self, stage: int) -> bool:
-        return self.forwards[stage] != self.ranks[stage][0]
-
-    @property
-    def readers(self) -> tuple[int, ...]:
-        return self.forwards[:1]
-
-    def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
         find_sender = self.rank_of if carries == Carries.GRADIENT else self.forward_rank
         find_receiver = self.rank_of if carries in (Carries.GRADIENT, Carries.STAGE_INPUT) else self.forward_rank
         return find_sender(source, microbatch), find_receiver(target, microbatch)
 
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
-        if not forward:
+        if not (forward and self.forwards):
             return self.stage_replicas(rank)
         return tuple(StageReplica(stage, 0) for stage, owner in enumerate(self.forwards) if owner == rank)
 
     def remote_forwards(self, rank: int) -> tuple[StageReplica, ...]:
-        return tuple(
-            stage_replica for stage_replica in self.passes(rank, forward=True) if self.is_remote(stage_replica.stage)
-        )
+        return tuple(each for each in self.passes(rank, forward=True) if self.is_remote(each.stage))
 
     def __str__(self) -> str:
-        rows = enumerate(zip(self.ranks, self.forwards, strict=True))
-        return "\n".join(f"stage {s}: home on rank {home}, forwards on rank {other}" for s, ((home,), other) in rows)
+        if self.forwards:
+            rows = enumerate(zip(self.ranks, self.forwards, strict=True))
+            return "\n".join(
+                f"stage {s}: home on rank {home}, forwards on rank {other}" for s, ((home,), other) in rows
+            )
+        return "\n".join(f"stage {s}: rank {', '.join(map(str, row))}" for s, row in enumerate(self.ranks))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipedream.core.model.matrices import Matrices
-from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.core.schedule.program import Program
@@ -80,8 +79,8 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
         kept_tensors = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
         versions = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
         updates = schedule.updates if schedule.updates.compensation else None
-        on_host = isinstance(schedule.placement, Dispatched)
-        rows.append(StageOccupancy(in_flight, versions, kept_tensors, deferred, on_host, double_buffered, updates))
+        shared = schedule.placement.shares_weights
+        rows.append(StageOccupancy(in_flight, versions, kept_tensors, deferred, shared, double_buffered, updates))
     return tuple(rows)
 
 

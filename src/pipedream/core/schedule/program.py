@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.display import Tabular
 from pipedream.core.errors import ArtifactError, ScheduleError
-from pipedream.core.plan.placement import Carries, Dispatched, Placement
+from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules, UpdateRule
 
@@ -259,9 +259,7 @@ class Program(Tabular, Rules, Artifact):
                 row | {"carries": "stage_input"} if isinstance(row, dict) and row.get("carries") == "kept" else row
                 for row in value["channels"]
             ]
-        placement_value = value.pop("placement")
-        is_dispatched = isinstance(placement_value, dict) and "forwards" in placement_value
-        placement: Placement = decode(Dispatched if is_dispatched else Placement, placement_value, f"{place}.placement")
+        placement = decode(Placement, value.pop("placement"), f"{place}.placement")
         rows = decode(tuple[dict[str, str], ...], value.pop("ranks"), f"{place}.ranks")
         ranks = tuple(
             RankProgram(

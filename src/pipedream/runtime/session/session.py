@@ -21,7 +21,6 @@ from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanEr
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.host_memory import check_host_memory
-from pipedream.core.plan.placement import Dispatched
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (
     Blueprint,
@@ -57,7 +56,7 @@ from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
-from pipedream.runtime.stage.host_store import HostStore, RemoteForward
+from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.stage.offload_place import check_place
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
@@ -206,7 +205,7 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
     `ranks`: workers of this process.
     """
     blueprint, plan = local.blueprint, local.blueprint.program.plan
-    if isinstance(blueprint.placement, Dispatched):
+    if blueprint.placement.shares_weights:
         rules = [program.weights for program in blueprint.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
         check_host_memory(plan.stages, versions, free_bytes())
@@ -267,17 +266,16 @@ def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connectio
     local_stages = [stage for stage, _ in blueprint.placement.stage_replicas(local.worker_rank)]
     local.names.local = {name for stage in local_stages for name in by_stage[stage]}
     _fill_initial_values(local, connections, weights)
+    local.store = HostStore(connections.everyone if blueprint.placement.shares_weights else None, blueprint.device)
     # First: once foreign parameters are dropped, layers of different stages no longer share them.
-    remote_forwards = _take_remote_forwards(local)
+    remote_forwards = make_remote_forwards(
+        blueprint, local.worker_rank, lambda stage: parameters.select_trained(model, by_stage[stage]), local.store
+    )
     parameters.drop_foreign(model, local.names.local | set(local.names.unused))
-    for remote_forward in remote_forwards.values():
-        remote_forward.drop_tensors()
     trained = {stage: parameters.select_trained(model, by_stage[stage]) for stage in local_stages}
     if connections.mesh is not None:
         for stage in trained:
             _shard_stage(local, graph, connections, stage, trained[stage])
-    shared = isinstance(blueprint.placement, Dispatched)
-    local.store = HostStore(connections.everyone if shared else None, blueprint.device)
     return make_distributed_worker(
         blueprint,
         local.worker_rank,
@@ -333,14 +331,6 @@ def _read_weights(local: LocalWorkers, weights: Weights) -> set[str]:
     state = fit_names(local.model, file, requested, names.shared, weights)
     parameters.load(local.model, state, names.loaded_from(state), names.shared, local.blueprint.weights_device)
     return set(state)
-
-
-def _take_remote_forwards(local: LocalWorkers) -> dict[int, RemoteForward]:
-    trained = {
-        stage: parameters.select_trained(local.model, local.names.by_stage[stage])
-        for stage, _ in local.blueprint.placement.remote_forwards(local.worker_rank)
-    }
-    return make_remote_forwards(local.blueprint, local.rank, trained)
 
 
 def _shard_stage(

@@ -279,6 +279,11 @@ class HostStore:
         self._memory: dict[int | tuple[int, int], torch.Tensor] = {}
         self._files: dict[int, tuple[int, int]] = {}  # stage -> descriptor, bytes; of the parts that were made here
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes share it."""
+        return self._group is not None
+
     @cached_property
     def _copies(self) -> DeviceCopies:
         return DeviceCopies(self._device, self._workers)
@@ -295,7 +300,7 @@ class HostStore:
         """Opens a stage's part; makes it first if no process has."""
         if stage not in self._memory:
             self._memory[stage] = self._make(stage, layout.stored_bytes)
-        return StoredStage(layout, self._memory[stage], self._group is not None, self._copies)
+        return StoredStage(layout, self._memory[stage], self.is_shared, self._copies)
 
     def close(self) -> None:
         """Unpins the memory, which the user's model continues to use."""
@@ -472,21 +477,24 @@ class HostVersions(Versions):
 
 
 class RemoteForward:
-    """A stage whose forwards run here, and whose home is another rank. Lifecycle: `read`, forwards, `end_passes`."""
+    """A stage whose forwards run here, and whose home is another rank. Lifecycle: `read`, forwards, `end_passes`.
 
-    def __init__(self, module: StageModule, layout: StageLayout) -> None:
+    Args:
+        open_stored: called at the first forward, when the store has the stage.
+    """
+
+    def __init__(self, module: StageModule, layout: StageLayout, open_stored: Callable[[], StoredStage]) -> None:
         self.module = module
         self.layout = layout
         self.recomputation = _WithoutGraph()
         self.next_forward = 0
-        self.stored: StoredStage
+        self._open_stored = open_stored
         self._weights: WeightSet | None = None
         self._untrained: list[torch.Tensor] = []
 
-    def drop_tensors(self) -> None:
-        """Drops the modules' own tensors, which belong to another rank."""
-        for name, handle in self.module.handles.items():
-            self.module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
+    @cached_property
+    def stored(self) -> StoredStage:
+        return self._open_stored()
 
     def end_passes(self) -> None:
         """Drops the copies, after the last forward of a minibatch and after each forward without a backward."""

@@ -15,7 +15,6 @@ import torch
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.survey import lower_quartile
 from pipedream.core.plan.activations import Activations
-from pipedream.core.plan.placement import Dispatched
 from pipedream.core.schedule.program import Program
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.runtime.stage.block_mover import BlockFile, view_bytes
@@ -42,8 +41,6 @@ def check_place(program: Program, device: torch.device, stages: Iterable[int]) -
         raise PlanError(f"{request}the workers are CPUs, whose memory is the host's; give disk:FOLDER")
     if plan.ranks > plan.workers:
         raise PlanError(f"{request}the plan {plan.config} has meshes, whose ranks keep parts of tensors; leave it out")
-    if isinstance(program.placement, Dispatched):
-        raise PlanError(f"{request}with {program.name!r} nothing waits for a backward but its input; leave it out")
     if place.folder is None:
         return
     try:
