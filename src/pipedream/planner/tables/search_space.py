@@ -32,10 +32,13 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
-from pipedream.core.units import format_bytes
+from pipedream.core.units import format_bytes, format_rate
 from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, Tables
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
 from pipedream.planner.tables.place_sums import PlaceSums
+
+MOST_SLOWDOWN = 1.05
+"""Of the passes of a stage whose activations are copied meanwhile."""
 
 _Space = TypeVar("_Space", bound="SearchSpace")
 
@@ -377,7 +380,8 @@ def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
 def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
     """Returns a plan with its peak bytes, whose stages move the fewest eighths of their activations with which it fits.
 
-    Where workers have several stages, all move equally many.
+    No stage moves more than its passes hide (`_hides_copies`), so it may not fit. Where workers have several stages,
+    all move equally many.
     """
     eighths, place = [0] * len(plan.stages), space.cluster.activations
     ends = space.ends(plan)
@@ -388,10 +392,12 @@ def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
         if plan.first_stage_over_memory is None:
             return plan
         limits = [site.memory_bytes for site in plan.costs.sites]
+        candidates = zip(space.of_stages(plan), ends, plan.stages, limits, strict=True)
         more = [
             s
-            for s, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
+            for s, (each, span, stage, limit) in enumerate(candidates)
             if not stage.recompute and eighths[s] < 8 and limit and (plan.is_shared or stage.peak_bytes > limit)
+            if _hides_copies(each, offload_stage(each, stage, *span, (eighths[s] + 1) / 8, place), *span)
         ]
         if not more:
             return plan
@@ -401,11 +407,20 @@ def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
 
 def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, share: float, place: str) -> Stage:
     """Returns a stage that moves a share of its activations; each pass takes at least as long as the copy."""
-    here, cluster = space.stage(first, last), space.cluster
-    rate = cluster.host_bytes_per_s if place == HOST else cluster.disk_bytes_per_s
+    here, rate = space.stage(first, last), _find_move_rate(space.cluster, place)
     copy_s = 0.0 if rate is None else share * here.activation_bytes / rate
     forward_s, backward_s = max(here.forward_s, copy_s), max(here.backward_s, copy_s)
     return replace(stage, offload=share, forward_s=forward_s, backward_s=backward_s)
+
+
+def _find_move_rate(cluster: Cluster, place: str) -> float | None:
+    return cluster.host_bytes_per_s if place == HOST else cluster.disk_bytes_per_s
+
+
+def _hides_copies(space: SearchSpace, moving: Stage, first: int, last: int) -> bool:
+    """Returns whether the passes of a stage take hardly longer than without what it moves."""
+    here = space.stage(first, last)
+    return moving.forward_s + moving.backward_s <= MOST_SLOWDOWN * (here.forward_s + here.backward_s)
 
 
 def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
@@ -433,12 +448,22 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
         less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
         raise ShortageError(
             f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
-            f"in flight and needs {format_bytes(stage.peak_bytes)}, a worker has {format_bytes(limit)}; ask for "
+            f"in flight and needs {format_bytes(stage.peak_bytes)}{_describe_moves(space.cluster, stage)}, a worker "
+            f"has {format_bytes(limit)}; ask for "
             f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
             "fewer versions",
             stage.peak_bytes,
         )
     return deep
+
+
+def _describe_moves(cluster: Cluster, stage: Stage) -> str:
+    """Returns words for what a stage that does not fit moves, if it may move activations."""
+    rate = _find_move_rate(cluster, cluster.activations) if cluster.activations else None
+    if rate is None or stage.recompute or stage.offload == 1:
+        return ""
+    longer = f"more would make its passes over {MOST_SLOWDOWN - 1:.0%} longer at {format_rate(rate)}"
+    return f" with {stage.offload:.0%} of its activations in {cluster.activations} ({longer})"
 
 
 def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int, beside_bytes: int) -> int:
