@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import bubble
 import largest
@@ -17,14 +18,28 @@ import largest
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.units import format_bytes
+from pipedream.core.units import format_bytes, format_rate
 from pipedream.planner import manual_plan
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
+from pipedream.runtime.stage.offload_place import measure_disk
 from pipedream.workflows.methods import versions_of
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import TIGHT_MALLOC, Environment, format_head, format_row, make_parser, print_sections, run_processes
+from scaffold import (
+    TIGHT_MALLOC,
+    Environment,
+    compare_rounds,
+    format_head,
+    format_quartiles,
+    format_row,
+    make_parser,
+    print_sections,
+    run_processes,
+)
 from scatter import Pair, scatter_svg
+
+_SLOTS = 8
+"""Microbatches of a minibatch whose time is measured."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,7 @@ VARIANTS = (
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", choices=("bytes", "largest", "bubble"))
+    parser.add_argument("--only", choices=("bytes", "slots", "largest", "bubble"))
     parser.add_argument("--size", choices=("test", "full"), default="full", help="test: that it runs")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=9)
@@ -111,7 +126,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="file for a picture")
     parser.add_argument("--workers", type=int, nargs="+", help="of the largest models; by default 1, 2 and 4")
     parser.add_argument("--disk", type=Path, help="folder for activations; by default a temporary one")
-    sections = {"bytes": _compare_bytes, "largest": _find_largest, "bubble": _compare_bubbles}
+    sections = {"bytes": _compare_bytes, "slots": _compare_slots, "largest": _find_largest, "bubble": _compare_bubbles}
     print_sections(sections, parser.parse_args())
     return 0
 
@@ -124,6 +139,33 @@ def _find_largest(options: argparse.Namespace) -> Iterator[str]:
     shape = ", ".join(f"{name} {count}" for name, count in largest.SHAPE.items())
     yield environment.describe(f"{shape} a microbatch, {largest.MICROBATCHES} of them a minibatch") + "\n"
     yield from largest.tables(rows)
+
+
+def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
+    """Compares minibatches of 1F1B with half of the activations on disk and with none, on two workers."""
+    request: dict[str, Any] = {"width": 512, "blocks": 4, "batch": 512, "optimizer": "sgd"}
+    environment, rounds = Environment(), 1 if options.size == "test" else 7
+    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        profile, rate = largest.measure_profile(request, Path(folder, "profile.json")), measure_disk(folder)
+        plans = {}
+        for name, share in (("in memory", 0.0), ("half on disk", 0.5)):
+            variant = Variant((1, 1), "1f1b", microbatches=_SLOTS, offload=share)
+            plan = replace(_plan(variant, profile, 4, Path(folder)), schedule="1f1b", microbatches=_SLOTS)
+            plans[name] = str(Path(folder, f"{share}.json"))
+            plan.save(Path(plans[name]))
+        request |= {"do": "time", "plans": plans, "rounds": rounds, "minibatches": 4 if rounds == 1 else 20}
+        taken_s = run_processes(largest.WORKER, request, 2)
+    stage = max(plan.stages, key=lambda stage: stage.activation_bytes)
+    passes_s, moved_bytes = stage.split_s(_SLOTS), stage.offload * stage.activation_bytes / _SLOTS
+    yield environment.describe(f"{rounds} rounds of {request['minibatches']} minibatches of {_SLOTS} microbatches")
+    yield (
+        f"- passes of {passes_s[0] * 1e3:.1f} and {passes_s[1] * 1e3:.1f} ms; {format_bytes(moved_bytes)} of each "
+        f"microbatch move in {moved_bytes / rate * 1e3:.1f} ms, at {format_rate(rate)}\n"
+    )
+    ratios = compare_rounds(taken_s["half on disk"], taken_s["in memory"])
+    yield format_head("seconds of a minibatch | in memory | half on disk | ratio", "lr")
+    cells = [format_quartiles(taken_s[name]) for name in plans]
+    yield format_row(("median (quartiles)", *cells, format_quartiles(ratios))) + "\n"
 
 
 def _compare_bubbles(options: argparse.Namespace) -> Iterator[str]:

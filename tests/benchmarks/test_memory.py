@@ -109,10 +109,10 @@ def test_roundpipe_has_the_smallest_bubble_with_stages_chosen_for_it() -> None:
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize(("part", "rows"), [("bytes", 6), ("largest", 2), ("bubble", 2)])
+@pytest.mark.parametrize(("part", "rows"), [("bytes", 6), ("slots", 1), ("largest", 2), ("bubble", 2)])
 def test_it_runs_in_its_smallest_size(part: str, rows: int, tmp_path: Path) -> None:
     ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", part), folder=tmp_path).end(300.0)
     assert ended.status == 0, ended.err
-    table = [line for line in ended.out.splitlines() if re.match(r"\| (one worker|1F1B|1-1-1|Qwen3)", line)]
+    table = [line for line in ended.out.splitlines() if re.match(r"\| (one worker|1F1B|1-1-1|Qwen3|median)", line)]
     assert len(table) == rows, ended.out
     assert not any("| 0 |" in line or "| - |" in line for line in table if part == "largest"), ended.out
