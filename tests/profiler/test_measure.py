@@ -180,7 +180,11 @@ def test_an_update_has_a_fixed_part_and_one_by_bytes(widths: tuple[int, ...]) ->
     """What one parameter takes alone cannot be divided."""
     watch = Hands()
     parameters = [(str(width), nn.Parameter(torch.zeros(width))) for width in widths]
-    cost = measure_update(partial(Timed, watch=watch), parameters, watch, scheduler=EndingSchedule, warmup=1, runs=5)
+    optimizer, ran = partial(Timed, watch=watch), []
+    cost = measure_update(
+        optimizer, parameters, watch, lambda: ran.append(watch.now_s), scheduler=EndingSchedule, warmup=1, runs=5
+    )
+    assert ran == [number * (13.0 + 4 * sum(widths)) for number in range(6)], "between the steps over all parameters"
     assert cost.update_s == 13 + 4 * sum(widths)
     assert cost.fixed_s == pytest.approx(13 if len(widths) > 1 else 0.0)
 
@@ -205,6 +209,25 @@ def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
     )
     assert names == ["body.0.weight", "body.0.bias"]
     assert profile.layers[2].parameter_bytes == 0
+
+
+def test_a_layer_that_fails_between_updates_is_named() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.calls = nn.Parameter(torch.ones(())), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 3:  # the first call is for the bytes
+                raise ValueError("worn out")
+            return x * self.weight
+
+    layers = [nn.Linear(2, 2), Fails()]
+    graph = LayerGraph.chain((Layer("a", "Linear", ("a.weight", "a.bias")), Layer("b", "Fails", ("b.weight",))))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ProfileError, match=r"^the layer 'b' \(Fails\) should run .* raised ValueError: worn out"):
+        measure(layers, graph, (torch.randn(1, 2),), model_name="T", preserve_state=preserve_state, optimizer=optimizer)
 
 
 class Clock:

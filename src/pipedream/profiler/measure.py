@@ -112,7 +112,10 @@ def measure(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
         halves = measure_half_length(layers, sample, None if call else samples, passes.run_layer)
-        laps_s = [_time_run(passes, advance, sample) for _ in range(warmup + runs)][warmup:]
+        steps, parameters = None, named_parameters(layers, graph)
+        if optimizer is not None and parameters:
+            steps = partial(measure_update, optimizer, parameters, Stopwatch(place), scheduler=scheduler)
+        laps_s, update = _time_runs(partial(_time_run, passes, advance, sample), steps, warmup, runs)
         needs = passes.measure_needs(sample, sizes, loss_bytes)
         # Without the loss, which takes the whole batch. A failed run leaves laps in the stopwatch.
         part_passes = Passes(layers, graph, None, Stopwatch(place, without_launches=True), place, autocast, call)
@@ -124,11 +127,6 @@ def measure(
         if place.type == "cuda":
             host_passes = Passes(layers, graph, loss, HostStopwatch(place), place, autocast, call)
             of_passes["launch_s"] = measure_launch_seconds(host_passes, sample, runs)
-        update, parameters = UpdateCost(), named_parameters(layers, graph)
-        if optimizer is not None and parameters:
-            update = measure_update(
-                optimizer, parameters, Stopwatch(place), scheduler=scheduler, warmup=warmup, runs=runs
-            )
     laps = list(zip(columns[0::2], columns[1::2], strict=True))
     loss_laps = laps.pop() if loss is not None else None
     loss_launch_s = sum(of_passes["launch_s"][2 * len(layers) :])
@@ -154,6 +152,23 @@ def measure(
         versions=versions(),
         tied=tied_parameters(graph, all_parameters(layers, graph)),
     )
+
+
+def _time_runs(
+    run: Callable[[], list[float]], steps: Callable[..., UpdateCost] | None, warmup: int, runs: int
+) -> tuple[list[list[float]], UpdateCost]:
+    """Returns the laps of the runs after the warm-up, and the cost of the updates between them, if there are any."""
+    laps_s: list[list[float]] = []
+
+    def run_passes() -> None:
+        laps_s.append(run())
+
+    if steps is not None:
+        update = steps(run_passes, warmup=warmup, runs=runs)
+        return laps_s[warmup:], update
+    for _ in range(warmup + runs):
+        run_passes()
+    return laps_s[warmup:], UpdateCost()
 
 
 def _time_run(passes: Passes, advance: Callable[[], None], sample: Sample) -> list[float]:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from pipedream.core.cold import busy_wait_cold_cache
-from pipedream.core.errors import ProfileError
+from pipedream.core.errors import PipelineError, ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.profiler.sizes import Allocations, count_storage_bytes
 from pipedream.profiler.stopwatch import Watch
@@ -47,6 +47,7 @@ def measure_update(
     optimizer: OptimizerFactory,
     parameters: NamedParameters,
     watch: Watch,
+    run_passes: Callable[[], None],
     *,
     scheduler: SchedulerFactory | None = None,
     warmup: int,
@@ -55,6 +56,9 @@ def measure_update(
     """Times an optimizer on copies of the parameters that require gradients (at least one). Raises ProfileError.
 
     The caches are cold, as they are after the passes of a stage: the host then takes up to twice as long.
+
+    Args:
+        run_passes: runs the layers; called before each of warmup + runs steps, as weights have left the caches then.
     """
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
     with _naming_failure(len(copies)):
@@ -64,15 +68,15 @@ def measure_update(
             rates = None
         beginning = None if rates is None else deepcopy(rates.state_dict())
 
-        def step_s(some: Sequence[nn.Parameter]) -> float:
+        def step_s(some: Sequence[nn.Parameter], begin: Callable[[], None]) -> float:
             for _ in range(warmup + runs):
-                busy_wait_cold_cache()
+                begin()
                 _step(stepper, some, watch, rates)
                 if rates is not None:  # some have an end
                     rates.load_state_dict(deepcopy(beginning))
             return median(watch.laps_s()[warmup:])
 
-        update_s, working = step_s([copy for _, copy in copies]), 0
+        update_s, working = step_s([copy for _, copy in copies], run_passes), 0
         if Allocations.is_free():
             with Allocations(copies[0][1].device) as allocations:
                 stepper.step()
@@ -80,7 +84,8 @@ def measure_update(
         stepper.zero_grad()
         smallest = min((copy for _, copy in copies), key=lambda copy: copy.nbytes)
         # A step over a share s of all bytes takes f + k s: `part_s`, and `update_s` for 1; f is fixed.
-        part_s, share = step_s([smallest]), smallest.nbytes / sum(copy.nbytes for _, copy in copies)
+        part_s = step_s([smallest], busy_wait_cold_cache)
+        share = smallest.nbytes / sum(copy.nbytes for _, copy in copies)
         fixed_s = min(max((part_s - share * update_s) / (1 - share), 0.0), update_s) if share < 1 else 0.0
     sources = [copy.detach() for _, copy in copies]
     targets = [torch.empty_like(source) for source in sources]
@@ -139,6 +144,8 @@ def _count_state_bytes(state: Any) -> int:
 def _naming_failure(count: int) -> Iterator[None]:
     try:
         yield
+    except PipelineError:  # of the passes before a step
+        raise
     except Exception as error:
         raise ProfileError(
             f"one optimizer step over {count} parameters should be timed, but it raised {type(error).__name__}: "

@@ -1,11 +1,12 @@
 """Profiling: the layers of a model, and the seconds and bytes of each, measured or predicted.
 
-Only rank 0 profiles: ranks that measured at the same time would disturb each other and disagree.
+Rank 0 profiles. On CPUs the others run the same layers meanwhile, as in training: they share caches and memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchDim, first_part, known_samples, split_batch
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loss_probe import probe_weight
+from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import NOT_MEASURED
 from pipedream.workflows.probe import measure_runtime
@@ -67,7 +69,7 @@ def profile(
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
-    Every rank calls it, rank 0 measures, and all get its profile.
+    Every rank calls it, and all get rank 0's profile.
 
     On the device 'meta' nothing is computed or allocated: seconds follow from flops and bytes by the roofline of
     `as_device`. The notes of the profile list the assumptions. Otherwise what the runtime itself costs is measured too.
@@ -135,15 +137,25 @@ def profile(
         parts=parts,
         **shared,
     )
-    make = partial(_measure, model, inputs, layout or Layout(), meshes, finest, batch_dim, measure)
-    return replace(_profile_on_rank_0(make, device), runtime=measure_runtime(device).costs)
+    layout = layout or Layout()
+    make = partial(_measure, model, inputs, layout, meshes, finest, batch_dim, measure)
+    # Without an optimizer, whose copies of all weights would take the machine's memory once for each rank.
+    run_layers = partial(_measure, model, inputs, layout, (), finest, batch_dim, partial(measure, optimizer=None))
+    profile = _profile_on_rank_0(make, device, run_layers if device == "cpu" else None)
+    return replace(profile, runtime=measure_runtime(device).costs)
 
 
-def _profile_on_rank_0(make: Callable[[], Profile], device: str) -> Profile:
+def _profile_on_rank_0(
+    make: Callable[[], Profile], device: str, run_layers: Callable[[], object] | None = None
+) -> Profile:
+    """Returns rank 0's profile; the others run the layers meanwhile."""
     if not process_group.is_distributed():
         return make()
     rank, count = process_group.join_group(device)
     with guard_job(rank, count) as activity, activity.at("profiling"):
+        if rank and run_layers is not None:
+            with suppress(Exception):  # rank 0 fails as well, and says why
+                run_layers()
         text = process_group.make_on_rank_0(lambda: make().to_json(), rank)
     return Profile.from_json(text, "rank 0's profile")
 
@@ -167,6 +179,7 @@ def _measure(
     options = measure.keywords
     torch_device = process_group.process_device(options["device"])
     device_inputs = to_device(inputs, torch_device)
+    keep_freed_memory()  # as in training
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(torch_device)
     captured = capture(model, device_inputs, finest=finest)
