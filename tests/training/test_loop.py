@@ -72,6 +72,18 @@ def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(monkeypatch: pytest.Mon
     assert training.samples_per_s == [4.0, 4.0]
 
 
+def test_no_rate_has_the_warm_up_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of 8 minibatches 4 warm up: the first epoch is left out, and nothing of the second."""
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    recipe = pd.Recipe(nn.Linear(1, 1), nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), [1] * 4, [1])
+    pipeline: Any = Finishing(clock)
+    policy = loop.CheckpointPolicy(tmp_path, 0, 1)
+    training = loop.TrainingLoop(pipeline, recipe, Console(file=io.StringIO()), 1, policy, 0.0)
+    training.train(2, None, 1.0)
+    assert training.samples_per_s == [4.0]
+
+
 class _Pipeline:
     def __init__(self) -> None:
         self.computed = 0

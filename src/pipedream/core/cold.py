@@ -1,4 +1,4 @@
-"""Cold caches for measurements: code in a tight loop runs faster than between the passes of a model."""
+"""Caches in measurements: a fresh process is slow at first, and code in a tight loop is faster than in a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
+WARM_UP = 12
+"""Minibatches of a worker while its buffers grow and its caches fill: a fresh process takes ten to settle."""
+
 _LAYER_PASS_S = 3e-4
+
+
+def count_warm_up(minibatches: int | None) -> int:
+    """Returns how many of a worker's first minibatches no throughput counts: half of them if there are few."""
+    return WARM_UP if minibatches is None else min(WARM_UP, minibatches // 2)
 
 
 @cache

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from pipedream.core.cold import WARM_UP, count_warm_up
 from pipedream.core.errors import RecipeError
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader
@@ -153,12 +154,15 @@ class Baseline:
     def train(self, epochs: int, minibatches: int | None) -> dict[str, Any]:
         """Returns the figures of a run summary; the throughput is the median over epochs, as in `TrainingLoop`.
 
-        An epoch's throughput leaves out its first update, if there are more, and covers whole periods. One that
-        accumulates makes at least two updates, one that averages rarely at least a period after the first.
+        An epoch's throughput leaves out the warm-up, its first update and a last one of fewer minibatches, if there are
+        others, and covers whole periods. One that accumulates makes at least two updates, one that averages rarely at
+        least a period after the first.
         """
         keep_freed_memory()
         if minibatches is not None and max(self.accumulated, self.period) > 1:
             minibatches = max(minibatches, (1 + self.period) * self.minibatches * self.accumulated)
+        warm_up = count_warm_up(None if minibatches is None else minibatches // self.minibatches) // self.accumulated
+        warm_up -= warm_up % self.period
         recipe, order = self.task.recipe, DataOrder()
         start, done, rates, epoch_rates = time.perf_counter(), 0, [], []
         metrics: dict[str, float] = {}
@@ -174,7 +178,8 @@ class Baseline:
                 samples, most_samples = samples + size, max(most_samples, size)
                 done += self.minibatches * (len(batch) if self.accumulated > 1 else 1)
                 now_s = time.perf_counter()
-                if updates % self.period == 0:
+                is_whole = updates % self.period == 0 and (self.accumulated == 1 or len(batch) == self.accumulated)
+                if updates + 1 >= warm_up and is_whole:
                     period_ends[1:] = [(now_s, samples)]  # the first and the last
                 updates += 1
                 if minibatches is not None and done >= minibatches:

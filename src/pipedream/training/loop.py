@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from pipedream.core.cold import count_warm_up
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.progress import LogTimes, format_time_left, is_live
 from pipedream.core.units import format_bytes, format_seconds
@@ -130,6 +131,7 @@ class TrainingLoop:
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
         until = self.pipeline.position[0] if is_over else epochs
         remaining = self._progress.remaining = count_left(self.recipe.train, self.pipeline.position, until, minibatches)
+        warm_minibatches = self.pipeline.drain() + count_warm_up(remaining or None)
         if remaining > 0:
             expected = f", predicted to take {format_seconds(remaining * minibatch_s)}" if minibatch_s else ""
             self._console.print(f"training {remaining} minibatches{expected}\n")
@@ -141,7 +143,8 @@ class TrainingLoop:
                     self.losses.append((done.number, done.loss))
                     self._restarts.finish(done.number)
                     samples += done.samples
-                    if rate_begin is None and done.number >= self._evaluated_at:
+                    is_warm = done.number + 1 >= warm_minibatches and done.number >= self._evaluated_at
+                    if rate_begin is None and is_warm:
                         rate_begin = now_s, samples
                     self._progress.show(done, self.pipeline)
                     is_last = minibatches is not None and done.number + 1 >= minibatches
