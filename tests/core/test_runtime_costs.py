@@ -95,6 +95,8 @@ def test_the_bytes_of_a_sum_keep_its_workers_from_computing() -> None:
     assert (without.summing_s(0), longer.summing_s(0)) == (0.0, 2 * 100 * 0.01)
     on_gpus = costs(replace(plan, runtime=replace(COSTS, overlap_device=True)))
     assert on_gpus.summing_s(0) == 0.0
+    measured = costs(replace(plan, runtime=replace(COSTS, sum_s_per_byte=0.05)))
+    assert measured.summing_s(0) == 100 * 0.05, "a sum's own cost, if it is known"
     busy = replace(plan, runtime=RuntimeCosts(message_s_per_byte=0.01))
     for bytes_per_s, sum_s in ((1e9, 2.0), (10.0, 10.0)):  # the core's 2 s, or the network's 10 s
         timeline = pd.simulate(replace(busy, cluster=Cluster.flat(2, bytes_per_s)), minibatches=8)

@@ -17,11 +17,14 @@ import commands
 import processes
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream
+from pipedream.core.cold import count_warm_up
 from pipedream.core.errors import RecipeError
 from pipedream.core.model.profile import LayerProfile
 from pipedream.core.variants import ONE_WORKER, TORCH, Variant
@@ -29,7 +32,13 @@ from pipedream.options import TrainingOptions
 from pipedream.runtime import torch_baselines
 from pipedream.runtime.torch_baselines import Baseline, Task, collect_batches, data_parallel, one_f_one_b, plain_loop
 from pipedream.training import compare as comparing
-from pipedream.training.compare_variants import LinkVariants, accumulate_minibatches, predict_samples_per_s
+from pipedream.training.compare_variants import (
+    LinkVariants,
+    accumulate_minibatches,
+    add_bucket_copies,
+    count_batches,
+    predict_samples_per_s,
+)
 
 CPU = torch.device("cpu")
 RECIPE = """
@@ -333,13 +342,16 @@ def test_what_torch_offers_runs_if_it_is_named(monkeypatch: pytest.MonkeyPatch, 
 
 def test_predictions_include_what_messages_take_from_compute(tmp_path: Path) -> None:
     cost_file = tmp_path / "messages.json"
-    cost_file.write_text('{"message_s_per_byte": 1e-6}')
+    cost_file.write_text('{"costs": {"message_s_per_byte": 1e-6}, "sum_bytes_per_s": 1e8}')
     runs: Any = SimpleNamespace(run_worker=lambda *names, **how: (cost_file, None))
     profile = pipedream.profile(recipe().model, torch.randn(8, 8), runs=1)
     cluster = pipedream.Cluster.flat(2, 1e9)
     rates = []
-    for measured in (profile, comparing.add_message_cost(runs, profile, 2, 1e9)):
-        plan = pipedream.plan(measured, cluster, shape="straight", schedule="pipedream")
+    measured, summing = comparing.add_link_costs(runs, profile, cluster)
+    assert summing.sum_link(0) == (1e8, cluster.latency_s)
+    assert summing.link(0) == cluster.link(0), "messages have the whole rate"
+    for costs in (profile, measured):
+        plan = pipedream.plan(costs, cluster, shape="straight", schedule="pipedream")
         rates.append(predict_samples_per_s(plan))
     (message_bytes,) = (stage.output_bytes for stage in plan.stages[:-1])
     assert 8 / rates[1] - 8 / rates[0] == pytest.approx(2e-6 * message_bytes, rel=0.2)
@@ -366,6 +378,86 @@ def test_what_a_byte_takes_from_compute_is_what_it_adds_to_an_update(monkeypatch
     seconds = torch_baselines.measure_message_s_per_byte(loop, None, 1e6)
     assert seconds == pytest.approx(1.5e-6, rel=1e-3)
     assert set(sizes) == {1, 4000}  # 0.4 of what the link carries in 10 ms
+
+
+@given(
+    update_s=st.floats(0.001, 1.0), sum_s=st.floats(0.001, 1.0), delay_s=st.floats(0.0, 1.0), workers=st.integers(2, 9)
+)
+def test_an_all_reduce_beside_an_update_delays_the_longer_of_the_two(
+    update_s: float, sum_s: float, delay_s: float, workers: int
+) -> None:
+    """Predicted again for the same update and the same all-reduce, the two take as long as they did."""
+    clock, begun = [0.0], []
+
+    def all_reduce(values: torch.Tensor, async_op: bool = False) -> Any:
+        if values.dtype is torch.float64:
+            return values.mul_(workers)
+        if async_op:
+            begun.append(clock[0])
+            return SimpleNamespace(wait=lambda: wait(begun.pop()))
+        clock[0] += sum_s
+        return None
+
+    def wait(begin_s: float) -> None:
+        clock[0] = begin_s + max(update_s, sum_s) + delay_s
+
+    weights = nn.Parameter(torch.zeros(1000))
+    loop: Any = SimpleNamespace(
+        step=lambda batch: clock.__setitem__(0, clock[0] + update_s),
+        task=SimpleNamespace(rank=0, workers=workers),
+        named_parameters=[("weight", weights)],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_baselines, "dist", SimpleNamespace(all_reduce=all_reduce))
+        patch.setattr(torch_baselines, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        sum_bytes_per_s, sum_s_per_byte = torch_baselines.measure_sum(loop, None, 1e6)
+    port_bytes = 2 * (workers - 1) / workers * 20_000  # of 20 ms, more than the weights have
+    predicted_s = max(port_bytes / sum_bytes_per_s, update_s + port_bytes * sum_s_per_byte)
+    assert predicted_s == pytest.approx(max(update_s, sum_s) + delay_s, abs=1e-6)
+
+
+@given(st.integers(0, 1000))
+def test_a_warm_up_is_at_most_half_of_a_run(minibatches: int) -> None:
+    assert count_warm_up(minibatches) == min(count_warm_up(None), minibatches // 2)
+
+
+@given(
+    seconds=st.floats(0.0, 10.0),
+    bytes_per_s=st.floats(1e5, 1e9),
+    accumulated=st.sampled_from([1, 2, 8]),
+    sums=st.sampled_from(["full", "every:4", "every:30"]),
+    shared=st.booleans(),
+)
+def test_a_run_of_some_seconds_has_them_after_its_warm_up(
+    seconds: float, bytes_per_s: float, accumulated: int, sums: str, shared: bool
+) -> None:
+    """In the part that `Baseline.train` counts, at the predicted rate: at least two updates, and whole periods."""
+    layers = tuple(LayerProfile(0.1, 0.2, output_bytes=4, parameter_bytes=100_000) for _ in range(2))
+    profile, cluster = pipedream.Profile.of_chain(layers, batch=16), pipedream.Cluster.flat(2, bytes_per_s)
+    request: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2} if shared else {}
+    if accumulated > 1:
+        request, sums = {}, "full"
+    plan = pipedream.plan(profile, cluster, shape="data-parallel", sums=sums, **request)
+    plan = accumulate_minibatches(plan, accumulated) if accumulated > 1 else plan
+    of_update = 16 * (1 if shared and accumulated == 1 else 2 * accumulated)
+    count = count_batches(plan, 16, seconds)
+    updates, rest = divmod(count * 16, of_update)
+    period = plan.sum_method.period
+    warm_up = count_warm_up(accumulated * updates) // accumulated
+    warm_up -= warm_up % period
+    counted = updates - max(warm_up, 1) if period == 1 else updates - 1 - warm_up
+    assert rest == 0
+    assert counted >= 2
+    assert counted // period * period * of_update >= seconds * predict_samples_per_s(plan) - 1e-6
+    assert counted <= 2 * (period + count_warm_up(None)) + seconds * predict_samples_per_s(plan) / of_update
+
+
+def test_ddp_copies_its_gradients_into_buckets() -> None:
+    layers = tuple(LayerProfile(0.1, 0.2, output_bytes=4, parameter_bytes=10_000_000) for _ in range(2))
+    cluster = pipedream.Cluster.flat(2, 1e9)
+    plan = pipedream.plan(pipedream.Profile.of_chain(layers, batch=16), cluster, shape="data-parallel")
+    longer_s = 32 / predict_samples_per_s(add_bucket_copies(plan)) - 32 / predict_samples_per_s(plan)
+    assert longer_s == pytest.approx(0.4e-9 * 20_000_000)
 
 
 @pytest.mark.network
@@ -408,7 +500,9 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     (losses,) = folder.glob("*accumulating_8*/losses.json")
     assert len(json.loads(losses.read_text())) == 2, "160 samples are a minibatch of 128 and one of 32"
     (messages,) = folder.glob("messages*/messages.json")
-    assert 0 <= json.loads(messages.read_text())["message_s_per_byte"] < 1e-3
+    measured = json.loads(messages.read_text())
+    assert all(0 <= cost < 1e-3 for cost in measured["costs"].values())
+    assert 1e5 < measured["sum_bytes_per_s"] < 1e7, "bytes/s of an all-reduce over 40 Mbit/s"
     assert json.loads((folder / "compare.json").read_text()) == comparison
     assert (folder / "compare.svg").is_file()
     assert comparison["verdict"] in (folder / "compare.html").read_text().replace("&#x27;", "'")

@@ -38,8 +38,9 @@ from pipedream.runtime.results.results import Score
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import restoring_modes
 
-_TIMED_UPDATES = 16  # without messages, and with
+_TIMED_TURNS, _TURNS_S = 15, 2.0  # at most, of updates without messages and with
 _MAX_MESSAGE_BYTES, _LINK_SHARE = 2e6, 0.4  # a message fills this share of what the link carries during an update
+_LEAST_SUM_S, _MAX_SUM_BYTES = 0.02, 8_000_000  # latency counts for little in what takes longer
 
 Part = tuple[Any, Any, int]
 """Inputs, targets and number of samples of a microbatch."""
@@ -468,27 +469,71 @@ def measure_message_s_per_byte(loop: Baseline, batch: Any, bytes_per_s: float) -
     """
     rank, workers = loop.task.rank, loop.task.workers
 
-    def time_updates(*sizes: int) -> list[float]:
-        """Returns the seconds of an update with messages of each size; takes turns, as a machine's speed drifts."""
-        messages = [[torch.zeros(size, dtype=torch.uint8) for _ in range(2)] for size in sizes]
-        seconds: list[list[float]] = [[] for _ in sizes]
-        for _ in range(_TIMED_UPDATES):
-            for (sent, received), durations_s in zip(messages, seconds, strict=True):
+    def make_update(size: int) -> Callable[[], None]:
+        sent, received = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+
+        def update() -> None:
+            works = [dist.irecv(received, (rank - 1) % workers), dist.isend(sent, (rank + 1) % workers)]
+            loop.step(batch)
+            for work in works:
+                assert work is not None, "every rank of the group comes here"
+                work.wait()
+
+        return update
+
+    _warm_up(loop, batch)
+    (update_s,) = _time_in_turns(loop.task, [make_update(1)])
+    message_bytes = max(1, int(min(_MAX_MESSAGE_BYTES, _LINK_SHARE * bytes_per_s * update_s)))
+    without_messages_s, with_messages_s = _time_in_turns(loop.task, [make_update(1), make_update(message_bytes)])
+    return max(0.0, with_messages_s - without_messages_s) / (2 * message_bytes)
+
+
+def measure_sum(loop: Baseline, batch: Any, bytes_per_s: float) -> tuple[float, float]:
+    """Returns `Level.sum_bytes_per_s` over a link of this rate, and `RuntimeCosts.sum_s_per_byte`.
+
+    Each worker trains the whole model without an all-reduce, and beside one. What this takes more than the longer of
+    the two, computing takes from the all-reduce, which then has a lower rate, or the all-reduce from computing.
+    """
+    workers = loop.task.workers
+    size = max(sum(parameter.nbytes for _, parameter in loop.named_parameters), _LEAST_SUM_S * bytes_per_s)
+    gradients = torch.zeros(max(1, int(min(size, _MAX_SUM_BYTES)) // 4))
+    port_bytes = 2 * (workers - 1) / workers * gradients.nbytes
+
+    def update_beside() -> None:
+        work = dist.all_reduce(gradients, async_op=True)
+        loop.step(batch)
+        assert work is not None, "every rank of the group comes here"
+        work.wait()
+
+    _warm_up(loop, batch)
+    runs = [lambda: loop.step(batch), lambda: dist.all_reduce(gradients), update_beside]
+    update_s, sum_s, beside_s = _time_in_turns(loop.task, runs)
+    delay_s = max(0.0, beside_s - max(update_s, sum_s))
+    return port_bytes / (sum_s + delay_s * (sum_s > update_s)), delay_s / port_bytes
+
+
+def _warm_up(loop: Baseline, batch: Any) -> None:
+    keep_freed_memory()
+    for _ in range(WARM_UP):
+        loop.step(batch)
+
+
+def _time_in_turns(task: Task, runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Returns the median seconds of each, a mean over the workers; in turns, as a machine's speed drifts."""
+    seconds: list[list[float]] = [[] for _ in runs]
+
+    def take_turns(turns: int) -> list[float]:
+        for _ in range(turns):
+            for run, durations_s in zip(runs, seconds, strict=True):
                 start_s = time.perf_counter()
-                works = [dist.irecv(received, (rank - 1) % workers), dist.isend(sent, (rank + 1) % workers)]
-                loop.step(batch)
-                for work in works:
-                    assert work is not None, "every rank of the group comes here"
-                    work.wait()
+                run()
                 durations_s.append(time.perf_counter() - start_s)
         medians_s = torch.tensor([median(durations_s) for durations_s in seconds], dtype=torch.float64)
         dist.all_reduce(medians_s)
-        return (medians_s / workers).tolist()
+        return (medians_s / task.workers).tolist()
 
-    loop.step(batch)
-    message_bytes = max(1, int(min(_MAX_MESSAGE_BYTES, _LINK_SHARE * bytes_per_s * time_updates(1)[0])))
-    without_messages_s, with_messages_s = time_updates(1, message_bytes)
-    return max(0.0, with_messages_s - without_messages_s) / (2 * message_bytes)
+    turn_s = sum(take_turns(1))
+    return take_turns(min(_TIMED_TURNS, max(2, int(_TURNS_S / max(turn_s, 1e-9)))))
 
 
 def _read_batches(loader: Any, order: DataOrder, epoch: int, replica: int = 0, replicas: int = 1) -> Iterator[Any]:

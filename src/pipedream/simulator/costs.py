@@ -113,7 +113,7 @@ class Costs:
         """Returns the seconds that a sum over replicas keeps a worker busy after its backward."""
         if self.runtime.overlap_device or not self.sum_bytes or stage >= len(self.forward_s):
             return 0.0
-        return 2 * self.runtime.message_s_per_byte * self.sum_bytes[stage]
+        return (self.runtime.sum_s_per_byte or 2 * self.runtime.message_s_per_byte) * self.sum_bytes[stage]
 
     def end_s(self, channel: Channel) -> float:
         """Returns the seconds that a message keeps its sender, and again its receiver, from computing."""

@@ -98,7 +98,7 @@ def compare_recipe(
                 cluster = _limit_network(network, widths, bytes_per_s, scales)
                 if scales is None and options.device == "cpu":
                     progress(f"measuring messages over {format_link(min(bytes_per_s))} ...")
-                    profile = add_message_cost(runs, profile, workers, min(bytes_per_s))
+                    profile, cluster = add_link_costs(runs, profile, cluster)
             link = LinkVariants(runs, profile, cluster, options.microbatches, schedules, progress, scales, target)
             earlier = compared[0].variants if compared else ()
             one_worker = next((variant for variant in earlier if variant.name == ONE_WORKER), None)
@@ -138,17 +138,21 @@ def profile_together(runs: Runs, workers: int, microbatches: int) -> tuple[Profi
     return profile, notes
 
 
-def add_message_cost(runs: Runs, profile: Profile, workers: int, bytes_per_s: float) -> Profile:
-    """Returns the profile with the seconds of compute that each byte of a message costs on a link."""
+def add_link_costs(runs: Runs, profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """Returns the profile with the compute that messages and all-reduces cost, the cluster with the latter's rate."""
+    bytes_per_s = cluster.bandwidth_bytes_per_s
     name = f"messages {format_link(bytes_per_s)}"
     try:
-        file, _ = runs.run_worker("messages", workers, name, bytes_per_s=bytes_per_s)
+        file, _ = runs.run_worker("messages", cluster.workers, name, bytes_per_s=bytes_per_s)
     except RunFailed as failed:
         raise failed.make_error("the exchange of messages") from None
-    costs = json.loads(file.read_text(encoding="utf-8"))
-    if "why" in costs:  # the plain loop does not train this recipe
-        return profile
-    return replace(profile, runtime=replace(profile.runtime, **costs))
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    if "why" in measured:  # the plain loop does not train this recipe
+        return profile, cluster
+    *inner, outermost = cluster.levels
+    levels = (*inner, replace(outermost, sum_bytes_per_s=measured["sum_bytes_per_s"]))
+    runtime = replace(profile.runtime, **measured["costs"])
+    return replace(profile, runtime=runtime), replace(cluster, levels=levels)
 
 
 def choose_scales(profile: Profile, workers: int, bytes_per_s: Sequence[float]) -> Scales:

@@ -37,6 +37,9 @@ from pipedream.workflows.simulate import simulate
 OF_TORCH = "torch"
 """The name of all that torch offers among the methods that are compared."""
 
+_BUCKET_COPY_S_PER_BYTE = 0.4e-9
+"""Of the weights: torch 2.13, an x86 server."""
+
 _NAMES = {
     "data-parallel": "data parallel",
     "1f1b": "1F1B",
@@ -159,6 +162,7 @@ class LinkVariants:
         try:
             plan = make_plan(self.profile, spec.request)
             plan = accumulate_minibatches(plan, spec.accumulated) if spec.accumulated > 1 else plan
+            plan = add_bucket_copies(plan) if spec.kind == "ddp" and self.scales is None else plan
         except (PlanError, ScheduleError) as error:
             return replace(variant, why=str(error))
         if spec.kind and self.scales is None:
@@ -300,6 +304,12 @@ def accumulate_minibatches(plan: Plan, accumulated: int) -> Plan:
         }
         stages.append(replace(stage, forward_s=forward_s, backward_s=backward_s, **sizes))
     return replace(plan, schedule="1f1b", batch=count * plan.batch, microbatches=count, stages=tuple(stages))
+
+
+def add_bucket_copies(plan: Plan) -> Plan:
+    """Returns a plan whose updates include DDP's copies of gradients into its buckets and back."""
+    stages = (replace(s, update_s=s.update_s + _BUCKET_COPY_S_PER_BYTE * s.trained_bytes) for s in plan.stages)
+    return replace(plan, stages=tuple(stages))
 
 
 def _identify_run(plan: Plan) -> tuple[Any, ...]:

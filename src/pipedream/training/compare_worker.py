@@ -31,8 +31,8 @@ class WorkerJob:
 
     Attributes:
         kind: 'profile' measures the recipe on all workers at the same time; 'messages' the seconds of compute that a
-            byte of a message costs; 'plain', 'ddp' and '1f1b' train it as torch itself does; 'pipeline' runs `plan` in
-            the folder of `out`.
+            byte of a message or an all-reduce costs, and the rate of the latter; 'plain', 'ddp' and '1f1b' train it as
+            torch itself does; 'pipeline' runs `plan` in the folder of `out`.
         out: the file that rank 0 writes: the profile, the figures, or why this kind cannot train the recipe.
         runs, microbatches, mesh, layout, shard_weights: of a profile; see `workflows.profile`.
         bytes_per_s: of the link of the messages.
@@ -103,9 +103,11 @@ def run_job(job: WorkerJob) -> None:
 
 def _train(job: WorkerJob, recipe: Recipe, task: Task) -> dict[str, Any]:
     if job.kind == "messages":
-        loop = torch_baselines.plain_loop(task)
-        cost = torch_baselines.measure_message_s_per_byte(loop, recipe.first_batch(), job.bytes_per_s)
-        return {"message_s_per_byte": cost}
+        loop, batch = torch_baselines.plain_loop(task), recipe.first_batch()
+        message_s_per_byte = torch_baselines.measure_message_s_per_byte(loop, batch, job.bytes_per_s)
+        sum_bytes_per_s, sum_s_per_byte = torch_baselines.measure_sum(loop, batch, job.bytes_per_s)
+        costs = {"message_s_per_byte": message_s_per_byte, "sum_s_per_byte": sum_s_per_byte}
+        return {"sum_bytes_per_s": sum_bytes_per_s, "costs": costs}
     baseline = _make_baseline(job, recipe, task)
     if task.rank == 0:
         Path(job.out).with_suffix(BEGIN_SUFFIX).touch()

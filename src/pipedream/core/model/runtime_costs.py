@@ -26,6 +26,7 @@ class RuntimeCosts:
         encodings_s_per_byte: encoding -> seconds of encoding or decoding, per byte in memory.
         encoding_s_per_byte: what the encoding in use adds to `message_s_per_byte`, per byte in memory; negative if
             fewer bytes on the wire save more (`Messages.add_costs`).
+        sum_s_per_byte: seconds of an all-reduce, for each byte that a worker sends; 0 takes both ends of a message.
         overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds add to the layers'.
     """
 
@@ -37,9 +38,10 @@ class RuntimeCosts:
     overlap_device: bool = False
     encodings_s_per_byte: dict[str, float] = field(default_factory=dict, hash=False)
     encoding_s_per_byte: float = field(default=0.0, metadata=NOT_STORED)
+    sum_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("op_s", "message_s", "message_s_per_byte", "update_s", "load_s"):
+        for name in ("op_s", "message_s", "message_s_per_byte", "sum_s_per_byte", "update_s", "load_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 
