@@ -1,5 +1,5 @@
 # make train    trains a small model over two worker processes
-# make demo     compares DDP with pipelines over slow links, in four minutes; draws a picture like that of the README
+# make demo     compares DDP with pipelines over slow links, in five minutes; draws a picture like that of the README
 # make test     the default tests: no root, no GPU, no browser, a few minutes on two cores
 # make test-all all tests that this machine can run, and what is missing for each skipped one
 # make check    format, lint, types, the direction of imports, and the rules for words and sizes
@@ -29,7 +29,7 @@ train: $(STAMP)
 	@echo "next: make demo (over slow links), or a recipe of your own (docs/quickstart.md): $(BIN)/pipedream train RECIPE"
 
 demo: $(STAMP)
-	@$(BIN)/pipedream compare examples/vgg_digits.py --workers 2 --minibatches 16 \
+	@$(BIN)/pipedream compare examples/vgg_digits.py --workers 2 --seconds 1 \
 		--link 4gbit/s --link 1gbit/s --link 400mbit/s --link 100mbit/s \
 		--schedule torch --schedule pipedream --schedule pipedream_2bw
 

@@ -198,6 +198,25 @@ def test_the_throughput_of_rare_sums_is_that_of_whole_periods(monkeypatch: pytes
         assert figures["samples_per_s"] == pytest.approx(4 * 8 / 14)
 
 
+def test_the_throughput_leaves_out_the_warm_up_and_smaller_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker accumulates 4 minibatches, and at the end of an epoch 2. Those and the first three updates are slow."""
+    baseline = plain_loop(Task(recipe(target=None, scheduler=None), 0, 1, CPU))
+    baseline.accumulated, now_s, updates = 4, 0.0, 0
+    baseline.read_epoch = lambda epoch, order: iter([[None] * 4, [None] * 4, [None] * 2])
+
+    def step(batch: Any) -> int:
+        nonlocal now_s, updates
+        now_s += 100.0 if updates < 3 or len(batch) < 4 else 8.0
+        updates += 1
+        return 8 * len(batch)
+
+    monkeypatch.setattr(baseline, "step", step)
+    monkeypatch.setattr(torch_baselines, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    figures = baseline.train(5, 30)
+    assert figures["minibatches"] == 30
+    assert figures["samples_per_s"] == pytest.approx(32 / 8.0)
+
+
 def test_an_accumulating_run_makes_two_updates_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--minibatches 1`; the second update is what the epoch still has, and is summed once, too."""
     summed: list[bool] = []
@@ -271,6 +290,8 @@ def test_what_torchs_ways_do_not_train(make: Callable[[], Baseline], words: str)
         (("--link", "400mbit/s", "--hosts", "2x2"), "a link of 1 rates was asked for on a network of 2 levels"),
         (("--link", "1gbit/s,1mbit/s", "--hosts", "2x2", "--workers", "3"), "3 workers on 2x2 hosts were asked for"),
         (("--schedule", "1f1b+spike"), "a compensation changes losses, and speeds are compared; add --emulate-delay"),
+        (("--seconds", "2", "--minibatches", "8"), "--seconds 2 was given with --minibatches 8; leave one out"),
+        (("--seconds", "2", "--emulate-delay"), "--seconds 2 was given with --emulate-delay; leave one out"),
         (("--out", "."), "is not empty; name a new folder"),
         (("--out", "s3://bucket/run"), "--out s3://bucket/run was asked for, but comparisons are written on this mach"),
     ],

@@ -82,6 +82,12 @@ def compare(
     minibatches: int | None = option(
         None, "Stop each variant after this many minibatches.", metavar="N", least=1, unset="no limit"
     ),
+    seconds: float | None = option(
+        None,
+        "Train each variant for about this long after its warm-up, in place of --epochs and --minibatches.",
+        metavar="S",
+        least=0.0,
+    ),
     seed: int = SEED,
     device: str = option_of(TrainingOptions, "device"),
     out: str | None = option(None, "Folder for the run folders.", metavar="DIR", unset="a new one in runs/"),
@@ -102,6 +108,9 @@ def compare(
     flags = {"stages": stages, "profile": profile, "checkpoint_every": checkpoint_every}
     if not emulate_delay and (flag := next((as_flag(*pair) for pair in flags.items() if pair[1] is not None), "")):
         raise PlanError(f"{flag} was given without --emulate-delay; add it, or leave {flag} out")
+    if seconds is not None and (emulate_delay or minibatches is not None):
+        other = "--emulate-delay" if emulate_delay else f"--minibatches {minibatches}"
+        raise PlanError(f"--seconds {seconds:g} was given with {other}; leave one out")
     if hosts is not None and not links:
         raise PlanError("--hosts was given without --link; give the rates of the links, or leave it out")
     if workers is None and hosts is not None:
@@ -130,7 +139,7 @@ def compare(
     from pipedream.training.compare import COMPARED, compare_recipe
 
     compared = tuple(schedule or COMPARED)
-    comparison = compare_recipe(recipe, compared, options, links=links, widths=widths, progress=report)
+    comparison = compare_recipe(recipe, compared, options, links=links, widths=widths, seconds=seconds, progress=report)
     print_json({"verdict": comparison.verdict} | dict(encode(comparison))) if as_json else print(f"\n{comparison}")
 
 

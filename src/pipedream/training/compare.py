@@ -46,6 +46,7 @@ def compare_recipe(
     *,
     links: Sequence[tuple[float, ...]] = (),
     widths: tuple[int, ...] = (),
+    seconds: float | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> RecipeComparison:
     """Trains each variant in its own processes, and writes the comparison into a folder.
@@ -61,6 +62,7 @@ def compare_recipe(
             form meshes of them.
         links: for each the bytes/s of the levels of a slow network, innermost first; without any, this machine's own.
         widths: of the levels; by default all workers on one.
+        seconds: of each variant after its warm-up, as predicted, in place of the options' epochs and minibatches.
         progress: is called with a line before and after each step.
 
     Raises:
@@ -99,7 +101,9 @@ def compare_recipe(
                 if scales is None and options.device == "cpu":
                     progress(f"measuring messages over {format_link(min(bytes_per_s))} ...")
                     profile, cluster = add_link_costs(runs, profile, cluster)
-            link = LinkVariants(runs, profile, cluster, options.microbatches, schedules, progress, scales, target)
+            link = LinkVariants(
+                runs, profile, cluster, options.microbatches, schedules, progress, scales, target, seconds
+            )
             earlier = compared[0].variants if compared else ()
             one_worker = next((variant for variant in earlier if variant.name == ONE_WORKER), None)
             compared.append(OverLink(tuple(bytes_per_s), tuple(link.measure_all(one_worker))))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
+from pipedream.core.cold import WARM_UP
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -73,6 +75,7 @@ class LinkVariants:
     Attributes:
         scales: of the emulation of several workers; None if they compute.
         target: the recipe's, known once something has been trained.
+        seconds: predicted for each variant after its warm-up; by default the runs' epochs and minibatches count.
     """
 
     runs: Runs
@@ -83,6 +86,7 @@ class LinkVariants:
     progress: Callable[[str], None]
     scales: Scales | None = None
     target: tuple[str, float] | None = None
+    seconds: float | None = None
     _minibatches: int = 0
     _variants_by_run: dict[tuple[Any, ...], Variant] = field(default_factory=dict)
 
@@ -183,6 +187,7 @@ class LinkVariants:
     def _measure_torch(self, variant: Variant, spec: _Spec, plan: Plan) -> Variant:
         bounds = [(stage.first, stage.last) for stage in plan.stages]
         name = self._append_link(variant.name)
+        self._choose_length(plan)
         self.progress(f"{name} ...{self._predict_duration(plan)}")
         try:
             file, sent_bytes = self.runs.run_worker(
@@ -217,6 +222,7 @@ class LinkVariants:
 
     def _measure_method(self, name: str, plan: Plan) -> Variant:
         label, accumulated = self._append_link(name), plan.batch // self.profile.batch
+        self._choose_length(plan)
         self.progress(f"{label} ...{self._predict_duration(plan)}")
         try:
             if self.scales is None:
@@ -246,11 +252,18 @@ class LinkVariants:
             metrics=summary["metrics"],
         )
 
+    def _choose_length(self, plan: Plan) -> None:
+        """Gives the next run `seconds` after its warm-up."""
+        if self.seconds is not None:
+            count = count_batches(plan, self.profile.batch, self.seconds)
+            self.runs.options = replace(self.runs.options, epochs=count, minibatches=count)
+
     def _predict_duration(self, plan: Plan) -> str:
         """Returns words for how long a run should take; '' until a first run has shown its number of minibatches."""
         count = self.runs.options.minibatches or self._minibatches
         rate = predict_samples_per_s(plan) if count and self.scales is None else 0.0
-        return f" {count} minibatches, about {format_seconds(count * plan.batch / rate)}" if count and rate else ""
+        seconds = format_seconds(count * self.profile.batch / rate) if rate else ""
+        return f" {count} minibatches, about {seconds}" if count and rate else ""
 
     def _append_link(self, name: str) -> str:
         """Returns a variant's name with its link."""
@@ -317,6 +330,20 @@ def _identify_run(plan: Plan) -> tuple[Any, ...]:
     stages = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
     exchanged = plan.messages, plan.sums
     return stages, plan.schedule, plan.batch, plan.microbatches, plan.in_flight, plan.worker_order, exchanged
+
+
+def count_batches(plan: Plan, batch: int, seconds: float) -> int:
+    """Returns how many batches of `batch` samples a run takes whose steady part, after a warm-up, lasts this long.
+
+    It has at least two updates, and whole periods of rare sums.
+    """
+    batches, period = plan.batch // batch, plan.sum_method.period
+    accumulated = max(1, batches // plan.workers)  # minibatches of a worker for an update
+    update_batches = batches * (1 if plan.microbatches > 1 else max(plan.replicas))
+    updates = max(2, ceil(seconds * predict_samples_per_s(plan) / batch / update_batches))
+    updates = ceil(updates / period) * period
+    warm_up = ceil(min(WARM_UP, updates * accumulated) / accumulated / period) * period
+    return update_batches * (updates + warm_up + (period > 1))  # periods begin after a first update
 
 
 def _count_steady_minibatches(plan: Plan) -> int:
