@@ -892,7 +892,7 @@ BREAKS = (
     Break(
         "partition: each rank's partial sum is the sum",
         "layouts/step.py",
-        "into.copy_(COMBINE[reduction](into, part) if piece in seen else part)",
+        "into.copy_(COMBINE[reduction](into, part) if piece in written else part)",
         "into.copy_(part)",
         ("layouts/test_partitioned.py",),
     ),

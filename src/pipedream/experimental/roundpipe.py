@@ -63,10 +63,10 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
             "of the cluster are on different ones; plan for one machine, or choose another method"
         )
     if plan.activations or plan.ranks > plan.workers:
-        asked = f"activations={plan.activations!r}" if plan.activations else f"the meshes of plan {plan.config}"
+        option = f"activations={plan.activations!r}" if plan.activations else f"the meshes of plan {plan.config}"
         raise kit.ScheduleError(
-            f"schedule 'roundpipe' was asked for with {asked}, but its workers compute with weights of others, which a "
-            "mesh would divide, and keep only inputs; leave that out, or choose another method"
+            f"schedule 'roundpipe' was asked for with {option}, but its workers compute with weights of others, which "
+            "a mesh would divide, and keep only inputs; leave that out, or choose another method"
         )
     if forwards < 0 or delay not in (0, 1):
         raise kit.ScheduleError(

@@ -166,9 +166,9 @@ class _Passes:
         available |= {*self._entering, *step.buffers.values()}
         late = self._run.list_needed({*available, *step.tangents}, self._gradients.values())
         read = {access.tensor for number in late for access in steps[number].line.operands}
-        kept = (read | set(self._gradients.values())) & available
-        self._saved = tuple(sorted(kept))
-        self._forward = forward | kept
+        saved = (read | set(self._gradients.values())) & available
+        self._saved = tuple(sorted(saved))
+        self._forward = forward | saved
 
     def _complete_partition(self, tensors: Sequence[DTensor], parameters: Mapping[str, DTensor]) -> Partition:
         step = self._step

@@ -99,11 +99,11 @@ def compare_layouts(
     Raises:
         PlanError: see `pipedream.lay_out`.
     """
-    each, ops = step.usual_bytes, step.operators
-    rates = bytes_per_s and {dimension: rate / each for dimension, rate in bytes_per_s.items()}
-    fits = None if memory_bytes is None else memory_bytes // each
+    element_bytes, ops = step.usual_bytes, step.operators
+    rates = bytes_per_s and {dimension: rate / element_bytes for dimension, rate in bytes_per_s.items()}
+    fits = None if memory_bytes is None else memory_bytes // element_bytes
     if fits == 0:
-        raise PlanError(f"a memory of {memory_bytes} bytes was given, but an element has {each}; give more")
+        raise PlanError(f"a memory of {memory_bytes} bytes was given, but an element has {element_bytes}; give more")
     try:
         chosen = lay_out(
             ops,
@@ -124,13 +124,13 @@ def compare_layouts(
         seconds = None
         if operations_per_s is not None and rates is not None:
             seconds = report.seconds(operations_per_s, rates)
-        return _report_layout(report, each) | {"seconds": seconds}
+        return _report_layout(report, element_bytes) | {"seconds": seconds}
 
     return {
         "mesh": mesh.text,
         "objective": objective,
         "rules": chosen.rules,
-        "element_bytes": each,
+        "element_bytes": element_bytes,
         "layout": row(chosen),
         "none": row(Layout()),
         "fixed": sorted(fixed),

@@ -146,22 +146,22 @@ class PartitionedStep:
             values: parts of the parameters, buffers, inputs and tangents that they need, or of what was kept before.
             keep: the tensors to return.
         """
-        kept = set(keep)
-        numbers = self.list_needed(values, kept)
+        returned = set(keep)
+        numbers = self.list_needed(values, returned)
         last_use = {
             access.tensor: number for number in numbers for access in self._step.operators.steps[number].accesses
         }
         live = dict(values)
         for name, make in self._step.constants.items():
-            if name in last_use or name in kept:
+            if name in last_use or name in returned:
                 live[name] = self.part(name, make())
         for number in numbers:
             step = self._step.operators.steps[number]
             live[step.result] = self._run(number, step, self._step.calls[number], live)
-            for name in {access.tensor for access in step.accesses} - kept:
+            for name in {access.tensor for access in step.accesses} - returned:
                 if last_use[name] == number:
                     del live[name]
-        return {name: live[name] for name in kept}
+        return {name: live[name] for name in returned}
 
     def _run(self, number: int, step: Operator, call: DescribedCall, live: Mapping[str, Parts]) -> Parts:
         operands: dict[int, dict[object, torch.Tensor]] = {rank: {} for rank in self._ranks.local}
@@ -214,9 +214,9 @@ def _assemble(box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch
 def _combine(box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor, reduction: str) -> torch.Tensor:
     """Returns a share of a result from partial ones."""
     combined = like.new_empty([len(values) for values in box])
-    seen: list[Box] = []
+    written: list[Box] = []
     for piece, part in arrived:
         into = _cut_out(combined, box, piece)
-        into.copy_(COMBINE[reduction](into, part) if piece in seen else part)
-        seen.append(piece)
+        into.copy_(COMBINE[reduction](into, part) if piece in written else part)
+        written.append(piece)
     return combined

@@ -180,7 +180,7 @@ def _plan_all(
     planned: list[tuple[Candidate, Plan]] = []
     refused: list[Candidate] = []
     shortages: list[tuple[Candidate, ShortageError]] = []
-    seen = set()
+    keys = set()
     for candidate, finalist, in_flight in alternatives.all():
         advance()
         try:
@@ -191,9 +191,9 @@ def _plan_all(
                 shortages.append((candidate, error))
             continue
         key = (plan.schedule, plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order)
-        if key in seen:
+        if key in keys:
             continue
-        seen.add(key)
+        keys.add(key)
         planned.append((candidate_from_plan(candidate, plan, alternatives.methods[candidate.schedule]), plan))
     return planned, refused, shortages
 

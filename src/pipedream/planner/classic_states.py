@@ -166,16 +166,16 @@ def _reduce(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
 def _order_depth_first(followers: list[list[int]]) -> list[int]:
     """Returns the states in the reverse of the order in which a depth-first walk leaves them, as in the original."""
     finished: list[int] = []
-    seen = {0}
+    visited = {0}
     stack = [(0, iter(followers[0]))]
     while stack:
         state, unvisited = stack[-1]
-        follower = next((other for other in unvisited if other not in seen), None)
+        follower = next((other for other in unvisited if other not in visited), None)
         if follower is None:
             finished.append(state)
             stack.pop()
         else:
-            seen.add(follower)
+            visited.add(follower)
             stack.append((follower, iter(followers[follower])))
     return finished[::-1]
 

@@ -239,11 +239,11 @@ def _drop_beaten(space: MeshSpace, all_ranks: bool) -> MeshSpace:
             return False
         return all(bool((a <= b).all()) for a, b in zip(costs[mesh], costs[other], strict=True))
 
-    kept: list[Mesh] = []
+    unbeaten: list[Mesh] = []
     for mesh in sorted(space.meshes, key=lambda mesh: mesh.size):
-        if not any(beats(other, mesh) for other in kept):
-            kept = [other for other in kept if not beats(mesh, other)] + [mesh]
-    return replace(space, meshes=tuple(mesh for mesh in space.meshes if mesh in kept))
+        if not any(beats(other, mesh) for other in unbeaten):
+            unbeaten = [other for other in unbeaten if not beats(mesh, other)] + [mesh]
+    return replace(space, meshes=tuple(mesh for mesh in space.meshes if mesh in unbeaten))
 
 
 def _compute_costs(space: MeshSpace, mesh: Mesh) -> list[Any]:

@@ -198,14 +198,14 @@ class WorkerLine:
         for row in map(tuple, rows.tolist()):
             if row not in distinct:
                 count, speed, memory, rate, latency_s, *ports = row
-                each = zip(ports[:kinds], ports[kinds : 2 * kinds], ports[2 * kinds :], strict=True)
+                loads = zip(ports[:kinds], ports[kinds : 2 * kinds], ports[2 * kinds :], strict=True)
                 distinct[row] = Site(
                     int(count),
                     speed,
                     None if memory == np.inf else int(memory),
                     SumLink(rate, latency_s, self.cluster.sums),
                     self.cluster.sum_costs,
-                    busiest_ports(PortLoad(*port) for port in each),
+                    busiest_ports(PortLoad(*port) for port in loads),
                 )
             sites.append(distinct[row])
         return sites

@@ -255,7 +255,7 @@ def count_moved_state(plan: Plan, before: Plan, built: Schedule) -> Plan:
     for planned, counted, stage in rows:
         rest_bytes = is_planned * max(planned.peak_bytes - counted.peak_bytes, 0)
         copies_s, before_s = (
-            float(hosted_copies_s(stage.trained_bytes, _place_optimizers(each), on_gpus)) for each in (plan, before)
+            float(hosted_copies_s(stage.trained_bytes, _place_optimizers(timed), on_gpus)) for timed in (plan, before)
         )
         memory = replace(stage.memory, message_bytes=stage.memory.message_bytes + rest_bytes)
         peak_bytes, update_s = stage.peak_bytes + rest_bytes, stage.update_s + copies_s - before_s

@@ -151,7 +151,7 @@ class Placement(Artifact):
         return tuple(StageReplica(stage, 0) for stage, owner in enumerate(self.forwards) if owner == rank)
 
     def remote_forwards(self, rank: int) -> tuple[StageReplica, ...]:
-        return tuple(each for each in self.passes(rank, forward=True) if self.is_remote(each.stage))
+        return tuple(replica for replica in self.passes(rank, forward=True) if self.is_remote(replica.stage))
 
     def __str__(self) -> str:
         if self.forwards:

@@ -249,7 +249,7 @@ def _share_names(
     for tensor in tensors:
         for at in range(len(tensors[tensor])):
             names.setdefault(classes.find((first[tensor], at)), f"{tensor}_{at}")
-    taken = set(names.values())
+    used = set(names.values())
     lines = []
     for number, operator in enumerate(operators):
         shared = {}
@@ -257,9 +257,9 @@ def _share_names(
             place = classes.find((number, letter))
             if place not in names:  # it runs over no whole dimension
                 name = f"{operator.result}_{letter}"
-                while name in taken:
+                while name in used:
                     name += "_"
-                taken.add(name)
+                used.add(name)
                 names[place] = name
             shared[letter] = names[place]
         lines.append(rename_indices(operator.line, shared))
@@ -282,9 +282,9 @@ class _Connected:
 
     def join(self, place: _Place, other: _Place) -> None:
         """Makes one class of two, unless it would have two places of an operator or tensor."""
-        kept, moved = sorted((self.find(place), self.find(other)), key=lambda place: -len(self._places[place]))
-        if kept == moved or self._owners[kept] & self._owners[moved]:
+        target, moved = sorted((self.find(place), self.find(other)), key=lambda place: -len(self._places[place]))
+        if target == moved or self._owners[target] & self._owners[moved]:
             return
-        self._owners[kept] |= self._owners.pop(moved)
-        self._of |= dict.fromkeys(self._places[moved], kept)
-        self._places[kept] += self._places.pop(moved)
+        self._owners[target] |= self._owners.pop(moved)
+        self._of |= dict.fromkeys(self._places[moved], target)
+        self._places[target] += self._places.pop(moved)

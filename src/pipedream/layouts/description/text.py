@@ -171,8 +171,8 @@ class _Expression:
     def _read(self, node: ast.expr) -> None:
         match node:
             case ast.Subscript(value=ast.Name(id=tensor), slice=indices):
-                each = indices.elts if isinstance(indices, ast.Tuple) else [indices]
-                self.accesses.append(Access(tensor, tuple(map(self._read_index, each)), self._find_column(node)))
+                elements = indices.elts if isinstance(indices, ast.Tuple) else [indices]
+                self.accesses.append(Access(tensor, tuple(map(self._read_index, elements)), self._find_column(node)))
             case ast.BinOp(left=left, right=right):
                 self._read(left)
                 self._read(right)

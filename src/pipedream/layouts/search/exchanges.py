@@ -186,7 +186,7 @@ def _plan_shares(stored: Sequence[Box]) -> tuple[Box | None, ...]:
             shares.append(box if rank == same[0] else None)
             continue
         longest = max(range(len(box)), key=lambda at: len(box[at]))
-        each, turn = -(-len(box[longest]) // len(same)), same.index(rank)
-        part = box[longest][turn * each : (turn + 1) * each]
+        share, turn = -(-len(box[longest]) // len(same)), same.index(rank)
+        part = box[longest][turn * share : (turn + 1) * share]
         shares.append((*box[:longest], part, *box[longest + 1 :]))
     return tuple(shares)

@@ -242,11 +242,11 @@ def _list_memory_rows(operators: Operators, mesh: Mesh) -> list[dict[Term, float
     for at, term, size in entries:
         change[at, term] += size
     rows = np.unique(np.cumsum(change, axis=0)[:end], axis=0)
-    kept = np.zeros((0, len(terms)))
+    maximal = np.zeros((0, len(terms)))
     for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not (kept >= row).all(axis=1).any():
-            kept = np.vstack([kept, row])
-    return [{term: float(row[at]) for term, at in terms.items() if row[at]} for row in kept]
+        if not (maximal >= row).all(axis=1).any():
+            maximal = np.vstack([maximal, row])
+    return [{term: float(row[at]) for term, at in terms.items() if row[at]} for row in maximal]
 
 
 def _explain_shortage(search: _Search, memory_elements: int) -> str:

@@ -137,11 +137,11 @@ class Elimination:
         if len(choices) <= most or most == 1:
             yield from choices[:most]
             return
-        random, seen = Random(0), set()
+        random, yielded = Random(0), set()
         for _ in range(most):
             choice = self._choose(random.choice)
-            if (values := tuple(choice.values())) not in seen:
-                seen.add(values)
+            if (values := tuple(choice.values())) not in yielded:
+                yielded.add(values)
                 yield choice
 
     def _choose(self, pick: Callable[[list[int]], int]) -> dict[Variable, int]:

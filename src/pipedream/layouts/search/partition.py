@@ -134,20 +134,20 @@ def _list_choices_without_replicas(operators: Operators, variable: Variable, par
 def _search_recursively(search: Search, cuts: int, batch: str = "") -> tuple[Halving, ...]:
     """Makes one cut after the other, each at the least cost, and follows ties until they differ."""
     ties = max(1, min(_TIES, _WORK // max(1, len(search.sizes))))
-    kept: list[tuple[State, tuple[Halving, ...]]] = [(search.uncut, ())]
+    cheapest: list[tuple[State, tuple[Halving, ...]]] = [(search.uncut, ())]
     for cut in range(cuts):
         most = ties if cut < cuts - 1 else 1  # after the last cut, any of them
-        candidates = [(*search.find_cheapest(state, most=most), state, before) for state, before in kept]
+        candidates = [(*search.find_cheapest(state, most=most), state, before) for state, before in cheapest]
         least = min(elements for elements, *_ in candidates)
-        each = -(-most // sum(elements == least for elements, *_ in candidates))
+        ways_per_tie = -(-most // sum(elements == least for elements, *_ in candidates))
         ways = (
             (state.after(choice), (*before, Halving(choice.schemes, choice.indices, elements)))
             for elements, choices, state, before in candidates
             if elements == least
-            for (choice,) in islice(choices, each)
+            for (choice,) in islice(choices, ways_per_tie)
         )
-        kept = list(islice(ways, most))
-    return kept[0][1]
+        cheapest = list(islice(ways, most))
+    return cheapest[0][1]
 
 
 def _search_jointly(search: Search, cuts: int, batch: str = "") -> tuple[Halving, ...]:
@@ -244,13 +244,13 @@ def _locate_samples(operators: Operators, batch: str) -> tuple[dict[str, int], d
 def _search_greedily(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
     """Lets one tensor after the other, the largest first, take its cheapest scheme (Huang et al., ATC 2015)."""
 
-    def each() -> Iterator[Choice]:
+    def yield_choices() -> Iterator[Choice]:
         state = search.uncut
         for _ in range(cuts):
             yield (choice := search.choose_greedily(state))
             state = state.after(choice)
 
-    return _count_moves(search, each())
+    return _count_moves(search, yield_choices())
 
 
 _Method = Callable[[Search, int, str], tuple[Halving, ...]]

@@ -174,7 +174,7 @@ class Search:
             {variable: values[variable][at] for variable, at in chosen.items()} for chosen in elimination.choices(most)
         )
         return round(elimination.least), (
-            tuple(self._build_choice(taken, at) for at in range(cuts)) for taken in choices
+            tuple(self._build_choice(chosen_ways, at) for at in range(cuts)) for chosen_ways in choices
         )
 
     def count_elements(self, state: State, choice: Choice) -> int:
@@ -205,32 +205,32 @@ class Search:
             (variable for variable in self._order if isinstance(variable, str)),
             key=lambda variable: -prod(map(len, state.boxes[variable])),
         )
-        taken: dict[Variable, _Taken] = {}
+        ways: dict[Variable, _Taken] = {}
         for tensor in tensors:
             around = [tables for tables in costs.values() if tensor in tables]
-            each = np.zeros(len(values[tensor]))
+            totals = np.zeros(len(values[tensor]))
             for tables in around:
                 others = [table.min(axis=1, keepdims=True) for name, table in tables.items() if name != tensor]
-                each += sum(others, tables[tensor]).min(axis=0)
-            at = int(np.argmin(each))
-            taken[tensor] = values[tensor][at]
+                totals += sum(others, tables[tensor]).min(axis=0)
+            at = int(np.argmin(totals))
+            ways[tensor] = values[tensor][at]
             for tables in around:
                 tables[tensor] = tables[tensor][:, [at]]
         for number, tables in costs.items():
-            taken[number] = values[number][int(np.argmin(sum(table[:, 0] for table in tables.values())))]
-        return self._build_choice(taken, 0)
+            ways[number] = values[number][int(np.argmin(sum(table[:, 0] for table in tables.values())))]
+        return self._build_choice(ways, 0)
 
-    def _build_choice(self, taken: Mapping[Variable, _Taken], at: int) -> Choice:
-        schemes = {name: taken[variable][at][0] for name, variable in self._tensors.items()}
-        return Choice(schemes, tuple(taken[variable][at][0] for variable in self._steps))
+    def _build_choice(self, ways: Mapping[Variable, _Taken], at: int) -> Choice:
+        schemes = {name: ways[variable][at][0] for name, variable in self._tensors.items()}
+        return Choice(schemes, tuple(ways[variable][at][0] for variable in self._steps))
 
     def _list_ways(self, variable: Variable, part: Any, cuts: int) -> list[_Taken]:
         if not cuts:
             return [()]
         ways = []
         for choice in self.allowed(variable, part):
-            left = halve_box(part, choice) if isinstance(variable, str) else halve_index(part, choice)
-            for rest in self._list_ways(variable, left, cuts - 1):
+            half = halve_box(part, choice) if isinstance(variable, str) else halve_index(part, choice)
+            for rest in self._list_ways(variable, half, cuts - 1):
                 if not (self.uniform and rest and rest[0][0] != choice):
                     ways.append(((choice, part), *rest))
         return ways
@@ -244,18 +244,18 @@ class Search:
             access = Access(tensor, indices, 0)
             costs = np.zeros((len(steps), len(tensors)))
             for at in range(len(steps[0])):
-                used = [halve_access(access, shape, taken[at][1], taken[at][0], is_result=is_result) for taken in steps]
-                stored = [halve_tensor(taken[at][1], taken[at][0]) for taken in tensors]
-                ways = ((kept, use) for use, kept in product(used, stored))
-                each = [count_moved(use, kept) if is_result else count_moved(kept, use) for kept, use in ways]
-                costs += 2**at * np.reshape(each, costs.shape)
+                used = [halve_access(access, shape, way[at][1], way[at][0], is_result=is_result) for way in steps]
+                stored = [halve_tensor(way[at][1], way[at][0]) for way in tensors]
+                pairs = ((store, use) for use, store in product(used, stored))
+                moved = [count_moved(use, store) if is_result else count_moved(store, use) for store, use in pairs]
+                costs += 2**at * np.reshape(moved, costs.shape)
             self._cost_tables[key] = costs
         return self._cost_tables[key]
 
 
-def _make_hashable(taken: list[_Taken]) -> object:
+def _make_hashable(ways: list[_Taken]) -> object:
     return tuple(
-        (choice, tuple(part.items()) if isinstance(part, dict) else part) for value in taken for choice, part in value
+        (choice, tuple(part.items()) if isinstance(part, dict) else part) for way in ways for choice, part in way
     )
 
 
@@ -336,11 +336,11 @@ def _group_equal_readers(
     """
     turns: dict[object, list[int]] = defaultdict(list)
     for (name, form, at), numbers in readers.items():
-        taken: Counter[object] = Counter()
+        times: Counter[object] = Counter()
         for number in numbers:
             classes = tuple(tensors[weight] for weight in weights[number])
-            turns[tensors[name], form, at, classes, taken[classes]].append(number)
-            taken[classes] += 1
+            turns[tensors[name], form, at, classes, times[classes]].append(number)
+            times[classes] += 1
     return [same for same in turns.values() if len({steps[number] for number in same}) > 1]
 
 

@@ -154,8 +154,8 @@ def _compute_var_mean(
 def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     shape = (*[1] * (len(repeats) - x.dim()), *x.shape)
     apart = [size for pair in zip(repeats, shape, strict=True) for size in pair]
-    each = [size for length in shape for size in (1, length)]
-    return x.reshape(each).expand(apart).reshape([a * b for a, b in zip(repeats, shape, strict=True)])
+    interleaved = [size for length in shape for size in (1, length)]
+    return x.reshape(interleaved).expand(apart).reshape([a * b for a, b in zip(repeats, shape, strict=True)])
 
 
 def _join_without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:

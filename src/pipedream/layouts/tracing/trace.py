@@ -264,9 +264,9 @@ class _Tracing:
 
     def _run_forward(self) -> list[torch.Tensor]:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), self._choose_device():
-            kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             arguments, named = split_arguments(self.sample)
-            with swap_tensors(self.model, kept):
+            with swap_tensors(self.model, buffers):
                 value = self.model(*arguments, **named)
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 

@@ -135,8 +135,8 @@ class MeshProgram(MeshCosts):
         self, cost: _Cost, workers: Sequence[MeshWorkers], before: int | None, after: int | None
     ) -> FloatArray:
         """Returns the least costs of stages on any of these workers."""
-        rows = (cost(each, before, after) for each in workers)
-        key = tuple(each.kind for each in workers), before, after
+        rows = (cost(choice, before, after) for choice in workers)
+        key = tuple(choice.kind for choice in workers), before, after
         return self._merged.look_up(key, lambda: reduce(np.minimum, rows))
 
     def _iterate_followers(
@@ -264,7 +264,7 @@ class MeshPeriods(MeshProgram):
                 for workers in same:
                     rows.setdefault((state.ranks, rest.ranks, workers.replicas), []).append(workers)
         kinds: dict[Any, list[MeshWorkers]] = {}
-        return [(*row, kinds.setdefault(tuple(one.kind[:3] for one in same), same)) for row, same in rows.items()]
+        return [(*row, kinds.setdefault(tuple(choice.kind[:3] for choice in same), same)) for row, same in rows.items()]
 
     def _iterate_choices(self, fewest: IntArray, ranks: int, period_s: float) -> Iterator[StageChoice]:
         place = 0
@@ -311,9 +311,9 @@ class MeshPeriods(MeshProgram):
                 middle = (low + high) // 2
                 for in_flight in np.unique(middle[high - low > 1]):
                     need = self._compute_need(workers._replace(in_flight=int(in_flight)), recompute)
-                    here = (middle == in_flight) & (high - low > 1)
-                    low = np.where(here & (need <= limit), middle, low)
-                    high = np.where(here & (need > limit), middle, high)
+                    at_count = (middle == in_flight) & (high - low > 1)
+                    low = np.where(at_count & (need <= limit), middle, low)
+                    high = np.where(at_count & (need > limit), middle, high)
             return low if limit is not None else high
 
         key = "room", limit, self.space.spare_bytes, *self._list_limits(workers, recompute)

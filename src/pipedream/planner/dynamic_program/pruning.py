@@ -111,12 +111,12 @@ def _find_least_replicas(
     # Two lower bounds of the replicas: from the compute, and from the messages, which all cross the innermost level.
     sends /= space.cluster.levels[0].link_bytes_per_s * period_s
     i, j = np.nonzero(space.precedes & (work[None, :] - work[:, None] <= (workers - before)[:, None] - after[None, :]))
-    left = workers - before[i] - after[j]
+    available = workers - before[i] - after[j]
     needs = np.maximum(work[j] - work[i], sends[i] + sends[j])
     least = np.full((len(places), len(places)), workers + 1, dtype=np.int16)
     for count, row in sites.items():
-        open_now = (needs <= left) & (left >= count)
-        i, j, left, needs = i[open_now], j[open_now], left[open_now], needs[open_now]
+        open_now = (needs <= available) & (available >= count)
+        i, j, available, needs = i[open_now], j[open_now], available[open_now], needs[open_now]
         tried = np.flatnonzero(needs <= count)
         for site in row:
             # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
@@ -140,5 +140,5 @@ def _thin_out(space: SearchSpace, count: int) -> tuple[int, ...]:
     shares = np.floor(done_s / max(done_s[-1], 1e-300) * count)
     order = np.lexsort((np.arange(len(places)), space.crossing[places], shares))
     starts = np.flatnonzero(np.diff(shares[order], prepend=-1.0))
-    kept = {0, len(places) - 1, *order[starts].tolist()}
-    return tuple(space.positions[i] for i in sorted(kept))
+    indices = {0, len(places) - 1, *order[starts].tolist()}
+    return tuple(space.positions[i] for i in sorted(indices))

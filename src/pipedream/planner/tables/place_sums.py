@@ -74,16 +74,16 @@ class StagePeaks:
     def of(cls, profile: Profile, downsets: Sequence[int], places: PlaceBytes) -> StagePeaks:
         """Returns the peaks; the `downsets` of the graph's order come first."""
         layers, count = profile.layers, len(profile.layers)
-        kept = places.activations.copy()
+        saved = places.activations.copy()
         working = np.array([layer.working_bytes for layer in layers])
         backward = np.array([layer.backward_bytes for layer in layers])
         leaving = np.array([layer.leaving_bytes for layer in layers])
         # The loss runs after the last layer, whose backward begins when the loss is done.
         has_last = np.array([downset >> (count - 1) & 1 for downset in downsets])
-        kept += has_last * profile.loss_bytes
+        saved += has_last * profile.loss_bytes
         leaving[-1] = 0
         working[-1] = max(working[-1] - profile.loss_bytes, profile.loss_working_bytes)
-        kept_up_to, trained = kept[1 : count + 1], places.trained[1 : count + 1]
+        saved_up_to, trained = saved[1 : count + 1], places.trained[1 : count + 1]
         # At most what crosses the cuts is kept twice in a stage of a graph; an old profile does not record it.
         crossing_elsewhere = np.array(places.crossing[count + 1 :]) * any(layer.arriving_bytes for layer in layers)
         arriving = np.array([layer.arriving_bytes for layer in layers])
@@ -91,12 +91,12 @@ class StagePeaks:
             count,
             np.array([(~downset & (downset + 1)).bit_length() - 1 for downset in downsets]),
             np.array([downset.bit_length() for downset in downsets]),
-            kept,
+            saved,
             places.trained,
             np.concatenate([arriving, arriving[-1:], crossing_elsewhere]),
             np.concatenate([leaving[:1], leaving, crossing_elsewhere]),
-            RunExtremes.of(kept_up_to + working, np.maximum),
-            RunExtremes.of(np.maximum(kept_up_to + backward - trained, kept_up_to + working - trained), np.maximum),
+            RunExtremes.of(saved_up_to + working, np.maximum),
+            RunExtremes.of(np.maximum(saved_up_to + backward - trained, saved_up_to + working - trained), np.maximum),
             RunExtremes.of([layer.largest_parameter_bytes for layer in layers], np.maximum),
             RunExtremes.of(working, np.maximum),
             RunExtremes.of([layer.gathered_bytes for layer in layers], np.maximum),
@@ -221,8 +221,8 @@ class PlaceSums:
         if updates is None:
             return 0, 0
         if updates.compensation not in self._matrix_sums:
-            kept, working = zip(*(updates.matrix_bytes(layer.matrices) for layer in self.profile.layers), strict=True)
-            sums = np.array([sum(kept[i] for i in bit_indices(downset)) for downset in self.downsets])
+            sizes, working = zip(*(updates.matrix_bytes(layer.matrices) for layer in self.profile.layers), strict=True)
+            sums = np.array([sum(sizes[i] for i in bit_indices(downset)) for downset in self.downsets])
             self._matrix_sums[updates.compensation] = sums, RunExtremes.of(list(working), np.maximum)
         sums, largest = self._matrix_sums[updates.compensation]
         return sums[last] - sums[first], largest.between(self.peaks.lowest[first], self.peaks.highest[last])

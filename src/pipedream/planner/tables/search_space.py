@@ -368,12 +368,12 @@ def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
     occupancies = space.occupancy_rule.of_plan(plan)
     peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])
     stages = []
-    for each, span, stage, occupancy, neighbours, update_delay in zip(
+    for subspace, span, stage, occupancy, neighbours, delay in zip(
         space.of_stages(plan), space.ends(plan), plan.stages, occupancies, peers, plan.update_delay, strict=True
     ):
-        memory = each.memory(*span, occupancy, neighbours, update_delay, stage.recompute, stage.replicas, stage.offload)
-        copies = occupancy.versions > 1 and occupancy.in_flight + update_delay > 1
-        stages.append(replace(each._add_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory))
+        memory = subspace.memory(*span, occupancy, neighbours, delay, stage.recompute, stage.replicas, stage.offload)
+        copies = occupancy.versions > 1 and occupancy.in_flight + delay > 1
+        stages.append(replace(subspace._add_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory))
     return add_snapshots(replace(plan, stages=tuple(stages)))
 
 
@@ -387,7 +387,7 @@ def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
     ends = space.ends(plan)
     while True:
         rows = zip(space.of_stages(plan), ends, plan.stages, eighths, strict=True)
-        stages = [offload_stage(each, stage, *span, count / 8, place) for each, span, stage, count in rows]
+        stages = [offload_stage(subspace, stage, *span, count / 8, place) for subspace, span, stage, count in rows]
         plan = count_bytes(space, replace(plan, stages=tuple(stages), activations=place if any(eighths) else ""))
         if plan.first_stage_over_memory is None:
             return plan
@@ -395,9 +395,9 @@ def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
         candidates = zip(space.of_stages(plan), ends, plan.stages, limits, strict=True)
         more = [
             s
-            for s, (each, span, stage, limit) in enumerate(candidates)
+            for s, (subspace, span, stage, limit) in enumerate(candidates)
             if not stage.recompute and eighths[s] < 8 and limit and (plan.is_shared or stage.peak_bytes > limit)
-            if _hides_copies(each, offload_stage(each, stage, *span, (eighths[s] + 1) / 8, place), *span)
+            if _hides_copies(subspace, offload_stage(subspace, stage, *span, (eighths[s] + 1) / 8, place), *span)
         ]
         if not more:
             return plan
@@ -407,9 +407,9 @@ def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
 
 def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, share: float, place: str) -> Stage:
     """Returns a stage that moves a share of its activations; each pass takes at least as long as the copy."""
-    here, rate = space.stage(first, last), _find_move_rate(space.cluster, place)
-    copy_s = 0.0 if rate is None else share * here.activation_bytes / rate
-    forward_s, backward_s = max(here.forward_s, copy_s), max(here.backward_s, copy_s)
+    costs, rate = space.stage(first, last), _find_move_rate(space.cluster, place)
+    copy_s = 0.0 if rate is None else share * costs.activation_bytes / rate
+    forward_s, backward_s = max(costs.forward_s, copy_s), max(costs.backward_s, copy_s)
     return replace(stage, offload=share, forward_s=forward_s, backward_s=backward_s)
 
 
@@ -419,8 +419,8 @@ def _find_move_rate(cluster: Cluster, place: str) -> float | None:
 
 def _hides_copies(space: SearchSpace, moving: Stage, first: int, last: int) -> bool:
     """Returns whether the passes of a stage take hardly longer than without what it moves."""
-    here = space.stage(first, last)
-    return moving.forward_s + moving.backward_s <= MOST_SLOWDOWN * (here.forward_s + here.backward_s)
+    costs = space.stage(first, last)
+    return moving.forward_s + moving.backward_s <= MOST_SLOWDOWN * (costs.forward_s + costs.backward_s)
 
 
 def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
