@@ -22,7 +22,7 @@ from pipedream.options import TrainingOptions
 from pipedream.workflows.exclusions import as_flag
 
 _LEAST_BYTES_PER_S, _USUAL_BYTES_PER_S, _LATENCY_S = 1000.0, 1.25e9, 1e-4
-_DELAY = "Losses with late gradients"
+_DELAY = "Losses with stale gradients"
 
 
 def compare(

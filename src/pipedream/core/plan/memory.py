@@ -223,7 +223,7 @@ def place_state(shares_weights: bool, double_buffered: bool, cluster: Cluster, o
 
     Args:
         shares_weights: ranks share the weights, in the memory of their machine.
-        double_buffered: updates are one step late, as in 2BW.
+        double_buffered: gradients are one update stale, as in 2BW.
     """
     hosted, on_host = cluster.hosts_optimizers and not shares_weights, shares_weights and bool(on_gpus)
     overlaps = double_buffered and (hosted or (shares_weights and not on_host))
