@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,18 @@ def test_a_rank_has_its_parts(
         assert reduced == [passes[0], passes[1] if index else 0]  # the model's input has no gradient
     assert rank.optimizer_bytes == 2 * weights
     assert pipedream.Profile.from_json(profile.to_json()) == profile
+
+
+class Masked(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).masked_fill(torch.arange(D) > 2, 0.0)
+
+
+def test_a_backward_reads_plain_tensors_of_the_model() -> None:
+    layout = pipedream.Layout("batch:data")
+    options: dict[str, Any] = {"warmup": 0, "runs": 1, "layout": layout, "meshes": ("data:2",)}
+    (rank,) = pipedream.profile(nn.Sequential(Masked(D, D)), torch.randn(BATCH, D), **options).ranks
+    assert [layer.output_bytes for layer in rank.layers] == [BATCH * D * 2]
 
 
 def test_what_the_ranks_of_data_exchange() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from statistics import median, quantiles
 from typing import Any
@@ -70,6 +70,7 @@ def measure(
     parts: int = 2,
     part_of: Callable[[Any, int, int], Any] = part_of,
     call: Callable[[Callable[..., Any], Sample], Any] | None = None,
+    enter_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Profile:
     """Measures every layer of a chain on one minibatch, leaving its state and the random generators unchanged.
 
@@ -89,22 +90,23 @@ def measure(
         samples: in the minibatch; by default the first dimension of the first tensor.
         parts: 1 / parts of the sample is measured as well, for minibatches that are split (`Profile.in_parts`).
         part_of: (sample, its number of samples, fewer) -> the first of them.
-        call: see `Passes`.
+        call, enter_backward: see `Passes`.
 
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or the model is not on `device`.
     """
     place = torch.device(device)
     if runs < 1 or warmup < 0:
-        raise ProfileError(
-            f"runs={runs} and warmup={warmup} were given; give at least 1 run and a warm-up of at least 0"
-        )
+        raise ProfileError(f"runs={runs} and warmup={warmup} were given; give at least 1 run and 0 runs of warm-up")
     sample = dict(sample) if isinstance(sample, Mapping) else sample  # which tree_map knows
     samples = check_chain(layers, graph, sample, samples)
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
     indices = [torch.cuda.current_device() if place.index is None else place.index] if place.type == "cuda" else []
-    passes = Passes(layers, graph, loss, Stopwatch(place, without_launches=True), place, autocast, call)
+    make_passes = partial(
+        Passes, layers, graph, device=place, autocast=autocast, call=call, enter_backward=enter_backward
+    )
+    passes = make_passes(loss, Stopwatch(place, without_launches=True))
     with preserve_state(layers, indices, seed), progress(f"profiling {model_name}", 2 * (warmup + runs)) as advance:
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
@@ -118,15 +120,13 @@ def measure(
         laps_s, update = _time_runs(partial(_time_run, passes, advance, sample), steps, warmup, runs)
         needs = passes.measure_needs(sample, sizes, loss_bytes)
         # Without the loss, which takes the whole batch. A failed run leaves laps in the stopwatch.
-        part_passes = Passes(layers, graph, None, Stopwatch(place, without_launches=True), place, autocast, call)
-        time_part = partial(_time_run, part_passes, advance)
+        time_part = partial(_time_run, make_passes(None, Stopwatch(place, without_launches=True)), advance)
         columns = list(zip(*laps_s, strict=True))  # forwards and backwards of each layer, then of the loss
         whole = [(median(column), _spread(column)) for column in columns[: 2 * len(layers)]]
         fixed = fixed_s(time_part, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
         of_passes = {"fixed_s": fixed, "launch_s": [0.0] * len(laps_s[0])}
         if place.type == "cuda":
-            host_passes = Passes(layers, graph, loss, HostStopwatch(place), place, autocast, call)
-            of_passes["launch_s"] = measure_launch_seconds(host_passes, sample, runs)
+            of_passes["launch_s"] = measure_launch_seconds(make_passes(loss, HostStopwatch(place)), sample, runs)
     laps = list(zip(columns[0::2], columns[1::2], strict=True))
     loss_laps = laps.pop() if loss is not None else None
     loss_launch_s = sum(of_passes["launch_s"][2 * len(layers) :])

@@ -42,6 +42,7 @@ class Passes:
 
     Args:
         call: calls a layer, or the loss, with its arguments.
+        enter_backward: makes the context of a backward.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Passes:
         device: torch.device,
         autocast: torch.dtype | None,
         call: Callable[[Callable[..., Any], Sample], Any] | None = None,
+        enter_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._call = call or call_with
+        self._enter_backward = enter_backward
         self._layers = layers
         self._graph = graph
         self._loss = loss
@@ -163,10 +166,11 @@ class Passes:
                 outputs = _select_differentiable(value)
                 if outputs and (leaves or parameters):
                     gradients = [torch.ones_like(output) for output in outputs]
-                    if adds:
-                        torch.autograd.backward(outputs, gradients, inputs=[*leaves, *parameters])
-                    else:
-                        torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
+                    with self._enter_backward():
+                        if adds:
+                            torch.autograd.backward(outputs, gradients, inputs=[*leaves, *parameters])
+                        else:
+                            torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
                     del gradients
                 watch.mark()
             finally:
@@ -203,7 +207,8 @@ class Passes:
         gradients = [torch.ones_like(output) for output in outputs]
         self._watch.start()
         if outputs and inputs:
-            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+            with self._enter_backward():
+                torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
         outputs.clear()  # with their graph, unless the caller has it
         self._watch.stop()
 

@@ -6,7 +6,7 @@ The rank has its own part of every tensor, so that its seconds and bytes can be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +105,10 @@ class OneRank:
             return call_with(function, arguments)
         return self._take_parts(self._run(function, arguments), whole=function is self._layers[-1])
 
+    def enter_backward(self) -> AbstractContextManager[None]:
+        """Context of a backward, in which plain tensors count as whole."""
+        return self._sharding.enter_pass("backward")
+
     def _run(self, layer: Callable[..., Any], arguments: Sample) -> Any:
         tensors, structure = tree_flatten(arguments)
         if layer is self._layers[0]:
@@ -163,9 +167,9 @@ class OneRank:
             outputs = [tensor for tensor in tree_flatten(value)[0] if _is_part(tensor) and tensor.requires_grad]
             with CountCollectives(*self._mesh) as backward:
                 if outputs and (inputs or parameters):
-                    computed = torch.autograd.grad(
-                        outputs, [*inputs, *parameters.values()], list(map(torch.ones_like, outputs)), allow_unused=True
-                    )
+                    leaves, ones = [*inputs, *parameters.values()], list(map(torch.ones_like, outputs))
+                    with self.enter_backward():
+                        computed = torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
                     by_name = zip(parameters, computed[len(inputs) :], strict=True)
                     gradients |= {name: gradient for name, gradient in by_name if gradient is not None}
             forwards.append(forward.collectives)

@@ -244,7 +244,7 @@ def _measure_rank(
     layout.check(profiler.all_parameters(layers, graph), [layer.name for layer in graph.layers], [mesh])
     options = measure.keywords
     with profiler.one_rank(layers, graph, layout, mesh, torch_device) as rank:
-        profile = measure(call=rank.call)
+        profile = measure(call=rank.call, enter_backward=rank.enter_backward)
         with preserve_state(layers, list_cuda_devices(layers[0], arguments), options["seed"]):
             forward, backward, update = rank.collectives(arguments, options["autocast"])
         sizes = zip(profile.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
