@@ -14,7 +14,7 @@ from pipedream import Cluster, Layout, Mesh, Operators, Plan, partition
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
 from pipedream.core.plan.layout import Boundary, Crossing, boundary_bytes, read_crossings, with_crossings
-from pipedream.core.plan.mesh import Box, box_of, meshes_of, pieces, ranks_of
+from pipedream.core.plan.mesh import Box, box_of, dense_strides, memory_order, meshes_of, pieces, ranks_of
 from pipedream.layouts import Exchanges, complete_partition
 
 
@@ -43,6 +43,20 @@ def test_each_rank_receives_its_part_once_from_ranks_that_have_it(
     for elements_received, expected in zip(got, wants, strict=True):
         assert len(elements_received) == len(set(elements_received))
         assert set(elements_received) == expected
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(2, 5), min_size=4, max_size=4), st.integers(0, 4))
+def test_a_part_tells_the_order_in_memory_of_its_whole(order: list[int], part: list[int], single: int) -> None:
+    """Also where a dimension of the part has a single element."""
+    part[single:] = [1, *part[single:]][: len(part[single:])]
+    whole = [4 * size for size in part]
+    strides = dense_strides(part, order)
+    assert dense_strides(whole, memory_order(part, strides)) == dense_strides(whole, order)
+    assert sorted(strides, reverse=True) == [strides[dim] for dim in order]
+
+
+def test_an_expanded_tensor_is_as_if_it_were_not_transposed() -> None:
+    assert memory_order((2, 3), (0, 1)) == memory_order((3, 2), (1, 0)) == (0, 1)
 
 
 def test_equal_meshes_send_nothing_to_other_places() -> None:
@@ -315,5 +329,7 @@ def test_the_cut_of_a_boundary() -> None:
 def test_cuts_travel_in_the_structure(
     tensors: list[tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]], structure: str
 ) -> None:
-    cuts = tuple(Crossing(shape, sent, received) for shape, _, sent, _, received in tensors)
+    cuts = tuple(
+        Crossing(shape, sent, received, tuple(reversed(range(len(shape))))) for shape, _, sent, _, received in tensors
+    )
     assert read_crossings(with_crossings(structure, cuts)) == (cuts, structure)

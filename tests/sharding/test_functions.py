@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import dense_strides, memory_order
 from pipedream.sharding import attention, replicate, shard, split
-from pipedream.sharding.functions import exchange
+from pipedream.sharding.functions import exchange, put_in_order
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from tests.sharding.test_mesh_training import Attention, Case, D, Mlp, check_as_single_ranks
 
@@ -66,6 +67,10 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _lies_as_strides_say(t: DTensor) -> bool:
+    return t.to_local().permute(memory_order(t.shape, t.stride())).is_contiguous()
+
+
 def _move_all() -> int:
     torch.manual_seed(0)
     mesh, count = _make_mesh(), 0
@@ -77,7 +82,13 @@ def _move_all() -> int:
             leaf = _cut(x, tuple(WHOLE if placement == SUM else placement for placement in before)).requires_grad_()
             addends = prod(mesh.size(at) for at, placement in enumerate(before) if placement == SUM)
             part = leaf.to_local(grad_placements=before) / addends
-            t = DTensor.from_local(part, mesh, before, run_check=False, shape=leaf.shape, stride=leaf.stride())
+            # Every other one is transposed in memory.
+            order = (2, 0, 1) if count % 2 else (0, 1, 2)
+            strides = dense_strides(size, order)
+            part = put_in_order(part, order)
+            t = DTensor.from_local(part, mesh, before, run_check=False, shape=leaf.shape, stride=strides)
+            gradients: list[DTensor] = []
+            t.register_hook(gradients.append)  # type: ignore[no-untyped-call]
             result: Any = shard(t, _read_cuts(after)) if _read_cuts(after) else replicate(t)
             expected = tuple(to if isinstance(to, Shard) else result.placements[at] for at, to in enumerate(after))
             assert tuple(result.placements) == expected
@@ -85,6 +96,8 @@ def _move_all() -> int:
             beside = tuple(WHOLE if placement == SUM else placement for placement in result.placements)
             (result * _cut(weight, beside)).sum().full_tensor().backward()
             torch.testing.assert_close(leaf.grad.full_tensor(), weight)
+            assert result.stride() == strides
+            assert all(map(_lies_as_strides_say, (result, *gradients)))
             count += 1
     return count
 
@@ -92,7 +105,7 @@ def _move_all() -> int:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_every_change_of_a_cut_keeps_numbers_and_gradients() -> None:
+def test_every_change_of_a_cut_keeps_numbers_gradients_and_the_order_in_memory() -> None:
     assert processes.kept(4).results(_move_all) == [160] * 4
 
 

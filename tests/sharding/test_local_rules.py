@@ -251,6 +251,38 @@ HEADS = (  # of queries, and of keys and values
     Call(attention, ((2, 3, 3, 4),) * 3, (Shard(1),) * 3, "there are 3 heads of queries"),
     Call(attention, ((3, 3, 4),) * 3, (Shard(0),) * 3, Shard(0)),
 )
+
+
+def _attend(*projected: torch.Tensor, kind: str = "heads") -> Any:
+    """As a model does: of `projected` [batch, length, width], of 4 heads."""
+    heads = [x.view(2, 6, 4, 2).transpose(1, 2) for x in projected]
+    if kind == "length":
+        heads = [split(x, 2, "model") for x in heads]
+    attended = attention(*heads)
+    if kind != "heads":
+        torch.manual_seed(0)  # the order in memory decides which element gets which number
+        attended = F.dropout(attended, 0.5)
+    attended = attended.transpose(1, 2)
+    return attended.reshape(2, 6, 8) if kind == "heads" else attended.contiguous().view(2, 6, 4, 2)
+
+
+def _drop_transposed(x: torch.Tensor, dim: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return F.dropout(split(x.transpose(0, 1), dim, "model"), 0.5)
+
+
+PROJECTED = ((2, 6, 8),) * 3
+IN_MEMORY = (
+    # The rules leave one out: its gradient is gathered, and then viewed as it was.
+    Call(_attend, PROJECTED, (WHOLE, Shard(2), Shard(2)), Shard(2)),
+    Call(_attend, PROJECTED, (Shard(2), WHOLE, Shard(2)), Shard(2)),
+    Call(_attend, PROJECTED, (Shard(2), Shard(2), WHOLE), Shard(2)),
+    Call(_attend, PROJECTED, (Shard(2),) * 3, Shard(2), {"kind": "dropout"}),
+    Call(_attend, PROJECTED, (Shard(0),) * 3, Shard(0), {"kind": "dropout"}),
+    Call(_attend, PROJECTED, (WHOLE,) * 3, Shard(1), {"kind": "length"}),
+    *(Call(_drop_transposed, ((4, 6, 2),), (cut,), Shard(1), {"dim": 1}) for cut in (WHOLE, Shard(0), Shard(1))),
+    *(Call(_drop_transposed, ((4, 6, 2),), (cut,), Shard(2), {"dim": 2}) for cut in (WHOLE, Shard(0), Shard(2))),
+)
 REFUSED = "cannot be computed where"
 POOLING = (
     Call(F.avg_pool1d, ((4, 4, 6),), (Shard(1),), Shard(1), {"kernel_size": 2}),
@@ -262,7 +294,7 @@ POOLING = (
     Call(F.interpolate, (X,), (Shard(1),), Shard(1), {"scale_factor": 2}),
     Call(F.interpolate, (X,), (Shard(0),), Shard(0), {"scale_factor": 2, "mode": "bilinear"}),
 )
-CALLS = {"convolutions": CONVOLUTIONS, "named": NAMED, "heads": HEADS, "pooling": POOLING}
+CALLS = {"convolutions": CONVOLUTIONS, "named": NAMED, "heads": HEADS, "in memory": IN_MEMORY, "pooling": POOLING}
 
 
 def _check(name: str) -> None:

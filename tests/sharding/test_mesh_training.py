@@ -90,6 +90,18 @@ class Recurrent(nn.Module):
         return x + output.transpose(0, 1) + last[-1].unsqueeze(1)
 
 
+class Outputs(nn.Module):
+    """The outputs of a recurrent layer, in whose memory the length comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(D, D, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)[0]
+        return output
+
+
 def _draw_rows(size: int) -> torch.Tensor:
     return torch.randn(size, D)
 
@@ -132,6 +144,17 @@ MODELS: dict[str, Callable[[], Model]] = {
     "lstm": _make_recurrent,
     "gru": partial(_make_recurrent, nn.GRU),
     "rnn": partial(_make_recurrent, nn.RNN, nonlinearity="relu"),
+    # A mask is drawn in the order of memory.
+    "dropped": lambda: (
+        nn.Sequential(nn.Embedding(12, D), Outputs(), nn.Dropout(0.25), nn.Flatten(), nn.Linear(4 * D, 4)),
+        lambda size: torch.randint(12, (size, 4)),
+    ),
+    "channels last": lambda: (
+        nn.Sequential(nn.Conv2d(4, 8, 3), nn.Dropout(0.25), nn.Flatten(), nn.Linear(8 * 16, 4)).to(
+            memory_format=torch.channels_last  # type: ignore[call-overload]
+        ),
+        lambda size: torch.randn(size, 4, 6, 6),
+    ),
     "gru with dropout": partial(_make_recurrent, nn.GRU, dropout=0.5),
 }
 NAMES = {
@@ -305,6 +328,10 @@ RECURRENT = (
     Case("gru", "data:2", "batch:data"),
     Case("rnn", "data:2", "batch:data"),
     Case("lstm", "data:2", "batch:data", "pipedream", None, shard_weights="data"),
+    Case("dropped", "data:2", "batch:data", sizes=(4, 4)),  # each rank has one sample
+    Case("dropped", "-/data:2", "batch:data"),
+    Case("dropped", "data:2/-", "batch:data"),
+    Case("channels last", "data:2", "batch:data", stages=(), shard_weights="data"),
 )
 # On meshes that a partition was found for; the others are left out of continuous integration.
 FOUND = (

@@ -16,18 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import dense_strides, memory_order
 
 
 def wrap_part(
-    part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
+    part: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
 ) -> DTensor:
     """Returns a DTensor around this rank's part.
 
     Args:
         shape: shape of the whole, whose parts may then be of different sizes.
+        order: see `find_order`.
     """
     whole = None if shape is None else torch.Size(shape)
-    stride = None if whole is None else torch.empty(whole, device="meta").stride()
+    stride = None if whole is None else dense_strides(whole, find_order(part, order))
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole, stride=stride)
 
 
@@ -103,12 +109,58 @@ def sum_partials(t: DTensor) -> DTensor:
     """Adds up what is a partial sum still, and its gradient too, which goes to what has been sharded."""
     if not any(isinstance(placement, Partial) for placement in t.placements):
         return t
-    result = t.redistribute(
-        placements=[Replicate() if isinstance(placement, Partial) else placement for placement in t.placements]
+    result = redistribute(
+        t, [Replicate() if isinstance(placement, Partial) else placement for placement in t.placements]
     )
     if result.requires_grad:
         result.register_hook(sum_partials)  # type: ignore[no-untyped-call]
     return result
+
+
+def redistribute(t: DTensor, placements: Iterable[Placement]) -> DTensor:
+    """Returns a tensor with other placements, whose parts lie in memory in the order that its strides say.
+
+    DTensor's own keeps the strides of the whole where a collective has made the part contiguous. A view that the
+    strides allow then fails, and dropout draws another mask than in one process.
+    """
+    result: DTensor = _Redistribute.apply(t, tuple(placements))  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+        ctx.before = t.placements
+        result = t.redistribute(placements=placements)
+        order = memory_order(result.shape, result._spec.stride)
+        part = put_in_order(result._local_tensor, order)
+        return DTensor(part, result._spec, requires_grad=t.requires_grad)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[DTensor, None]:
+        gradient: DTensor = gradients[0]
+        pairs = zip(gradient.placements, ctx.before, strict=True)
+        # What is no longer a sum need not become one again.
+        placed = [Replicate() if before.is_partial() and not have.is_partial() else before for have, before in pairs]
+        return redistribute(gradient, placed), None
+
+
+def find_order(part: torch.Tensor, expected: Sequence[int] | None = None) -> Sequence[int]:
+    """Returns the order of a whole tensor's dimensions in memory (`memory_order`), given a part.
+
+    Args:
+        expected: the order if the part lies so; by default that of the dimensions. The stride of a dimension that has a
+            single element in the part may be anything.
+    """
+    order = range(part.dim()) if expected is None else expected
+    return order if part.permute(tuple(order)).is_contiguous() else memory_order(part.shape, part.stride())
+
+
+def put_in_order(part: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Returns a tensor whose dimensions lie in memory in this order, see `memory_order`; copies it if they do not."""
+    inverse = sorted(order, key=order.__getitem__)
+    in_order = part.permute(tuple(order))
+    return part if in_order.is_contiguous() else in_order.contiguous().permute(inverse)
 
 
 def redistribute_in_steps(t: DTensor, target: list[Placement]) -> DTensor:
@@ -121,7 +173,7 @@ def redistribute_in_steps(t: DTensor, target: list[Placement]) -> DTensor:
         again = [at for at, placement in enumerate(placed) if isinstance(placement, Shard) and placement in placed[:at]]
         if again:  # several dimensions of the mesh shard one of the tensor: the inner ones first
             placed[again[-1]] = Replicate()
-            t = t.redistribute(placements=placed)
+            t = redistribute(t, placed)
             continue
         at, to = min(
             ((at, to) for at, (have, to) in enumerate(zip(placed, target, strict=True)) if have != to),
@@ -133,7 +185,7 @@ def redistribute_in_steps(t: DTensor, target: list[Placement]) -> DTensor:
             target = [Replicate() if isinstance(placement, Partial) else placement for placement in target]
         else:  # where another dimension of the mesh shards `to` still, it is whole for a moment
             placed[at] = Replicate() if _rate_change(placed, at, to) == _GATHER else to
-            t = t.redistribute(placements=placed)
+            t = redistribute(t, placed)
     return t
 
 
@@ -158,7 +210,8 @@ def _shard_along(t: DTensor, at: int, dim: int) -> DTensor:
     assert isinstance(before, Shard)
     part = all_to_all(t.to_local(grad_placements=placed), mesh.get_group(at), before.dim, dim, t.shape[before.dim])
     placed[at] = Shard(dim)
-    return wrap_part(part, mesh, placed, t.shape)
+    order = memory_order(t.shape, t._spec.stride)
+    return wrap_part(put_in_order(part, order), mesh, placed, t.shape, order)
 
 
 def part_sizes(size: int, parts: int) -> list[int]:

@@ -11,7 +11,16 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding.functions import all_to_all, part_sizes, sum_partials, wrap_whole
+from pipedream.core.plan.mesh import memory_order
+from pipedream.sharding.functions import (
+    all_to_all,
+    find_order,
+    part_sizes,
+    put_in_order,
+    redistribute,
+    sum_partials,
+    wrap_whole,
+)
 from pipedream.sharding.parts import (
     SUM,
     WHOLE,
@@ -88,7 +97,7 @@ def apply_convolution(
         name if groups == 1 else f"{name} with {groups} groups",
         table,
         lambda x, w: function(x, w, None, groups=groups // ranks, **options),
-        (x.redistribute(placements=placed), weight),
+        (redistribute(x, placed), weight),
     )
     return output if bias is None else output + bias.to(output.dtype).view(1, -1, *[1] * (output.dim() - 2))
 
@@ -107,7 +116,7 @@ def run_recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
     if options[2] and options[3]:
         check_whole(f"the dropout of {function.__name__}", (x,))
     placed: list[Placement] = [Shard(1) if placement == batch else WHOLE for placement in x.placements]
-    others[: len(states)] = [tensor.redistribute(placements=placed) for tensor in others[: len(states)]]  # slices
+    others[: len(states)] = [redistribute(tensor, placed) for tensor in others[: len(states)]]  # slices
     table: Table = {
         (cut, *[cut_state] * len(states), *[WHOLE] * len(weights)): (
             (cut, *[cut_state] * len(states)),
@@ -302,7 +311,7 @@ def attention(
         query, key, value = (
             tensor
             if tensor.placements[at] != WHOLE
-            else tensor.redistribute(placements=[*tensor.placements[:at], cut, *tensor.placements[at + 1 :]])
+            else redistribute(tensor, [*tensor.placements[:at], cut, *tensor.placements[at + 1 :]])
             for tensor in (query, key, value)
         )
     _check_heads(query, key, value, heads, enable_gqa)
@@ -313,6 +322,8 @@ def attention(
         sizes = (*query.shape[:-1], key.shape[length])
         noise = _mask_part(F.dropout(torch.ones(sizes, dtype=query.dtype, device=query.device), dropout_p), query, over)
     groups = [mesh.get_group(at) for at in over]
+    # In memory, of the queries and of the result.
+    order = range(query.dim()) if dropout_p else memory_order(query.shape, query._spec.stride)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         for group in groups:
@@ -326,16 +337,19 @@ def attention(
                 all_to_all(part, group, length, heads, whole.shape[length])
                 for part, whole in ((q, query), (k, key), (v, value))
             )
+        q = put_in_order(q, order) if groups else q
         if noise is None:
             attended = F.scaled_dot_product_attention(q, k, v, mask, **options)
         else:
             attended = _attend_with_noise(noise, q, k, v, mask, **options)
+        attended_order = find_order(attended, order)
         for group in groups:
             attended = all_to_all(attended, group, heads, length, attended.shape[heads] * group.size())
-        return attended
+        return put_in_order(attended, attended_order) if groups else attended
 
     table: Table = {(placed,) * 3: (placed, (placed,) * 3) for placed in (WHOLE, *map(Shard, range(length + 1)))}
-    return compute_on_parts("attention", table, attend, (query, key, value), (*query.shape[:-1], value.shape[-1]))
+    shape = *query.shape[:-1], value.shape[-1]
+    return compute_on_parts("attention", table, attend, (query, key, value), shape, order)
 
 
 def _check_heads(query: DTensor, key: DTensor, value: DTensor, heads: int, enable_gqa: bool) -> None:
@@ -397,7 +411,7 @@ def _mask_part(mask: Any, query: DTensor, over: Sequence[int]) -> torch.Tensor:
             placed[at] = gradients[at] = Shard(dim)
         else:
             slices.append((at, dim))
-    part: torch.Tensor = mask.redistribute(placements=placed).to_local(grad_placements=gradients)
+    part: torch.Tensor = redistribute(mask, placed).to_local(grad_placements=gradients)
     for at, dim in slices:
         sizes = part_sizes(part.shape[dim], mesh.size(at))
         part = part.split(sizes, dim)[mesh.get_local_rank(at)]  # type: ignore[no-untyped-call]

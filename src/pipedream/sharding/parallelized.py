@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_map_only
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding.functions import list_shards, sum_partials, wrap_part
+from pipedream.sharding.functions import list_shards, redistribute, sum_partials, wrap_part
 
 
 def parallelize_layers(
@@ -126,7 +126,7 @@ class _PartHooks:
             )
         pairs = zip(before, target, strict=True)
         self._placed = [placement if placement != Replicate() else other for placement, other in pairs]
-        return tensor.redistribute(placements=target).to_local(grad_placements=target)
+        return redistribute(tensor, target).to_local(grad_placements=target)
 
     def _take_weight(self, weight: DTensor, is_sharded: bool) -> torch.Tensor:
         # Over other dimensions its gradient is a partial sum where they shard the inputs.

@@ -53,12 +53,14 @@ def compute_on_parts(
     function: Callable[..., Any],
     operands: Sequence[DTensor],
     shape: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
 ) -> Any:
     """Applies a function to the parts; returns a DTensor, or a tuple of them.
 
     Args:
         name: the operator in words, for errors.
         shape: shape of the result, whose parts may then be of different sizes.
+        order: of the result, see `find_order`.
 
     Raises:
         PlanError: the table has no row for the operands' placements, or parts are of different sizes.
@@ -87,7 +89,7 @@ def compute_on_parts(
     parts = [operand.to_local(grad_placements=row) for operand, row in zip(operands, gradients, strict=True)]
     computed = function(*parts)
     if isinstance(computed, torch.Tensor):
-        return wrap_part(computed, mesh, results, shape)
+        return wrap_part(computed, mesh, results, shape, order)
     return tuple(wrap_part(part, mesh, placed) for part, *placed in zip(computed, *results, strict=True))
 
 

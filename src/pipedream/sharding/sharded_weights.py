@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipedream.core.plan.mesh import memory_order
 from pipedream.sharding import functions
+from pipedream.sharding.functions import put_in_order
 from pipedream.sharding.parts import like_part, local_part, runs_early, spec_of
 
 # The names of torch 2.13 on; the earlier ones warn there.
@@ -55,7 +57,10 @@ def _gather_wholes(rows: Sequence[Rows], parts: Sequence[torch.Tensor]) -> list[
     torch._foreach_copy_([place[0, : len(part)] for place, part in zip(my_places, parts, strict=True)], list(parts))
     every, places = _buffer(group.size(), rows, parts)
     _gather(every, mine, group=group)
-    return [place.flatten(0, 1)[: part_rows.rows] for part_rows, place in zip(rows, places, strict=True)]
+    return [
+        put_in_order(place.flatten(0, 1)[: part_rows.rows], memory_order(part.shape, part.stride()))
+        for part_rows, place, part in zip(rows, places, parts, strict=True)
+    ]
 
 
 def _sum_rows(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callable[[], None]) -> list[torch.Tensor]:

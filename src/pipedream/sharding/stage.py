@@ -27,9 +27,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
 from pipedream.core.plan.layout import BATCH, Crossing, Layout
-from pipedream.core.plan.mesh import Box, Mesh, box_of, slice_of
+from pipedream.core.plan.mesh import Box, Mesh, box_of, dense_strides, slice_of
 from pipedream.sharding.count import FirstPasses
-from pipedream.sharding.functions import list_placements, list_shards, redistribute_in_steps, wrap_whole
+from pipedream.sharding.functions import (
+    list_placements,
+    list_shards,
+    put_in_order,
+    redistribute,
+    redistribute_in_steps,
+    sum_partials,
+    wrap_whole,
+)
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part, runs_early
 from pipedream.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
@@ -395,7 +403,7 @@ class StageSharding:
     def shard_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
         """Returns the model's input, which every rank has whole, as a DTensor."""
         placements = list_placements(self.place_batch(tensor, samples))
-        return wrap_whole(tensor, self.device_mesh).redistribute(placements=placements)  # a slice
+        return redistribute(wrap_whole(tensor, self.device_mesh), placements)  # a slice
 
     def place_batch(self, tensor: torch.Tensor, samples: int) -> tuple[int | None, ...]:
         """Returns how a tensor without names is sharded where it enters or leaves the stage."""
@@ -403,11 +411,10 @@ class StageSharding:
 
     def enter(self, tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
         """Returns a received part as a DTensor."""
-        meta = TensorMeta(torch.Size(crossing.shape), torch.empty(crossing.shape, device="meta").stride(), tensor.dtype)
-        part = _Part(
-            DTensorSpec(self.device_mesh, tuple(list_placements(crossing.received)), meta), waits_for_update=False
-        )
-        return _wrap(tensor, part)
+        shape, order = torch.Size(crossing.shape), crossing.order
+        meta = TensorMeta(shape, dense_strides(shape, order), tensor.dtype)
+        spec = DTensorSpec(self.device_mesh, tuple(list_placements(crossing.received)), meta)
+        return _wrap(put_in_order(tensor, order), _Part(spec, waits_for_update=False))
 
     @staticmethod
     def is_sharded(tensor: torch.Tensor) -> bool:
@@ -434,9 +441,8 @@ class StageSharding:
             return tensor, None
         if whole:
             return self.leave(tensor), None
-        placed = [Replicate() if isinstance(placement, Partial) else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(placements=placed)
-        return local_part(tensor.to_local(grad_placements=placed)), tensor._spec
+        tensor = sum_partials(tensor)
+        return local_part(tensor.to_local(grad_placements=tensor.placements)), tensor._spec
 
     @property
     def _nowhere(self) -> list[Placement]:

@@ -335,11 +335,13 @@ class Crossing(NamedTuple):
     Attributes:
         shape: shape of the whole tensor.
         sent, received: placements, see `Layout.placements`.
+        order: the whole tensor's dimensions in memory, see `memory_order`; () of a gradient.
     """
 
     shape: tuple[int, ...]
     sent: tuple[int | None, ...]
     received: tuple[int | None, ...]
+    order: tuple[int, ...] = ()
 
     def reversed(self) -> Crossing:
         """Returns the crossing of the tensor's gradient."""

@@ -174,6 +174,24 @@ def slice_within(box: Box, around: Box) -> tuple[slice, ...]:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, around, strict=True))
 
 
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Returns a tensor's dimensions from the outermost in memory to the innermost; of an expanded one, as they are.
+
+    Of equal strides, that of a single element is the inner one, where the dimension lies in a larger tensor, too.
+    """
+    dims = tuple(range(len(shape)))
+    return dims if 0 in strides else tuple(sorted(dims, key=lambda dim: (-strides[dim], shape[dim] <= 1)))
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a tensor without gaps, given its dimensions in the order of `memory_order`."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
 def pieces(
     shape: Sequence[int],
     sender: Mesh,

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from pipedream.core.plan.mesh import dense_strides
 from pipedream.core.plan.messages import BITS, BLOCK, LEAST_BYTES, Messages
 from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
-from pipedream.runtime.comm.message import Message, dense_strides, dimension_order
+from pipedream.runtime.comm.message import Message, dimension_order
 
 _MARK = "~"  # begins neither a structure of `values` nor one with crossings
 _HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

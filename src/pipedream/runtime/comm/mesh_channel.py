@@ -7,7 +7,7 @@ structure of the message. Between equal meshes rank c sends to rank c, and none 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 
 from pipedream.core.plan.layout import Crossing, read_crossings
-from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, pieces, slice_within
+from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, dense_strides, pieces, slice_within
 from pipedream.runtime.comm.channel import Receiver, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import Message
 
@@ -128,15 +128,16 @@ class MeshReceiver(_MeshEnd[Receiver], RemoteReceiver):
         return message
 
     def _join_parts(
-        self, sample: torch.Tensor, crossing: Crossing, parts: Iterable[tuple[Box, torch.Tensor | None]]
+        self, sample: torch.Tensor, crossing: Crossing, parts: Sequence[tuple[Box, torch.Tensor | None]]
     ) -> torch.Tensor:
         """Returns this rank's part, made of pieces; `sample` has its dtype and device."""
         stored_box = _locate_part(self._pair.receiver, self._rank_in_worker, crossing.shape, crossing.received)
-        joined: torch.Tensor | None = None
+        stored = next((tensor for box, tensor in parts if box == stored_box), None)
+        if stored is not None:
+            return stored
+        shape = tuple(map(len, stored_box))
+        joined = sample.new_empty_strided(shape, dense_strides(shape, crossing.order or range(len(shape))))
         for box, tensor in parts:
             assert tensor is not None, "ranks of one worker differ in which gradients exist"
-            if box == stored_box:
-                return tensor
-            joined = sample.new_empty([len(side) for side in stored_box]) if joined is None else joined
             joined[slice_within(box, stored_box)] = tensor
-        return sample.new_empty([len(side) for side in stored_box]) if joined is None else joined
+        return joined

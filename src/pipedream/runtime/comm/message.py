@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipedream.core.plan.mesh import dense_strides, memory_order
 from pipedream.runtime.comm.values import unflatten
 
 ENDS_EPOCH = 1
@@ -355,18 +356,14 @@ class ReceivedFormats:
 
 
 def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the dimensions from the largest stride to the smallest.
+    """Returns the dimensions from the outermost in memory to the innermost.
 
     Sending keeps this order: dropout masks are drawn in memory order, so the transposed output of a batch-first LSTM
     must arrive in the same layout.
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent between stages; make it dense")
-    plain = tuple(range(tensor.ndim))
-    strides = tensor.stride()
-    if tensor.is_contiguous() or 0 in strides:
-        return plain
-    return tuple(sorted(plain, key=lambda dimension: -strides[dimension]))
+    return tuple(range(tensor.ndim)) if tensor.is_contiguous() else memory_order(tensor.shape, tensor.stride())
 
 
 def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
@@ -389,15 +386,6 @@ def flatten_in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 def align(size: int) -> int:
     """Returns the next offset at which a tensor of any dtype may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides of a dense tensor, given its dimensions from the largest stride to the smallest."""
-    strides, step = [0] * len(shape), 1
-    for dimension in reversed(order):
-        strides[dimension] = step
-        step *= max(1, shape[dimension])
-    return tuple(strides)
 
 
 def _count_bytes(spec: TensorSpec) -> int:

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.core.errors import CaptureError
 from pipedream.core.plan.layout import Boundary, read_crossings, with_crossings
 from pipedream.core.user_code import note_module
-from pipedream.runtime.comm.message import Message
+from pipedream.runtime.comm.message import Message, dimension_order
 from pipedream.runtime.comm.values import flatten, map_tensors, unflatten
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators, OtherGenerators, list_own_generators, never_draws
@@ -298,6 +298,11 @@ class StageModule:
                 crossing if self.sharding.is_sharded(tensor) else self._boundary.whole(tensor.shape)
                 for tensor, crossing in zip(tensors, crossings, strict=True)
             ]
+        crossings = [
+            crossing._replace(order=dimension_order(tensor))
+            for tensor, crossing in zip(tensors, crossings, strict=True)
+        ]
+        if self.sharding is not None:
             tensors = tuple(
                 self.sharding.leave(tensor, crossing.sent) for tensor, crossing in zip(tensors, crossings, strict=True)
             )
