@@ -330,7 +330,8 @@ def laid_out(draw: st.DrawFn, processes: int) -> LaidOut:
     chunked = method in ("interleaved_1f1b", "zbv")
     if chunked and rest == 1:
         method, chunked = "1f1b", False
-    blocks = tuple(draw(st.lists(st.sampled_from(KINDS[kind]).flatmap(BLOCKS.__getitem__), min_size=2, max_size=4)))
+    least = 3 if chunked else 2  # blocks; with the head, a layer for each of four stages
+    blocks = tuple(draw(st.lists(st.sampled_from(KINDS[kind]).flatmap(BLOCKS.__getitem__), min_size=least, max_size=4)))
     probe = LaidOut(kind, blocks, mesh, "", {}, "", "1f1b", 2, (1,), 1, "sgd", (8,))
     model = model_of(probe)
     replicas = rest if not chunked and rest == 2 and draw(st.integers(0, 3)) == 0 else 1
