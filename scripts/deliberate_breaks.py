@@ -139,8 +139,8 @@ BREAKS = (
     Break(
         "lowering: the last stage but one waits for no gradient",
         "core/schedule/lowering.py",
-        "        if stage < last:\n            yield Cargo(Carries.GRADIENT",
-        "        if stage < last - 1:\n            yield Cargo(Carries.GRADIENT",
+        "        if stage < last:\n            yield Carries.GRADIENT",
+        "        if stage < last - 1:\n            yield Carries.GRADIENT",
         ("core/test_lowering.py",),
     ),
     Break(

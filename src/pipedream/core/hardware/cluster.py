@@ -268,7 +268,7 @@ class Cluster(Artifact):
     def _all_kinds(self) -> tuple[Workers, ...]:
         return self.kinds or (Workers(self.workers, self.device, memory_bytes=self.memory_bytes),)
 
-    @property
+    @cached_property
     def is_limited(self) -> bool:
         return any(memory is not None for memory in self.memories)
 

@@ -11,8 +11,9 @@ flight, divided among the channels between them, plus one; at most `MOST_AHEAD`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from itertools import chain, islice
 from math import lcm
 from operator import mul
@@ -23,7 +24,6 @@ from pipedream.core.schedule.coupling import with_tied_weights
 from pipedream.core.schedule.op import Kind, Op, find_gradient_kind
 from pipedream.core.schedule.program import (
     MOST_AHEAD,
-    Cargo,
     Channel,
     Instruction,
     Move,
@@ -40,6 +40,11 @@ from pipedream.core.schedule.schedule import Schedule
 MOST_PROVED = 4096
 """Limit of the workers, and of the microbatches in a round of all replicas: a proof unrolls two periods."""
 
+_Cargo = tuple[Carries, int]  # and the stage that sends it
+_Numbers = list[int | None]  # the channel of each microbatch of a round; None: both ends are on one rank
+_FindNumbers = Callable[[Kind, int], tuple[list[_Numbers], list[_Numbers]]]
+"""Returns, for ops of a kind at a stage, the channels of what each receives and sends."""
+
 
 def lower(schedule: Schedule) -> Program:
     """Returns a schedule's program.
@@ -51,9 +56,14 @@ def lower(schedule: Schedule) -> Program:
     schedule = with_tied_weights(schedule)
     if why := explain_unproved(schedule.placement):
         raise ScheduleError(why)
-    channels = _make_channels(schedule.placement, schedule.plan.in_flight)
-    channel_numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
-    ranks = tuple(_fold(schedule, rank, channel_numbers) for rank in range(schedule.placement.workers))
+    channels, numbers = _make_channels(schedule.placement, schedule.plan.in_flight)
+
+    @cache
+    def find_numbers(kind: Kind, stage: int) -> tuple[list[_Numbers], list[_Numbers]]:
+        received, sent = _list_arrivals(kind, stage, schedule), _list_departures(kind, stage, schedule)
+        return [numbers[cargo] for cargo in received], [numbers[cargo] for cargo in sent]
+
+    ranks = tuple(_fold(schedule, rank, find_numbers) for rank in range(schedule.placement.workers))
     rules = {field.name: getattr(schedule, field.name) for field in fields(Rules)}
     return Program(**rules, cycle=schedule.cycle, channels=channels, ranks=ranks)
 
@@ -85,7 +95,10 @@ def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
     return tuple(replace(program, channels=common) for program in programs)
 
 
-def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
+def _make_channels(
+    placement: Placement, in_flight: tuple[int, ...]
+) -> tuple[tuple[Channel, ...], dict[_Cargo, _Numbers]]:
+    """Returns the channels, and the numbers of those of each cargo."""
     last = placement.stages - 1
     routes: list[Route] = []
     for stage in range(last):
@@ -96,64 +109,61 @@ def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Ch
     if last:
         routes.append(Route(Carries.INPUT, 0, last, max(2, in_flight[0])))
     routes += [Route(Carries.STAGE_INPUT, s, s, MOST_AHEAD) for s in range(last + 1) if placement.is_remote(s)]
-    channels: dict[tuple[int, int, Carries, int], Channel] = {}
+    channels: dict[Channel, int] = {}
+    numbers: dict[_Cargo, _Numbers] = {}
     for carries, source, target, depth in routes:
-        for k in range(placement.cycle):
-            sender, receiver = placement.ends(carries, source, target, k)
-            if sender != receiver:
-                channel = Channel(sender, receiver, carries, source, target, min(depth, MOST_AHEAD))
-                channels.setdefault((sender, receiver, carries, source), channel)
-    return tuple(channels.values())
+        ends = (placement.ends(carries, source, target, k) for k in range(placement.cycle))
+        numbers[carries, source] = [
+            None
+            if sender == receiver
+            else channels.setdefault(
+                Channel(sender, receiver, carries, source, target, min(depth, MOST_AHEAD)), len(channels)
+            )
+            for sender, receiver in ends
+        ]
+    return tuple(channels), numbers
 
 
-def _expand(op: Op, schedule: Schedule, channel_numbers: dict[tuple[int, int, Carries, int], int]) -> list[Instruction]:
+def _expand(op: Op, schedule: Schedule, find_numbers: _FindNumbers) -> list[Instruction]:
     """Returns an op with its transfers; those of the same op one cycle later are shifted by that cycle."""
-    placement = schedule.placement
-
-    def transfers(move: Move, messages: Iterable[Cargo]) -> Iterator[Transfer]:
-        for carries, source, target, k in messages:
-            number = channel_numbers.get((*placement.ends(carries, source, target, k), carries, source))
-            if number is not None:
-                yield Transfer(move, number, k)
-
-    needs_sum = op.kind is Kind.UPDATE and placement.replicas[op.stage] > 1
+    kind, stage, k, _ = op
+    received, sent = find_numbers(kind, stage)
+    needs_sum = kind is Kind.UPDATE and schedule.placement.replicas[stage] > 1
     return [
-        *([Transfer(Move.SYNC, op.stage, op.index)] if needs_sum else []),
-        *transfers(Move.RECEIVE, _list_arrivals(op, schedule)),
+        *([Transfer(Move.SYNC, stage, k)] if needs_sum else []),
+        *[Transfer(Move.RECEIVE, number, k) for row in received if (number := row[k % len(row)]) is not None],
         op,
-        *transfers(Move.SEND, _list_departures(op, schedule)),
+        *[Transfer(Move.SEND, number, k) for row in sent if (number := row[k % len(row)]) is not None],
     ]
 
 
-def _list_arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
-    kind, stage, k, _ = op
+def _list_arrivals(kind: Kind, stage: int, rules: Rules) -> Iterator[_Cargo]:
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage:
         if stage == last:
-            yield Cargo(Carries.INPUT, 0, stage, k)
-        yield Cargo(Carries.ACTIVATION, stage - 1, stage, k)
+            yield Carries.INPUT, 0
+        yield Carries.ACTIVATION, stage - 1
     elif kind is find_gradient_kind(rules.kinds):
         if rules.placement.is_remote(stage):
-            yield Cargo(Carries.STAGE_INPUT, stage, stage, k)
+            yield Carries.STAGE_INPUT, stage
         if stage < last:
-            yield Cargo(Carries.GRADIENT, stage + 1, stage, k)
+            yield Carries.GRADIENT, stage + 1
 
 
-def _list_departures(op: Op, rules: Rules) -> Iterator[Cargo]:
-    kind, stage, k, _ = op
+def _list_departures(kind: Kind, stage: int, rules: Rules) -> Iterator[_Cargo]:
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD:
         if stage < last:
             if not stage:  # targets first: a large message may block the connection for long
-                yield Cargo(Carries.INPUT, 0, last, k)
-            yield Cargo(Carries.ACTIVATION, stage, stage + 1, k)
+                yield Carries.INPUT, 0
+            yield Carries.ACTIVATION, stage
         if rules.trains and rules.placement.is_remote(stage):
-            yield Cargo(Carries.STAGE_INPUT, stage, stage, k)
+            yield Carries.STAGE_INPUT, stage
     elif kind is find_gradient_kind(rules.kinds) and stage:
-        yield Cargo(Carries.GRADIENT, stage, stage - 1, k)
+        yield Carries.GRADIENT, stage
 
 
-def _fold(schedule: Schedule, rank: int, channel_numbers: dict[tuple[int, int, Carries, int], int]) -> RankProgram:
+def _fold(schedule: Schedule, rank: int, find_numbers: _FindNumbers) -> RankProgram:
     """Finds the shortest warm-up before a rank's instructions repeat."""
     cycle = schedule.cycle
     max_in_flight = max(map(mul, schedule.plan.in_flight, schedule.placement.replicas))
@@ -191,7 +201,7 @@ def _fold(schedule: Schedule, rank: int, channel_numbers: dict[tuple[int, int, C
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
         )
-    instructions = [_expand(op, schedule, channel_numbers) for op in window[: start + length]]
+    instructions = [_expand(op, schedule, find_numbers) for op in window[: start + length]]
     warmup, period = (list(chain.from_iterable(part)) for part in (instructions[:start], instructions[start:]))
     # The last transfers of the warm-up may repeat although their op does not.
     while warmup and period[-1] == advance_instruction(warmup[-1], cycle, schedule.updates):

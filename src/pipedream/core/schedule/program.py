@@ -51,15 +51,6 @@ class Transfer(NamedTuple):
 Instruction = Op | Transfer
 
 
-class Cargo(NamedTuple):
-    """One message."""
-
-    carries: Carries
-    source: int
-    target: int
-    microbatch: int
-
-
 class Route(NamedTuple):
     """A channel between stages, on whatever ranks they are."""
 
