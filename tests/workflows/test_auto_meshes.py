@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from drawn import meshed_cluster, meshed_profile
+from marks import seeds
 from torch import nn
 
 import pipedream
@@ -19,8 +21,10 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
+from pipedream.workflows import meshes
 from pipedream.workflows.plan import plan, plan_and_compare
 
 LAYOUT = Layout("batch:data,d_ff:model", names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"})
@@ -101,6 +105,24 @@ def test_it_is_never_slower_than_a_mesh_by_hand(seed: int, schedule: str) -> Non
         by_hand = plan_and_compare(profile, PlanRequest(cluster, schedule=schedule, mesh=mesh)).candidates[0].period_s
         assert by_hand is not None
         assert best_s <= by_hand * (1 + 1e-9), mesh
+
+
+@pytest.mark.parametrize("seed", seeds(4, 12, 60))
+def test_plans_on_one_mesh_that_cannot_win_are_not_simulated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plan if all are compared."""
+    draw = random.Random(seed)
+    profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=seed % 2 == 1, levels=1 + seed // 2 % 2)
+
+    def choose() -> Plan | str:
+        try:
+            return replace(plan(profile, cluster, mesh="auto"), note="")
+        except PlanError as error:
+            return str(error)
+
+    chosen, compare_on = choose(), meshes._SingleMesh.compare_on
+    monkeypatch.setattr(meshes._SingleMesh, "compare_on", lambda *args, rival_s=0.0: compare_on(*args))
+    monkeypatch.setattr(meshes._SingleMesh, "compute_bound_s", lambda *_: 0.0)
+    assert choose() == chosen
 
 
 def kinds_of(comparison: Comparison) -> dict[str, str]:

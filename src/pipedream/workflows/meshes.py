@@ -104,8 +104,19 @@ def choose_meshes(
     comparisons: list[planner.Comparison] = []
     errors: list[tuple[Mesh | None, PipelineError]] = []
     too_slow: list[Mesh] = []
+
+    def compare_mixed() -> Sequence[planner.Comparison]:
+        try:
+            best = min((row for row in comparisons if not row.candidates[0].why), key=_rank_by_seconds, default=None)
+            return _compare_mixed(profile, single.request, meshes, score_plan, best)
+        except PipelineError as error:
+            errors.append((None, error))
+            return ()
+
+    # Most plans on one mesh need no simulation once these are known, unless the method is chosen on one mesh.
+    mixed = () if request.schedule == AUTO else compare_mixed()
     for mesh in sorted(meshes, key=single.compute_bound_s):
-        simulated = (row.candidates[0].period_s for row in comparisons)
+        simulated = (row.candidates[0].period_s for row in (*mixed, *comparisons))
         rival_s = min((seconds for seconds in simulated if seconds is not None), default=inf)
         if single.compute_bound_s(mesh) >= rival_s:
             too_slow.append(mesh)
@@ -114,12 +125,8 @@ def choose_meshes(
             comparisons.append(single.compare_on(mesh, rival_s=rival_s))
         except PipelineError as error:
             errors.append((mesh, error))
-    mixed: Sequence[planner.Comparison] = ()
-    try:
-        best = min((row for row in comparisons if not row.candidates[0].why), key=_rank_by_seconds, default=None)
-        mixed = _compare_mixed(profile, single.request, meshes, score_plan, best)
-    except PipelineError as error:
-        errors.append((None, error))
+    if request.schedule == AUTO:
+        mixed = compare_mixed()
     if not comparisons and not mixed:
         _refuse(request.workers_and_links, errors)
     others = _list_others(single, too_slow if _is_simulated(request) else meshes, score_plan)
@@ -230,7 +237,8 @@ def _choose_fastest(
 
 
 def _refuse(cluster: Cluster, errors: Sequence[tuple[Mesh | None, PipelineError]]) -> NoReturn:
-    """Raises the error of the plan that lacks the least memory; if none lacks memory, the first error."""
+    """Raises the error of the plan that lacks the least memory; if none lacks memory, the first on one mesh."""
+    errors = sorted(errors, key=lambda row: row[0] is None)
     shortages = [(error.need_bytes, mesh, error) for mesh, error in errors if isinstance(error, ShortageError)]
     if not shortages:
         raise errors[0][1]
