@@ -19,9 +19,11 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import list_finalists
 from pipedream.workflows import plan as planning
+from pipedream.workflows import stage_search
 from pipedream.workflows.methods import score
 from pipedream.workflows.stage_search import StageSearch, make_candidate
 
@@ -172,6 +174,24 @@ def test_searches_that_are_left_out_find_nothing_faster(
     chosen = StageSearch(profile, request).compare(score, slower * min(seconds)).candidates[0]
     assert chosen.period_s is not None
     assert chosen.period_s <= min(seconds) * (1 + 1e-9)
+
+
+@given(profiles(), clusters(), st.sampled_from(["pipedream", "pipedream", "1f1b"]), st.sampled_from([0, 1]))
+def test_plans_that_cannot_win_need_no_bytes(
+    profile: Profile, cluster: Cluster, schedule: str, update_delay: int
+) -> None:
+    """The same plan with those that are slower than a simulated pipeline, and with all of them, planned in full."""
+    request = PlanRequest(cluster, schedule=schedule, update_delay=update_delay if schedule == "pipedream" else 0)
+
+    def choose(measured_share: float) -> Plan | str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage_search, "MEASURED_SHARE", measured_share)
+            try:
+                return replace(StageSearch(profile, request).compare(score).plan, note="")
+            except PipelineError as error:
+                return str(error)
+
+    assert choose(stage_search.MEASURED_SHARE) == choose(1e-9)
 
 
 def test_the_bound_knows_what_messages_take() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search_plan
+from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search, search_plan
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)
@@ -117,6 +119,33 @@ def test_searches_that_share_tables_find_what_each_finds_alone(
             assert find(shared, shape, slower) == alone
             without = find(unnamed, shape, slower)
             assert without == (replace(alone, note=without.note) if isinstance(without, Plan) else alone)
+
+
+def ignore_rival(spare_memory: Callable[..., Any], *args: Any, rival_s: float = 0.0) -> Any:
+    return spare_memory(*args)
+
+
+@given(
+    chains(), st.integers(2, 6), st.sampled_from([0.1, 1.0, 10.0]), st.one_of(st.none(), st.integers(20, 300)),
+    st.sampled_from([1.0, 4.0]),
+)  # fmt: skip
+@example(SHORT, 4, 10.0, 375, 1.0)  # messages do not fit at first
+def test_what_cannot_win_is_left_out(
+    profile: Profile, workers: int, bandwidth: float, memory: int | None, slower: float
+) -> None:
+    """The same plan with all searches that keep memory free; and under its own seconds as a limit."""
+    searches = PlanSearch.of(profile, Cluster.flat(workers, bandwidth, 0.2, memory))
+
+    try:
+        plan = searches.best("any", slower=slower)
+    except PlanError:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_spare_memory", partial(ignore_rival, search._spare_memory))
+        assert searches.best("any", slower=slower) == plan
+    assert searches.best("any", slower=slower, limit_s=plan.slowest_stage_s) == plan
+    limit_s = plan.slowest_stage_s * (1 - 1e-6)
+    assert searches.best("any", slower=slower, limit_s=limit_s).slowest_stage_s >= limit_s
 
 
 @pytest.mark.parametrize(

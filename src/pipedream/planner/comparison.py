@@ -43,7 +43,8 @@ KINDS = ("pipeline", "data", "tensor", "mixed")
 
 _TIE = 1e-9  # relative: closer periods are equal
 _FEW_ROWS = 8
-_TRIP_SHARE = 0.98  # a simulation that does not span whole rounds may measure up to 1% less than a round takes
+MEASURED_SHARE = 0.98
+"""A simulation that does not span whole rounds may measure up to 1% less than a round takes."""
 
 
 @dataclass(frozen=True)
@@ -419,7 +420,7 @@ def _list_round_trips(plan: Plan, messages_s: Sequence[float]) -> list[float]:
         forward_s, backward_s = plan.stages[s].split_s(m)
         passes_s = backward_s + forward_s * (1 + plan.stages[s].recompute)
         trip_s += passes_s / max(speeds[worker] for worker in plan.costs.taken[s]) + sum(messages_s[s : s + 1])
-        trips_s.append(_TRIP_SHARE * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
+        trips_s.append(MEASURED_SHARE * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
     return trips_s
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 from pipedream.core.errors import PlanError, ShortageError
@@ -113,19 +114,31 @@ class PlanSearch:
         return cls(SearchSpace.of(profile, cluster, **of_space), recompute, all_workers)
 
     def best(
-        self, shape: str | tuple[int, ...], in_flight: str | tuple[int, ...] = "noam", slower: float = 1.0
+        self,
+        shape: str | tuple[int, ...],
+        in_flight: str | tuple[int, ...] = "noam",
+        slower: float = 1.0,
+        limit_s: float = inf,
     ) -> Plan:
         """Returns the plan of a shape, at a depth.
 
         Args:
             slower: as in a `Finalist`.
+            limit_s: seconds per minibatch above which a plan does not count; it is returned without its depth and
+                bytes, which take longer.
 
         Raises:
             PlanError: see `search_plan`.
         """
-        if slower != 1:
-            plan = replace(self, space=with_slower_links(self.space, slower)).best(shape)
-            return apply_depth(self.space, replace(plan, cluster=self.space.cluster, bound_s=0.0), in_flight)
+        if slower == 1:
+            plan = self._find_fitting(shape, limit_s)
+        else:
+            plan = replace(self, space=with_slower_links(self.space, slower))._find_fitting(shape, inf)
+            plan = replace(plan, cluster=self.space.cluster, bound_s=0.0)
+        exceeds_limit = limit_s < inf and plan.slowest_stage_s > limit_s
+        return plan if exceeds_limit else apply_depth(self.space, plan, in_flight)
+
+    def _find_fitting(self, shape: str | tuple[int, ...], limit_s: float) -> Plan:
         space, profile = self.space, self.space.profile
         workers, longest = space.cluster.workers, len(space.positions) - 1
         narrower_searches: list[Callable[[SearchSpace], Plan]] = []
@@ -135,10 +148,10 @@ class PlanSearch:
                 partial(self._plan_equal_replicas, counts=(workers // stages,) * stages) for stages in sizes
             ]
             narrower_searches += [] if self.all_workers else [self._plan_straight]
-        plan = fitting_plan(space, partial(self._search, shape=shape), narrower_searches)
+        plan = fitting_plan(space, partial(self._search, shape=shape), narrower_searches, limit_s)
         if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
             plan = replace(plan, note=f"{plan.note}; {together}")
-        return apply_depth(space, plan, in_flight)
+        return plan
 
     @cached_property
     def _base_searches(self) -> PipelineSearch:
@@ -244,22 +257,33 @@ def _describe_sufficient(space: _Space, searches: Iterable[Callable[[_Space], Pl
 
 
 def fitting_plan(
-    space: _Space, search: Callable[[_Space], Plan], narrower_searches: Sequence[Callable[[_Space], Plan]]
+    space: _Space,
+    search: Callable[[_Space], Plan],
+    narrower_searches: Sequence[Callable[[_Space], Plan]],
+    limit_s: float = inf,
 ) -> Plan:
-    """Returns the plan of a search, including the memory of its messages, which only a whole plan determines.
+    """Returns the plan of a search, whose messages fit too: only a whole plan determines their memory.
 
     If they do not fit, some memory is kept free for them on every stage, and the narrower searches are tried too. The
     bound is still that of the first search.
+
+    Args:
+        limit_s: seconds per minibatch above which a plan need not fit.
 
     Raises:
         ShortageError: nothing fits; names a plan that would fit with a little more memory.
     """
     try:
-        least = space.with_bytes(search(space))
+        least = search(space)
+        if not space.cluster.is_limited or least.bound_s > limit_s:
+            return least
+        least = space.with_bytes(least)
         if least.first_stage_over_memory is None:
             return least
         plans = [*_spare_memory(space, search, least)]
-        plans += [plan for narrower in narrower_searches for plan in _spare_memory(space, narrower)]
+        for narrower in narrower_searches:
+            fitting_s = (plan.period_s for plan in plans if plan.first_stage_over_memory is None)
+            plans += _spare_memory(space, narrower, rival_s=min(fitting_s, default=inf))
     except ShortageError as error:
         more = _describe_sufficient(space, (search, *narrower_searches), error.need_bytes)
         raise ShortageError(f"{error}{more}", error.need_bytes) from None
@@ -270,11 +294,14 @@ def fitting_plan(
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
 
-def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan | None = None) -> Iterator[Plan]:
+def _spare_memory(
+    space: _Space, search: Callable[[_Space], Plan], first: Plan | None = None, rival_s: float = inf
+) -> Iterator[Plan]:
     """Yields plans with more and more memory kept free for messages until one fits, then less.
 
     Args:
         first: without any, if it is known.
+        rival_s: seconds per minibatch of a plan that fits; none is sought that cannot take less.
     """
 
     def search_sparing(spare_bytes: int) -> Plan | None:
@@ -288,6 +315,8 @@ def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan |
 
     too_little, enough, plan = 0, 0, first or search_sparing(0)
     while plan is not None and plan.first_stage_over_memory is not None:
+        if plan.bound_s >= rival_s:
+            return
         yield plan
         too_little, enough = enough, enough + max(enough, _count_missing_bytes(plan))
         plan = search_sparing(enough)

@@ -9,13 +9,12 @@ from functools import cache
 from typing import Any
 
 from pipedream import planner, schedules, simulator
-from pipedream.core.errors import PipelineError, PlanError, ScheduleError
+from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.host_memory import check_host_memory, check_snapshots, count_snapshot_bytes
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.plan_costs import NO_GAP
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
 from pipedream.core.schedule.op import Kind, Op
@@ -84,18 +83,6 @@ def score_if_quick(plan: Plan) -> planner.Score:
 def may_hide_sums(plan: Plan) -> bool:
     """Returns whether an update delay, or the runtime's own time, may hide sums that the search counts."""
     return bool(any(plan.update_delay) or plan.runtime or plan.costs.on_gpus)
-
-
-def reaches_search(plan: Plan, score_plan: Callable[[Plan], planner.Score]) -> bool:
-    """Returns whether the simulation of a search's best plan takes no longer than the search predicts.
-
-    No plan of the same space is faster then, however little it sends.
-    """
-    if may_hide_sums(plan):
-        return False
-    with suppress(PipelineError):
-        return score_plan(plan).period_s <= plan.slowest_stage_s * (1 + NO_GAP)
-    return False
 
 
 def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.MethodOccupancy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf
@@ -17,13 +18,13 @@ from pipedream.core.plan.sums import SumMethod
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
+from pipedream.planner.comparison import MEASURED_SHARE
 from pipedream.planner.tables.search_space import apply_depth
 from pipedream.workflows.methods import (
     MOST_SIMULATED,
     adapt_plan_to_method,
     may_hide_sums,
     occupancy_of,
-    reaches_search,
 )
 
 _ALL_COUNTS_UP_TO = 8  # workers; at most 128 replica counts
@@ -63,10 +64,13 @@ class StageSearch:
         bound_s = min(rows[0][1].bound_s, comparison.plan.slowest_stage_s)
         return replace(comparison, plan=replace(comparison.plan, note=note, bound_s=bound_s))
 
-    def plan_best(self, shape: str | tuple[int, ...], slower: float = 1.0) -> Plan:
-        """Returns the plan with the fastest slowest stage, with the microbatches of the method if none are given."""
+    def plan_best(self, shape: str | tuple[int, ...], slower: float = 1.0, limit_s: float = inf) -> Plan:
+        """Returns the plan with the fastest slowest stage, with the microbatches of the method if none are given.
+
+        `limit_s` as in `planner.PlanSearch.best`.
+        """
         microbatches = self.request.microbatches
-        plan = self.plan_with_microbatches(microbatches or 1, shape, slower)
+        plan = self.plan_with_microbatches(microbatches or 1, shape, slower, limit_s)
         is_split = microbatches is not None and self._method.splits_minibatch
         if is_split and self._is_automatic(shape) and max(plan.replicas) > (microbatches or 1):
             # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
@@ -88,45 +92,59 @@ class StageSearch:
         """Returns different plans of several searches, and the searches that failed.
 
         Further pipelines are left out if the first search proves them slower than `rival_s`, and those that send less
-        if the first plan's messages cost nothing.
+        if the first plan's messages cost nothing. Those slower than a simulated pipeline lack their depth and bytes.
         """
         request = self.request
         assert isinstance(request.shape, str), "an automatic shape is a word"
         workers = request.workers_and_links.workers
         finalists = planner.list_finalists(request.shape, self.profile, workers, request.all_workers)
-        plans: dict[tuple[Any, ...], tuple[str, Plan]] = {}
+        rows: dict[tuple[Any, ...], tuple[planner.Candidate, Plan]] = {}
         refused: list[planner.Candidate] = []
         errors: list[PipelineError] = []
-        bound_s = 0.0
+        bound_s, limit_s, reaches_bound = 0.0, inf, False
         with progress("planning", len(finalists)) as advance:
             for finalist in finalists:
                 advance()
                 is_pipeline = finalist.shape not in ("any", "data-parallel") and not finalist.shape.isdecimal()
                 if is_pipeline and bound_s > rival_s * (1 + NO_GAP):
                     continue
-                if finalist.slower != 1 and plans and reaches_search(next(iter(plans.values()))[1], score_plan):
+                if finalist.slower != 1 and reaches_bound:
                     continue
-                if finalist == planner.Finalist("pipeline") and any(len(plan.stages) > 1 for _, plan in plans.values()):
+                if finalist == planner.Finalist("pipeline") and any(len(plan.stages) > 1 for _, plan in rows.values()):
                     continue  # the fastest of all plans is a pipeline
                 try:
-                    plan = self.plan_best(*finalist)
+                    plan = self.plan_best(*finalist, limit_s if is_pipeline else inf)
                 except PipelineError as error:
                     errors.append(error)
                     m = request.microbatches or 1
                     refused.append(planner.Candidate(request.schedule, m, "", 0, str(finalist), why=str(error)))
                     continue
-                if finalist == finalists[0] and not may_hide_sums(plan):
-                    bound_s = plan.bound_s
+                candidate = make_candidate(plan, str(finalist))
+                if is_pipeline and limit_s < inf:
+                    least_s = max(candidate.least_s, MEASURED_SHARE * plan.slowest_stage_s)
+                    candidate = replace(candidate, least_s=least_s)
                 key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order
-                plans.setdefault(key, (str(finalist), plan))
+                rows.setdefault(key, (candidate, plan))
+                if finalist not in (finalists[0], planner.Finalist("pipeline")) or may_hide_sums(plan):
+                    continue
+                simulated_s = inf
+                with suppress(PipelineError):
+                    if max(candidate.least_s, plan.bound_s) <= rival_s:
+                        simulated_s = score_plan(plan).period_s
+                if finalist == finalists[0]:
+                    bound_s, reaches_bound = plan.bound_s, simulated_s <= plan.slowest_stage_s * (1 + NO_GAP)
+                if plan.bound_s and len(plan.stages) > 1:
+                    limit_s = min(rival_s, simulated_s) * (1 + NO_GAP) / MEASURED_SHARE
         try:
             if replicated := self._copy_over_sites():
-                plans.setdefault((replicated.worker_order,), ("a copy on each site", replicated))
+                rows.setdefault(
+                    (replicated.worker_order,), (make_candidate(replicated, "a copy on each site"), replicated)
+                )
         except PipelineError as error:
             errors.append(error)
-        if not plans:
+        if not rows:
             raise errors[0]
-        return [(make_candidate(plan, text), plan) for text, plan in plans.values()], refused
+        return [*rows.values()], refused
 
     def _copy_over_sites(self) -> Plan | None:
         """Plans for one component of the outermost level, and copies the plan to the others.
@@ -153,10 +171,12 @@ class StageSearch:
         plan = apply_depth(space, plan, request.in_flight)
         return adapt_plan_to_method(plan, self.profile, request.schedule, request.microbatches)
 
-    def plan_with_microbatches(self, parts: int, shape: str | tuple[int, ...], slower: float = 1.0) -> Plan:
+    def plan_with_microbatches(
+        self, parts: int, shape: str | tuple[int, ...], slower: float = 1.0, limit_s: float = inf
+    ) -> Plan:
         request = self.request
         if request.cuts is None:
-            return self._search(parts).best(shape, request.in_flight, slower)
+            return self._search(parts).best(shape, request.in_flight, slower, limit_s)
         return planner.manual_plan(
             self.profile,
             request.workers_and_links,
