@@ -96,11 +96,18 @@ def print_levels(files: Sequence[Path]) -> None:
 
 
 def print_chains() -> None:
-    """Prints how long it takes to plan chains of hundreds of layers."""
-    print(format_head("a chain | workers | planning | gap", "llrl"))
+    """Prints how long it takes to plan chains of hundreds of layers, and to simulate the plans."""
+    print(
+        format_head(
+            "a chain | workers | planning | gap | repeats after | simulate | slowest stage | simulated", "llrlr"
+        )
+    )
     for layers, widths in ((200, (64,)), (1000, (8, 16, 8))):
         seconds, plan = timed(partial(search, chain(layers), make_cluster(widths, (150e9, 12.5e9, 1.25e9))))
-        print(format_row((f"{layers} layers", name_size(widths), f"{seconds:.1f} s", gap_of(plan))))
+        score_s, result = timed(partial(score, plan))
+        periods = (f"{period_s * 1e3:.2f} ms" for period_s in (plan.slowest_stage_s, result.period_s))
+        cells = f"{seconds:.1f} s", gap_of(plan), plan.placement.cycle, f"{score_s:.1f} s", *periods
+        print(format_row((f"{layers} layers", name_size(widths), *cells)))
 
 
 def print_choices(files: Sequence[Path]) -> None:
@@ -129,7 +136,7 @@ def name_size(widths: Sequence[int]) -> str:
 
 def table_of_meshes() -> None:
     """Prints how long plans with meshes take."""
-    titles = "96 layers on 64 ranks | search with meshes | gap | none and each single mesh as well | simulate"
+    titles = "96 layers on 64 ranks | search with meshes | gap | none and each single mesh as well | simulate | ratio"
     print(format_head(titles, "lr"))
     profile = on_meshes(96)
     machines = Cluster((Level(8, 50e9, 1e-5), Level(8, 5e9, 2e-5)))
@@ -141,7 +148,13 @@ def table_of_meshes() -> None:
             search_s, _ = timed(partial(search, profile, limited, mesh="auto"))
             whole_s, _ = timed(partial(planning.plan, profile, limited, mesh="auto"))
             size = "" if memory_bytes is None else f", {memory_bytes / 1e9:.0f} GB a rank"
-            cells = f"{alone_s:.1f} s", gap_of(plan), f"{search_s:.1f} s", f"{whole_s:.0f} s"
+            cells = (
+                f"{alone_s:.1f} s",
+                gap_of(plan),
+                f"{search_s:.1f} s",
+                f"{whole_s:.1f} s",
+                f"{whole_s / search_s:.1f}",
+            )
             print(format_row((f"{name}{size}", *cells)), flush=True)
 
 
