@@ -80,11 +80,6 @@ def score_if_quick(plan: Plan) -> planner.Score:
     return score(plan)
 
 
-def may_hide_sums(plan: Plan) -> bool:
-    """Returns whether an update delay, or the runtime's own time, may hide sums that the search counts."""
-    return bool(any(plan.update_delay) or plan.runtime or plan.costs.on_gpus)
-
-
 def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.MethodOccupancy:
     """Returns what a plan's stages hold under a method; a lower bound for a plan without the method's layout.
 

@@ -23,7 +23,6 @@ from pipedream.planner.tables.search_space import apply_depth
 from pipedream.workflows.methods import (
     MOST_SIMULATED,
     adapt_plan_to_method,
-    may_hide_sums,
     occupancy_of,
 )
 
@@ -125,7 +124,9 @@ class StageSearch:
                     candidate = replace(candidate, least_s=least_s)
                 key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order
                 rows.setdefault(key, (candidate, plan))
-                if finalist not in (finalists[0], planner.Finalist("pipeline")) or may_hide_sums(plan):
+                # A delay of updates, or the runtime's own time, may hide sums that the search counts.
+                hides_sums = request.update_delay or plan.runtime or plan.costs.on_gpus
+                if hides_sums or finalist not in (finalists[0], planner.Finalist("pipeline")):
                     continue
                 simulated_s = inf
                 with suppress(PipelineError):
