@@ -285,7 +285,7 @@ class AtAnEvaluation(Callback):
 def test_all_processes_stop_at_the_same_minibatch(
     counts: tuple[int, ...], callbacks: list[Callback], evaluate: bool
 ) -> None:
-    results = processes.kept(sum(counts)).results(partial(trained, evaluate=evaluate), counts, callbacks)
+    results = processes.team(sum(counts)).results(partial(trained, evaluate=evaluate), counts, callbacks)
     alone = trained(counts, [AtAnEvaluation(0)] if evaluate else [StopsAt(3)], evaluate=evaluate)
     for losses, minibatches, _, stopped in results:
         assert stopped

@@ -486,7 +486,7 @@ def _count_threads(over_gloo: bool) -> list[int]:
 @pytest.mark.processes
 @pytest.mark.parametrize("over_gloo", [False, True])
 def test_a_closed_pipeline_leaves_no_thread(over_gloo: bool) -> None:
-    results = processes.kept(3).results(_count_threads, over_gloo)
+    results = processes.team(3).results(_count_threads, over_gloo)
     for rank, (within, first, second, groups) in enumerate(results):
         assert second == first < within
         assert groups == 1 + over_gloo + (rank < 2), "of all, upward, of replicas; none for checkpoints"
@@ -531,7 +531,7 @@ def _count_left(fails: str) -> list[list[int]]:
     ],
 )
 def test_a_failed_pipeline_leaves_nothing(workers: int, fails: str) -> None:
-    ends = processes.kept(workers).results(_count_left, fails) if workers > 1 else [_count_left(fails)]
+    ends = processes.team(workers).results(_count_left, fails) if workers > 1 else [_count_left(fails)]
     for before, first, second in ends:
         assert second == first == before
 

@@ -67,7 +67,7 @@ def test_clipping_by_an_earlier_global_norm_equals_a_serial_loop(run: Run) -> No
 def test_processes_clip_to_the_bit_as_one_does() -> None:
     run = Run("1f1b/2:4,pipedream", (1, 1), epochs=3, evaluate_at=(7,), clip=0.05, clip_by="delayed_global")
     alone = go(run)
-    outcome = processes.kept(2).results(go, run)[0]  # of more, gloo adds up in another order
+    outcome = processes.team(2).results(go, run)[0]  # of more, gloo adds up in another order
     assert outcome.losses == alone.losses
     assert all(torch.equal(outcome.state[name], value) for name, value in alone.state.items())
 
@@ -385,7 +385,7 @@ IN_PROCESSES = {
 def test_processes_keep_tied_weights_equal(workers: int, tmp_path: Path) -> None:
     runs = IN_PROCESSES[workers]
     whole, rest = (
-        processes.kept(workers).results(train_all_tied, runs, tmp_path, resumes)[0] for resumes in (False, True)
+        processes.team(workers).results(train_all_tied, runs, tmp_path, resumes)[0] for resumes in (False, True)
     )
     for run, trained, resumed in zip(runs, whole, rest, strict=True):
         check_tied(run, trained)
@@ -844,7 +844,7 @@ def test_methods_of_several_stages_a_worker_take_turns() -> None:
 @pytest.mark.slow
 def test_processes_skip_what_one_does() -> None:
     for schedules, workers in ((("1f1b", "pipedream"), 3), (("interleaved_1f1b", "chimera"), 2)):
-        trained = processes.kept(workers).results(train_each_marked, schedules)[0]
+        trained = processes.team(workers).results(train_each_marked, schedules)[0]
         for alone, (state, skipped, losses) in zip(train_each_marked(schedules), trained, strict=True):
             assert skipped == alone[1]
             assert str(losses) == str(alone[2])

@@ -103,7 +103,7 @@ def test_one_process_loads_what_a_plain_loop_loads(
 def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, tmp_path: Path) -> None:
     jobs = JOBS[workers]
     apart, alone = (folders(tmp_path / name, len(jobs)) for name in ("apart", "alone"))
-    of_ranks = processes.kept(workers).results(loading.run_all, jobs, str(apart), timeout_s=120.0)
+    of_ranks = processes.team(workers).results(loading.run_all, jobs, str(apart), timeout_s=120.0)
     alone_runs = loading.run_all(jobs, str(alone))
     for number, (job, alone_run) in enumerate(zip(jobs, alone_runs, strict=True)):
         # gloo adds up three gradients in another order than one process does
@@ -145,7 +145,7 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
 def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
     kinds = ("map", "own", "iterable", "stateful")
     first = [Job(kind, (2, 1), leave_at=6) for kind in kinds] + [Job(kind, (1, 1), leave_at=7) for kind in kinds]
-    of_three = processes.kept(3).results(loading.run_all, first[:4], str(folders(tmp_path / "three", 4)))[0]
+    of_three = processes.team(3).results(loading.run_all, first[:4], str(folders(tmp_path / "three", 4)))[0]
     of_one = loading.run_all(first[4:], str(folders(tmp_path / "one", 4)))
     places = []
     for run in (*of_three, *of_one):
@@ -155,7 +155,7 @@ def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
     seconds = [Job(kind, (1, 1, 1), "1f1b", 4) for kind in kinds] + [Job(kind, (2, 1)) for kind in kinds]
     root = folders(tmp_path / "on", 8)
     on = [(job, str(root / str(i)), *places[i]) for i, job in enumerate(seconds)]
-    counts = loading.resume_all(on[:4]) + processes.kept(3).results(loading.resume_all, on[4:])[0]
+    counts = loading.resume_all(on[:4]) + processes.team(3).results(loading.resume_all, on[4:])[0]
     for i, (job, folder, position, _) in enumerate(on):
         done = position[0] * 50 + position[1] * 12
         expected = plain_order(job.kind, tmp_path / f"plain{i}")

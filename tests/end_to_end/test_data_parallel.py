@@ -72,7 +72,7 @@ def torch_alone(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
 @pytest.mark.processes
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_one_stage_plan_equals_torch(replicas: int) -> None:
-    results = processes.kept(replicas).results(both, replicas)
+    results = processes.team(replicas).results(both, replicas)
     assert all(not any(pair) for rank in results[1:] for pair in rank)
     for (name, optimizer), (ours, theirs) in zip(ANIMALS, results[0], strict=True):
         start = zoo.make(name).model.state_dict()

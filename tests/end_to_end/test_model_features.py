@@ -103,7 +103,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 
 def _check_processes(name: str, workers: int, chosen: dict[str, Feature], folder: Path) -> None:
     profile = _profile(name)
-    first, *others = processes.kept(workers).results(
+    first, *others = processes.team(workers).results(
         train_with_each, name, profile.to_json(), chosen, folder / "several"
     )
     alone = train_with_each(name, profile.to_json(), chosen, folder / "one")

@@ -157,7 +157,7 @@ def _in_process(name: str, stages: int, microbatches: int) -> Trained:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _chosen(DEFAULT))
 def test_processes_equal_the_plain_loop(case: Case) -> None:
-    first, *others = processes.kept(3).results(_in_process, case.name, 3, 4)
+    first, *others = processes.team(3).results(_in_process, case.name, 3, 4)
     check_same(_plain(case, 4), first, case.tolerance)
     for other in others:
         assert other.losses == first.losses

@@ -167,7 +167,7 @@ IN_PROCESSES = {
 @pytest.mark.parametrize("workers", [3, 4, 5, 6])
 def test_several_processes_give_what_one_gives(workers: int) -> None:
     chosen = [case if max(case.replicas) > 3 else per_worker(case) for case in IN_PROCESSES[workers]]
-    of_ranks = processes.kept(workers).results(cases.run_all, chosen, timeout_s=240.0)
+    of_ranks = processes.team(workers).results(cases.run_all, chosen, timeout_s=240.0)
     for number, case in enumerate(chosen):
         alone, plan = run(case), case.plan()
         rule = build(case.schedule, plan, case.microbatches).weights

@@ -199,7 +199,7 @@ def _run_in_process(names: tuple[str, ...]) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_equal_one(count: int) -> None:
-    processes.kept(count).results(_run_in_process, ("mlp", "lstm", "wide_resnet"))
+    processes.team(count).results(_run_in_process, ("mlp", "lstm", "wide_resnet"))
 
 
 def _convert_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partition:

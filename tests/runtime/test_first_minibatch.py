@@ -249,9 +249,9 @@ def _train_all(check: bool, free_bytes: int | None = None) -> list[Any]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_train_as_without_it() -> None:
-    alone = processes.kept(2).results(_train_all, False)
+    alone = processes.team(2).results(_train_all, False)
     for free_bytes in (None, 0):  # as a whole, and stage by stage
-        compared = processes.kept(2).results(_train_all, True, free_bytes)
+        compared = processes.team(2).results(_train_all, True, free_bytes)
         for rank in range(2):
             for run, actual, expected in zip(_RUNS, compared[rank], alone[rank], strict=True):
                 assert actual == expected, (run, rank)

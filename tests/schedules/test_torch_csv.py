@@ -406,7 +406,7 @@ def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chun
     ours = build(name, uniform(name, 2, chunks=chunks), 4)
     file.write_text(to_torch_csv(ours))
     summed: dict[str, torch.Tensor] = {}
-    for gradients in processes.kept(2).results(torch_schedules.run, str(file), ours.placement.stages, 4):
+    for gradients in processes.team(2).results(torch_schedules.run, str(file), ours.placement.stages, 4):
         summed |= gradients
     model, x, y = torch_schedules.model_and_batch()
     before = {key: value.detach().clone() for key, value in model.named_parameters()}

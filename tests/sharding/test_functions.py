@@ -106,7 +106,7 @@ def _move_all() -> int:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_change_of_a_cut_keeps_numbers_gradients_and_the_order_in_memory() -> None:
-    assert processes.kept(4).results(_move_all) == [160] * 4
+    assert processes.team(4).results(_move_all) == [160] * 4
 
 
 def _list_kinds() -> list[list[str]]:
@@ -133,7 +133,7 @@ def _list_kinds() -> list[list[str]]:
 def test_slices_are_free_and_come_first() -> None:
     exchange, gather = "exchange", "all_gather_into_tensor"
     expected = [[], [exchange], [exchange], [gather, exchange], [gather, gather], []]
-    assert processes.kept(4).results(_list_kinds) == [expected] * 4
+    assert processes.team(4).results(_list_kinds) == [expected] * 4
 
 
 def _attend() -> tuple[int, str]:
@@ -186,7 +186,7 @@ def _attend() -> tuple[int, str]:
 @pytest.mark.filterwarnings("ignore")
 def test_attention_is_cut_by_batch_heads_or_length() -> None:
     """With dropout or not, and masks that are learned or not, also where only the queries are sharded."""
-    for count, refused in processes.kept(4).results(_attend):
+    for count, refused in processes.team(4).results(_attend):
         assert count > 100
         assert "2 ranks shard the length, which then shard the heads instead, but there are 3 heads" in refused
 
@@ -253,4 +253,4 @@ def _exchange_rows() -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_get_what_torchs_own_would_give_them(count: int) -> None:
-    assert processes.kept(count).results(_exchange_rows) == [20] * count
+    assert processes.team(count).results(_exchange_rows) == [20] * count

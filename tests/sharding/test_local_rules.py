@@ -181,7 +181,7 @@ def _compare_embeddings() -> None:
 
 @pytest.mark.processes
 def test_embeddings() -> None:
-    processes.kept(2).results(_compare_embeddings)
+    processes.team(2).results(_compare_embeddings)
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def test_a_wrong_input_of_a_convolution_is_torch_s_error(cut: Cut) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_compute_with_parts_what_they_do_with_whole_tensors(name: str) -> None:
-    processes.kept(2).results(_check, name)
+    processes.team(2).results(_check, name)
 
 
 def _compare_batch_norms() -> None:
@@ -343,4 +343,4 @@ def _compare_batch_norms() -> None:
 
 @pytest.mark.processes
 def test_batch_norm_has_statistics_of_the_whole_batch_in_float32() -> None:
-    processes.kept(2).results(_compare_batch_norms)
+    processes.team(2).results(_compare_batch_norms)

@@ -72,7 +72,7 @@ def _train_epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
 
 def _train_epochs(case: Case, mesh: str, *args: str) -> list[Outcome]:
     ranks = replace(case, mesh=mesh).ranks
-    return processes.kept(ranks).results(_train_epoch, case, mesh, *args) if mesh else [_train_epoch(case, mesh, *args)]
+    return processes.team(ranks).results(_train_epoch, case, mesh, *args) if mesh else [_train_epoch(case, mesh, *args)]
 
 
 def _check(actual: Outcome, expected: Outcome) -> None:

@@ -67,7 +67,7 @@ def _train_all() -> list[Trained]:
 @pytest.mark.filterwarnings("ignore")
 def test_experts_on_meshes_train_as_in_one_process() -> None:
     """Also the last minibatch, whose microbatches are sharded or not; its processes train all cases in turn."""
-    outcomes = processes.kept(4).results(_train_all, timeout_s=180.0)[0]
+    outcomes = processes.team(4).results(_train_all, timeout_s=180.0)[0]
     for case, trained in zip(CASES.values(), outcomes, strict=True):
         check_same(trained, _train(case, ""))
 
@@ -123,7 +123,7 @@ def test_every_cut_of_a_layer_keeps_numbers_losses_and_gradients() -> None:
     cut, none = "(Shard(dim=0), Replicate())", "Replicate())"
     expected = [cut, "(Shard(dim=0), Partial(sum))", f"(Partial(sum), {none}", "(Shard(dim=0), Partial(sum))",
               "(Partial(sum), Shard(dim=0))", f"(Partial(sum), {none}"]  # fmt: skip
-    assert processes.kept(4).results(_compare_layers) == [[placements for placements in expected for _ in range(2)]] * 4
+    assert processes.team(4).results(_compare_layers) == [[placements for placements in expected for _ in range(2)]] * 4
 
 
 @pytest.mark.processes
@@ -152,4 +152,4 @@ def _compare_auxiliary() -> tuple[float, ...]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_an_auxiliary_loss_of_a_cut_tensor_joins_the_objective() -> None:
-    assert processes.kept(2).results(_compare_auxiliary) == [(2.0, 3.0, 4.0, 5.0)] * 2
+    assert processes.team(2).results(_compare_auxiliary) == [(2.0, 3.0, 4.0, 5.0)] * 2

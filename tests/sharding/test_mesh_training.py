@@ -366,7 +366,7 @@ def check_as_single_ranks(case: Case, train: Callable[[Case, str], Trained] = _t
     """Checks that ranks which are a mesh train as workers of one rank do."""
     expected = _train(case, "")
     if train is _train:
-        ranks = processes.kept(case.ranks).results(train, case, case.mesh)
+        ranks = processes.team(case.ranks).results(train, case, case.mesh)
     else:  # a process keeps its meshes, here with groups of the stand-in
         ranks = processes.results(train, case.ranks, case, case.mesh)
     for rank, trained in enumerate(ranks):
@@ -426,7 +426,7 @@ def _train_twice(case: Case) -> list[tuple[list[float], int]]:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_second_pipeline_may_have_the_same_mesh() -> None:
-    for first, second in processes.kept(4).results(_train_twice, Case("mlp", "model:2", "d_ff:model")):
+    for first, second in processes.team(4).results(_train_twice, Case("mlp", "model:2", "d_ff:model")):
         assert first == second, "other losses, or more threads of gloo"
 
 
@@ -489,7 +489,7 @@ def _train_residual(mesh: str, p: float, shape: str) -> list[float]:
 @pytest.mark.slow
 def test_a_model_that_is_no_chain_may_be_one_stage() -> None:
     losses = _train_residual("", 0.0, "1")
-    for trained in processes.kept(2).results(_train_residual, "cut1:2", 0.0, "1"):
+    for trained in processes.team(2).results(_train_residual, "cut1:2", 0.0, "1"):
         assert trained == pytest.approx(losses, abs=1e-10)
     for p, shape, words in ((0.5, "1", "draws random numbers"), (0.0, "1-1", "a stage of several has a mesh")):
         for end in processes.launch(_train_residual, 2 * len(shape.split("-")), "cut1:2", p, shape):

@@ -19,7 +19,7 @@ FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[P
 
 def _check(case: LaidOut, count: int) -> None:
     assert case.processes == count
-    ends = processes.kept(count).launch(trained, case, case.mesh)
+    ends = processes.team(count).launch(trained, case, case.mesh)
     errors = [end.error for end in ends if end.error is not None]
     if errors:
         hypothesis.event("refused")

@@ -451,7 +451,7 @@ def check_processes(
 ) -> None:
     """Checks that so many processes, started once for all cases, give to the bit what one gives."""
     short = [per_worker(case) for case in chosen]
-    of_ranks = processes.kept(workers).results(run_cases, short)
+    of_ranks = processes.team(workers).results(run_cases, short)
     for number, case in enumerate(short):
         alone = run(case)
         for rank, outcomes in enumerate(of_ranks):

@@ -123,7 +123,7 @@ def _answer(function: Callable[..., Any], args: Any) -> bytes:
 
 
 @cache
-def kept(workers: int) -> Team:
+def team(workers: int) -> Team:
     """Returns processes that stay for the tests of a session: four take two seconds to start.
 
     For what leaves them as it found them, and does not measure them; `results` starts others.

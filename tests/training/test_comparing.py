@@ -149,7 +149,7 @@ def _train_each_way() -> dict[str, dict[str, Any]]:
 
 @cache
 def _figures() -> list[dict[str, dict[str, Any]]]:
-    return processes.kept(2).results(_train_each_way)
+    return processes.team(2).results(_train_each_way)
 
 
 @pytest.mark.slow

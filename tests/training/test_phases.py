@@ -220,7 +220,7 @@ IN_PROCESSES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
-    of_ranks = processes.kept(workers).results(run_both, IN_PROCESSES[workers])
+    of_ranks = processes.team(workers).results(run_both, IN_PROCESSES[workers])
     for number, run in enumerate(IN_PROCESSES[workers]):
         alone = go(run)
         for rank, outcomes in enumerate(of_ranks):
@@ -265,7 +265,7 @@ def test_a_run_goes_on_to_the_bit_in_any_phase(run: Run, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_processes_go_on_to_the_bit_across_a_border(tmp_path: Path) -> None:
     run = Run("1f1b/2:4,pipedream", (2, 1), epochs=4, evaluate_at=())
-    check_resumed(run, tmp_path, lambda *args: processes.kept(3).results(go, *args)[0], save_at=(4, 9))
+    check_resumed(run, tmp_path, lambda *args: processes.team(3).results(go, *args)[0], save_at=(4, 9))
 
 
 def test_compensations_as_text() -> None:

@@ -169,7 +169,7 @@ def test_the_same_plan_goes_on_to_the_bit(leg: Leg, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_processes_go_on_to_the_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
     leg = Leg(replicas)
-    check_resumed(leg, tmp_path, lambda *args: processes.kept(leg_workers(leg)).results(go, leg, *args)[0])
+    check_resumed(leg, tmp_path, lambda *args: processes.team(leg_workers(leg)).results(go, leg, *args)[0])
 
 
 def leg_workers(leg: Leg) -> int:
@@ -239,9 +239,9 @@ def test_other_plans_go_on_as_one_process_would(animal: str, legs: list[tuple[An
 def test_processes_go_on_with_what_one_has_saved_and_the_other_way_round(tmp_path: Path) -> None:
     expected = plain("mlp", "steps")
     first = Leg((2, 1), 10, schedule="1f1b", microbatches=4)
-    processes.kept(3).results(go, first, tmp_path / "1", None)
+    processes.team(3).results(go, first, tmp_path / "1", None)
     go(Leg((1, 1), 20, schedule="1f1b", microbatches=4), tmp_path / "2", tmp_path / "1")
-    last = processes.kept(3).results(go, Leg((1, 2), schedule="1f1b", microbatches=4), tmp_path / "3", tmp_path / "2")[
+    last = processes.team(3).results(go, Leg((1, 2), schedule="1f1b", microbatches=4), tmp_path / "3", tmp_path / "2")[
         0
     ]
     assert_near(last.state, expected.state, 1e-10)

@@ -98,10 +98,10 @@ _WRITTEN: tuple[tuple[str, Callable[[Any], str]], ...] = (
 def _write_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    kept = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    cells = fold([_write_cell(name, row[name]) for name in kept] for row in rows)
+    columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
+    cells = fold([_write_cell(name, row[name]) for name in columns] for row in rows)
     more = f"<p>{len(cells) - _MOST_ROWS} more rows: to_frame()</p>" if len(cells) > _MOST_ROWS else ""
-    heads = [name.removesuffix("_s").removesuffix("_bytes").replace("_", " ") for name in kept]
+    heads = [name.removesuffix("_s").removesuffix("_bytes").replace("_", " ") for name in columns]
     return table("", heads, cells[:_MOST_ROWS], show_caption=False) + more
 
 

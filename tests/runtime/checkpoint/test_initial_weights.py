@@ -427,7 +427,7 @@ def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], 
 @pytest.mark.processes
 def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
     state = state_of(untied, seed=6)
-    (first, whole), (second, empty) = processes.kept(2).results(names_read, untied, write(tmp_path, state, "shards"))
+    (first, whole), (second, empty) = processes.team(2).results(names_read, untied, write(tmp_path, state, "shards"))
     assert sorted(first) == sorted(name for name in state if name[0] in "01")
     assert sorted(second) == ["3.bias", "3.weight"]
     check_equal(whole, state)
@@ -437,7 +437,7 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_rank_0_alone_may_have_the_values() -> None:
-    results = processes.kept(2).results(start, untied, (2,), None, "others")[0]
+    results = processes.team(2).results(start, untied, (2,), None, "others")[0]
     check_equal(results, state_of(untied))
 
 
@@ -462,7 +462,7 @@ def test_every_rank_raises_what_one_of_them_finds() -> None:
 @pytest.mark.slow
 def test_values_from_the_meta_device_are_those_of_one_process() -> None:
     for make in (untied, tied):
-        check_equal(processes.kept(2).results(start, make, (2,), None)[0], start(make, (2,), None))
+        check_equal(processes.team(2).results(start, make, (2,), None)[0], start(make, (2,), None))
         check_equal(start(make, (1, 3), None), start(make, (), None))
 
 
@@ -532,7 +532,7 @@ def start_tiny(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_rank_0_saves_the_models_own_format(tmp_path: Path) -> None:
-    check_saved(tmp_path, processes.kept(2).results(save_trained, tmp_path)[0])
+    check_saved(tmp_path, processes.team(2).results(save_trained, tmp_path)[0])
 
 
 def test_a_model_without_a_format_of_its_own_points_to_its_state(tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ def repeated_run(folder: Path, cuts: tuple[int, ...], resumes: bool) -> dict[str
 @pytest.mark.slow
 def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
     expected = repeated_run(tmp_path / "one", (), False)
-    state = processes.kept(2).results(repeated_run, tmp_path / "two", (2,), False)[0]
+    state = processes.team(2).results(repeated_run, tmp_path / "two", (2,), False)[0]
     assert_near(state, expected, 1e-12)
     assert torch.equal(state["0.weight"], expected["0.weight"])
     expected = repeated_run(tmp_path / "one", (2,), True)
@@ -648,7 +648,7 @@ def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
 def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
     sent = {}
     for kind in ("last", "first", "first+middle", "adapters"):
-        losses, state, sent[kind] = processes.kept(4).results(frozen_run, kind, "1f1b")[0]
+        losses, state, sent[kind] = processes.team(4).results(frozen_run, kind, "1f1b")[0]
         alone = frozen_run(kind, "1f1b")
         assert losses == alone[0]
         check_equal(state, alone[1])

@@ -79,9 +79,9 @@ def test_a_resumed_run_is_the_same_to_the_bit(kind: tuple[Any, ...], tmp_path: P
     ids=lambda kind: f"{kind[0]} {kind[1]}",
 )
 def test_processes_and_a_single_one_resume_each_others_checkpoints(kind: tuple[Any, ...], tmp_path: Path) -> None:
-    through, _ = processes.kept(2).results(run, kind, tmp_path, False)
+    through, _ = processes.team(2).results(run, kind, tmp_path, False)
     check_same(run(kind, tmp_path, True), through)
-    resumed, _ = processes.kept(2).results(run, kind, tmp_path, True)
+    resumed, _ = processes.team(2).results(run, kind, tmp_path, True)
     check_same(resumed, through)
 
 

@@ -182,4 +182,4 @@ def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_several_processes_do_too(tmp_path: Path) -> None:
-    check(tmp_path, "python", lambda *args: processes.kept(2).results(train, *args)[0])
+    check(tmp_path, "python", lambda *args: processes.team(2).results(train, *args)[0])

@@ -144,7 +144,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["roundpipe", "roundpipe[delay=1]"])
 def test_processes_give_to_the_bit_what_one_gives(schedule: str) -> None:
     alone = train(3, schedule=schedule)
-    of_ranks = processes.kept(3).results(partial(train, schedule=schedule), 3)
+    of_ranks = processes.team(3).results(partial(train, schedule=schedule), 3)
     for losses, _, evaluated in of_ranks:
         assert losses == alone[0]
         assert evaluated == alone[2]
@@ -371,7 +371,7 @@ def test_an_error_of_the_thread_is_that_of_its_update(name: str, stage: int) -> 
 @pytest.mark.processes
 def test_an_error_of_the_thread_ends_all_processes() -> None:
     alone, _ = train_failing(3, "3.inner.weight")
-    for message, _ in processes.kept(3).results(partial(train_failing, name="3.inner.weight"), 3):
+    for message, _ in processes.team(3).results(partial(train_failing, name="3.inner.weight"), 3):
         assert message.partition(": ")[2] == alone.partition(": ")[2]
 
 
@@ -387,7 +387,7 @@ def train_apart() -> str:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_several_machines_are_refused() -> None:
-    for reason in processes.kept(3).results(train_apart):
+    for reason in processes.team(3).results(train_apart):
         assert "memory of one machine were asked for, but the ranks are on 2: " in reason
 
 

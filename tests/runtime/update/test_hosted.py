@@ -201,9 +201,9 @@ def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, on
         for state in ("device", "host")
     ]
     phases = (Phase(schedule, microbatches=4),)
-    for planned, wanted in (plans, plans[::-1]):
-        moved = follow_moves(replace(planned, optimizer_state=wanted.optimizer_state), planned, phases)
-        assert moved.stages == wanted.stages
+    for planned, target in (plans, plans[::-1]):
+        moved = follow_moves(replace(planned, optimizer_state=target.optimizer_state), planned, phases)
+        assert moved.stages == target.stages
     assert follow_moves(plans[0], plans[0], phases) is plans[0]
     moved = replace(plans[0], optimizer_state="host")
     least, most = sorted(max(plan.worker_bytes.values()) for plan in plans)
@@ -248,14 +248,14 @@ def test_copies_of_a_hosted_optimizer_take_time() -> None:
     cluster = Cluster.flat(2, device="A100-80GB")
     ask = partial(pd.plan, schedule="1f1b", microbatches=4, shape="straight", strategy="search")
     for rate, expected in ((1e3, 1e3), (None, 0.8 * 31.5e9)):
-        here, there = (
+        on_device, on_host = (
             ask(profile, replace(cluster, host_bytes_per_s=rate), optimizer_state=state) for state in ("device", "host")
         )
-        assert there.cluster.host_bytes_per_s == expected
+        assert on_host.cluster.host_bytes_per_s == expected
         copies_s = 2 * 2000 / expected  # gradients, and then weights, of 2 kB
-        for before, stage in zip(here.stages, there.stages, strict=True):
+        for before, stage in zip(on_device.stages, on_host.stages, strict=True):
             assert stage.update_s == pytest.approx(before.update_s + copies_s)
-        assert score(there).period_s == pytest.approx(score(here).period_s + copies_s)
+        assert score(on_host).period_s == pytest.approx(score(on_device).period_s + copies_s)
     cpu = replace(profile, runtime=RuntimeCosts(), device="cpu")
     plan = ask(cpu, replace(Cluster.flat(2), host_bytes_per_s=1.0), optimizer_state="host")
     assert {stage.update_s for stage in plan.stages} == {0.0}

@@ -165,7 +165,7 @@ def test_replicas_agree_as_the_serial_loop_says(run: Run) -> None:
 @pytest.mark.parametrize("run", thinned(run for run in RUNS if run.replicas == (2,)), ids=str)
 def test_two_processes_agree_as_one_does(run: Run) -> None:
     alone = run.trained()
-    first, second = processes.kept(2).results(Run.trained, run)
+    first, second = processes.team(2).results(Run.trained, run)
     assert first["losses"] == second["losses"] == alone["losses"]
     for number, state in alone["states"].items():
         assert all(torch.equal(first["states"][number][name], tensor) for name, tensor in state.items())
