@@ -176,7 +176,27 @@ def test_searches_that_are_left_out_find_nothing_faster(
     assert chosen.period_s <= min(seconds) * (1 + 1e-9)
 
 
+DELAYED_SUMS = Profile.of_chain(
+    tuple(
+        LayerProfile(f, b, 0, size, 0)
+        for f, b, size in [
+            (0.00232, 0.005141, 0),
+            (0.007663, 0.008265, 1733911),
+            (0.009959, 0.0001, 2362892),
+            (0.005869, 0.002428, 0),
+            (0.0001, 0.01, 0),
+            (0.009959, 0.0001, 2362892),
+            (0.008866, 0.007244, 182691),
+            (0.00232, 0.005141, 19826),
+        ]
+    ),
+    update_s=1e-3,
+)
+"""A straight pipeline is fastest by its slowest stage, but 2-2 hides its sums if updates are delayed."""
+
+
 @given(profiles(), clusters(), st.sampled_from(["pipedream", "pipedream", "1f1b"]), st.sampled_from([0, 1]))
+@example(DELAYED_SUMS, Cluster((Level(2, 4.75e8), Level(2, 1e7))), "pipedream", 1)
 def test_plans_that_cannot_win_need_no_bytes(
     profile: Profile, cluster: Cluster, schedule: str, update_delay: int
 ) -> None:
