@@ -212,8 +212,8 @@ def test_the_throughput_leaves_out_the_warm_up_and_smaller_updates(monkeypatch: 
 
     monkeypatch.setattr(baseline, "step", step)
     monkeypatch.setattr(torch_baselines, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    figures = baseline.train(5, 30)
-    assert figures["minibatches"] == 30
+    figures = baseline.train(5, 20)
+    assert figures["minibatches"] == 20
     assert figures["samples_per_s"] == pytest.approx(32 / 8.0)
 
 
