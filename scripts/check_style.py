@@ -21,9 +21,9 @@ import grimp
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "pipedream"
 
-MOST_FUNCTION_LINES = 60  # of a body; tables may be longer
-MOST_CLASS_LINES = 300
-MOST_MODULES = 21  # in a folder, besides __init__
+MAX_FUNCTION_LINES = 60  # of a body; tables may be longer
+MAX_CLASS_LINES = 300
+MAX_MODULES = 21  # in a folder, besides __init__
 
 MAY_WAIT = ("probe.py", "profiler/", "runtime/session/reference_run.py")
 """Measurements, and the end of the comparison of the first minibatch, which gives its memory back."""
@@ -146,14 +146,14 @@ def check_lengths(source: Source) -> Iterator[str]:
     """Finds long functions and classes."""
     for node in source.nodes:
         if isinstance(node, Function) and _is_long(node):
-            yield f"{source.place(node.lineno)}: the body of {node.name} is over {MOST_FUNCTION_LINES} lines"
-        elif isinstance(node, ast.ClassDef) and _count_lines(node, node) > MOST_CLASS_LINES:
-            yield f"{source.place(node.lineno)}: class {node.name} is over {MOST_CLASS_LINES} lines"
+            yield f"{source.place(node.lineno)}: the body of {node.name} is over {MAX_FUNCTION_LINES} lines"
+        elif isinstance(node, ast.ClassDef) and _count_lines(node, node) > MAX_CLASS_LINES:
+            yield f"{source.place(node.lineno)}: class {node.name} is over {MAX_CLASS_LINES} lines"
 
 
 def _is_long(function: Function) -> bool:
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    if not body or _count_lines(body[0], body[-1]) <= MOST_FUNCTION_LINES:
+    if not body or _count_lines(body[0], body[-1]) <= MAX_FUNCTION_LINES:
         return False
     # A table: most of the body is a single literal or declaration.
     longest = max(body, key=lambda statement: _count_lines(statement, statement))
@@ -169,8 +169,8 @@ def check_folders(sources: list[Source]) -> Iterator[str]:
     """Finds folders that have too many modules to be looked over."""
     counts = Counter(source.path.parent for source in sources if source.path.stem != "__init__")
     for folder, count in counts.items():
-        if count > MOST_MODULES:
-            yield f"{folder.relative_to(ROOT)}: {count} modules, more than {MOST_MODULES}"
+        if count > MAX_MODULES:
+            yield f"{folder.relative_to(ROOT)}: {count} modules, more than {MAX_MODULES}"
 
 
 def check_phrases(texts: dict[str, str]) -> Iterator[str]:

@@ -88,7 +88,7 @@ FAMILIES = {
 RANGE = {"digits": (0.5, 1.0), "char_gpt": (1.8, 3.4), "char_gpt_16": (1.8, 3.4)}
 TARGETS = (2.1, 2.0)
 RATES_BYTES_PER_S = (25e6 / 8, 100e6 / 8, 400e6 / 8, 1e9 / 8)
-LEAST_SEEDS = 3
+MIN_SEEDS = 3
 """Whose spread says whether two arms are alike."""
 KINDS = {"1f1b": "synchronous 1F1B", "pipedream_2bw": "2BW", "pipedream": "PipeDream"}
 
@@ -126,7 +126,7 @@ def judged(better: dict[int, float], worse: dict[int, float], spread: float, eve
         even: the effect is that there is none: medians no further apart than the spread.
     """
     seeds = sorted(set(better) & set(worse))
-    if not seeds or (even and len(seeds) < LEAST_SEEDS):
+    if not seeds or (even and len(seeds) < MIN_SEEDS):
         return "not tested"
     mine, theirs = (median(scores[s] for s in seeds) for scores in (better, worse))
     if math.isinf(mine) and math.isinf(theirs):

@@ -37,7 +37,7 @@ PLANNED_SHARE = 0.98
 """Of the memory that Python and torch leave; the rest is for what is not predicted. A stage that moves activations
 fills all of its memory."""
 
-_MOST_BLOCKS = 400
+_MAX_BLOCKS = 400
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,14 @@ def find_largest(first: int, trains: Callable[[int], bool], least: int = 1) -> i
 
     Returns least - 1 if not even the least trains.
     """
-    low, high, count, step = least - 1, _MOST_BLOCKS + 1, max(least, min(first, _MOST_BLOCKS)), 1
+    low, high, count, step = least - 1, _MAX_BLOCKS + 1, max(least, min(first, _MAX_BLOCKS)), 1
     while low < high - 1:
         if trains(count):
             low = count
         else:
             high = count
-        if high > _MOST_BLOCKS:
-            count = min(low + step, _MOST_BLOCKS)
+        if high > _MAX_BLOCKS:
+            count = min(low + step, _MAX_BLOCKS)
         elif low < least:
             count = max(least, high - step)
         else:
@@ -260,7 +260,7 @@ def _search(
     setting: _Setting, way: Way, limit_bytes: int, room_bytes: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Returns the row of a way: the most blocks that it trains, and what they take."""
-    counts = range(setting.short, _MOST_BLOCKS + 1)
+    counts = range(setting.short, _MAX_BLOCKS + 1)
     plan_bytes = int(PLANNED_SHARE * room_bytes)
     planned = setting.short - 1 + bisect_left(counts, 1, key=lambda blocks: not setting.fits(way, blocks, plan_bytes))
     row: dict[str, Any] = {"way": way.name, "workers": setting.workers, "planned_layers": planned, "layers": 0}

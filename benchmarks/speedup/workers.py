@@ -37,7 +37,7 @@ from table_1 import TABLE_1, Row
 from worker_processes import Workers, worker_processes
 
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run
-_LEAST_DILATION = 4.0  # for what two cores do besides, such as passing on the messages of all-reduces
+_MIN_DILATION = 4.0  # for what two cores do besides, such as passing on the messages of all-reduces
 _SEGMENTS = 3
 _WORKER = str(Path(__file__).parents[1] / "prediction" / "worker.py")
 _CARRIED_BYTES_PER_S = 120e6  # by all links together, for which two cores need a third of their time
@@ -146,7 +146,7 @@ def _emulate(plan: Plan, workers: Workers, network: Network, seconds: float) -> 
     warm = turn * ceil((2 if len(plan.stages) > 1 else 1) * admitted / turn)
     segment = turn * ceil(admitted / turn)  # where a plan's rounds alternate, both are in a segment
     count = warm + segment * _SEGMENTS + ceil(admitted)
-    dilation = max(_LEAST_DILATION, _round(seconds / (count * predicted_s)))
+    dilation = max(_MIN_DILATION, _round(seconds / (count * predicted_s)))
     byte_scale = _round(
         min(
             1.0,

@@ -23,12 +23,12 @@ from pipedream.runtime.stage.auxiliary import add_auxiliary_loss
 from pipedream.sharding.functions import all_to_all, sum_partials
 from pipedream.sharding.parts import SUM, WHOLE, Table, compute_on_parts, make_dtensors
 
-_LEAST_CAPACITY = 4
+_MIN_CAPACITY = 4
 
 
 def capacity(tokens: int, experts: int, factor: float) -> int:
     """Returns C, the places that each expert has for a group of so many tokens; at least 4."""
-    return max(_LEAST_CAPACITY, min(tokens, int(tokens * factor / experts)))
+    return max(_MIN_CAPACITY, min(tokens, int(tokens * factor / experts)))
 
 
 class Gate(NamedTuple):

@@ -190,8 +190,8 @@ def host_bytes_per_s(device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
-    on_gpu = torch.empty(_MOST_BYTES, dtype=torch.uint8, device=device)
-    pinned = torch.empty(_MOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_gpu = torch.empty(_MAX_BYTES, dtype=torch.uint8, device=device)
+    pinned = torch.empty(_MAX_BYTES, dtype=torch.uint8, pin_memory=True)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(_REPEATS):
         for row, (target, source) in zip(seconds, ((pinned, on_gpu), (on_gpu, pinned)), strict=True):
@@ -200,7 +200,7 @@ def host_bytes_per_s(device: torch.device) -> float | None:
             target.copy_(source, non_blocking=True)
             torch.cuda.synchronize(device)
             row.append(time.perf_counter() - start)
-    return _MOST_BYTES / max(map(lower_quartile, seconds))
+    return _MAX_BYTES / max(map(lower_quartile, seconds))
 
 
 def memory_name(device: torch.device) -> str:
@@ -224,8 +224,8 @@ def _read_network() -> str:
 
 _ECHOES = 30
 _REPEATS = 5
-_LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
-_MOST_SUM_BYTES = 1 << 24
+_MIN_BYTES, _MAX_BYTES = 1 << 18, 1 << 26
+_MAX_SUM_BYTES = 1 << 24
 _PART = 4  # ratio of the two sizes
 
 
@@ -273,7 +273,7 @@ def one_way(
         _finish(device)
         return time.perf_counter() - start
 
-    size = _choose_size(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
+    size = _choose_size(seconds, _MIN_BYTES, _MAX_BYTES, target_s)
     result = _measure_rate(seconds, size), size
     _send_size(0, receiver, group, device)
     dist.send(torch.tensor(result, dtype=torch.float64, device=device), receiver, group=group)
@@ -316,7 +316,7 @@ def fan(rank: int, ranks: Sequence[int], group: Any, device: torch.device, targe
         _finish(device)
         return time.perf_counter() - start
 
-    size = _choose_size(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
+    size = _choose_size(seconds, _MIN_BYTES, _MAX_BYTES, target_s)
     rate = _measure_rate(seconds, size) * len(others)
     for other in others:
         _send_size(0, other, group, device)
@@ -339,7 +339,7 @@ def sum_over(group: Any, members: int, device: torch.device, target_s: float) ->
         return float(elapsed_s)
 
     latency_s = lower_quartile([seconds(4) for _ in range(_ECHOES // 2)]) / steps
-    size = _choose_size(seconds, _LEAST_BYTES, _MOST_SUM_BYTES, target_s)
+    size = _choose_size(seconds, _MIN_BYTES, _MAX_SUM_BYTES, target_s)
     return latency_s, steps / members * _measure_rate(seconds, size)
 
 

@@ -27,7 +27,7 @@ LINK = "wire"
 
 # The bucket is little beside a message, so the rate holds for all of it; only fast links need a larger one, as the
 # timer that refills it is late by some microseconds. A queue holds several messages, so nothing is dropped.
-_LEAST_BURST_BYTES, _BURST_S, _QUEUE_BYTES = 32_000, 2e-4, 16_000_000
+_MIN_BURST_BYTES, _BURST_S, _QUEUE_BYTES = 32_000, 2e-4, 16_000_000
 
 # Jumbo frames: the machine's cores do the work of the network cards too, and a shaped link wakes them for each packet.
 # With packets of 1500 bytes that takes 4 to 10 ms of a core for each message of 0.8 MB at 400 Mbit/s.
@@ -185,7 +185,7 @@ def _write_rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[s
     """
     # bps: bytes per second, in the language of tc
     rate = f"rate {round(bytes_per_s)}bps"
-    burst = max(_LEAST_BURST_BYTES, round(bytes_per_s * _BURST_S))
+    burst = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
     queue = max(_QUEUE_BYTES, 2 * burst)
     if len(pairs) <= 1:  # none: a level of one component, whose port nothing passes
         return [f"qdisc replace dev {{}} root tbf {rate} burst {burst} limit {queue}"]
@@ -202,7 +202,7 @@ def _write_rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[s
     for number, (sender, receiver) in enumerate(pairs, 2):
         lines += [
             f"class add dev {{}} parent 1:1 classid 1:{number:x} htb {share} burst {burst} cburst {burst} "
-            f"quantum {_LEAST_BURST_BYTES} prio 1",
+            f"quantum {_MIN_BURST_BYTES} prio 1",
             f"qdisc add dev {{}} parent 1:{number:x} bfifo limit {queue}",
             f"filter add dev {{}} parent 1: protocol ip prio 2 u32 match ip src {sender} match ip dst {receiver} "
             f"flowid 1:{number:x}",

@@ -249,7 +249,7 @@ def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "large").write_text("{}" * 100)
-    monkeypatch.setattr(artifact, "MOST_TEXT_BYTES", 100)
+    monkeypatch.setattr(artifact, "MAX_TEXT_BYTES", 100)
     for name, words in (("pipe", "a pipe or a device"), ("link", "a pipe or a device"), ("large", "has 200 bytes")):
         with pytest.raises(ArtifactError, match=words):
             Plan.load(tmp_path / name)

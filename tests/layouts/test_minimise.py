@@ -65,7 +65,7 @@ def test_fewest_new_pairs_first_makes_smaller_tables() -> None:
 
 
 def test_a_table_that_no_machine_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minimise, "_MOST_CELLS", 8)
+    monkeypatch.setattr(minimise, "_MAX_CELLS", 8)
     sizes: dict[Variable, int] = dict.fromkeys(NAMES[:3], 3)
     with pytest.raises(
         PlanError, match=r"3 tensors and operators .* a table of 9 entries, more than 8; take the method"

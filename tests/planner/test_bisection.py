@@ -146,7 +146,7 @@ def test_large_models_are_planned_by_it(monkeypatch: pytest.MonkeyPatch) -> None
     profile, cluster = random_chain(random.Random(3), 12), Cluster.flat(8, 1e9)
     small = search_plan(profile, cluster, shape="pipeline")
     assert small.note.startswith("optimal among pipelines of 2 to 8 stages")
-    monkeypatch.setattr(pipeline_search, "_MOST_STATES", 0)
+    monkeypatch.setattr(pipeline_search, "_MAX_STATES", 0)
     large = search_plan(profile, cluster, shape="pipeline")
     assert large.note.startswith("best found among pipelines of 2 to 8 stages")
     assert large.slowest_stage_s == pytest.approx(small.slowest_stage_s, rel=2 * TOLERANCE)

@@ -135,7 +135,7 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
     with pytest.MonkeyPatch.context() as patch:
         module = sys.modules["pipedream.planner.classic"]  # the package has a function of that name
         patch.setattr(module, "_BLOCK", block)
-        patch.setattr(module, "_LEAST_BLOCK", 1)
+        patch.setattr(module, "_MIN_BLOCK", 1)
         patch.setattr(module, "_CHUNK", 2)
         small = solve(states, tuple(network))
     assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
@@ -273,7 +273,7 @@ def test_refusals(nodes: tuple[GraphNode, ...], cluster: Cluster, says: str) -> 
 
 
 def test_a_graph_of_too_many_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classic_states, "MOST_STATES", 20)
+    monkeypatch.setattr(classic_states, "MAX_STATES", 20)
     nodes = tuple(GraphNode(f"n{i}", "Conv2d", 1.0) for i in range(8))
     star = tuple((0, i) for i in range(1, 7)) + tuple((i, 7) for i in range(1, 7))
     with pytest.raises(PlanError, match="the 8 nodes of this graph can be cut in more than 20 ways"):

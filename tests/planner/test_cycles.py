@@ -81,7 +81,7 @@ def test_bisection_finds_one_as_fast(seed: int, monkeypatch: pytest.MonkeyPatch)
     space = SearchSpace.of(chain(draw, draw.randint(4, 12)), Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10])))
     monkeypatch.setattr(cycles, "CYCLE_LIMITS", (most,))
     exact = PipelineSearch.of(space).best_pipeline(whole)
-    monkeypatch.setattr(pipeline_search, "_MOST_STATES", 0)
+    monkeypatch.setattr(pipeline_search, "_MAX_STATES", 0)
     got = PipelineSearch.of(space).best_pipeline(whole)
     assert exact is not None
     assert got is not None
@@ -117,7 +117,7 @@ def test_every_plan_builds_its_program(
     options = {"shape": shape, "schedule": schedule, "strategy": strategy}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cycles, "CYCLE_LIMITS", (4, 10))
-        patch.setattr(lowering, "MOST_PROVED", 10)
+        patch.setattr(lowering, "MAX_PROVED", 10)
         planned = plan(profile, cluster=Cluster.flat(workers, draw.choice([1e8, 1e9])), **options)
         lowering.lower(schedules.build(planned.schedule, planned, planned.microbatches))
 

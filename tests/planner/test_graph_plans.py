@@ -177,7 +177,7 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(1, 3, 5))
 def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each graph only one order is searched: never better than the best, which is never below the bound."""
-    monkeypatch.setattr(cuts, "MOST_DOWNSETS", 3)
+    monkeypatch.setattr(cuts, "MAX_DOWNSETS", 3)
     draw = random.Random(seed)
     several = best = told = 0
     for _ in range(60):
@@ -205,7 +205,7 @@ def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.Monke
     profile = Profile("views", LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(6)), edges), layers, batch=1)
     limited = Cluster.flat(2, 1e9, memory_bytes=100)
     assert len(SearchSpace.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
-    monkeypatch.setattr(cuts, "MOST_DOWNSETS", 10)
+    monkeypatch.setattr(cuts, "MAX_DOWNSETS", 10)
     few = SearchSpace.of(profile, limited)
     assert (len(few.positions), few.is_complete) == (3, False)  # the views, read by nobody, run at once
     assert SearchSpace.of(profile, Cluster.flat(2, 1e9)).is_complete

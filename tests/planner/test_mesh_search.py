@@ -115,7 +115,7 @@ def test_no_single_mesh_is_faster(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(4, 23, 60))
 def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the exact program: the best plan is between the bound and what is found, which fits whenever one does."""
-    monkeypatch.setattr(mesh_search, "_MOST_WORK", 0.0)
+    monkeypatch.setattr(mesh_search, "_MAX_WORK", 0.0)
     draw = random.Random(seed)
     profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=True, levels=1 + seed % 2)
     meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
@@ -137,7 +137,7 @@ def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) 
 def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
     draw = random.Random(seed)
-    monkeypatch.setattr(mesh_search, "_MOST_WORK", draw.choice([0.0, 3e8]))
+    monkeypatch.setattr(mesh_search, "_MAX_WORK", draw.choice([0.0, 3e8]))
     profile, cluster = meshed_profile(draw, 6), meshed_cluster(draw, limited=seed % 3 > 0, levels=1 + seed % 2)
     meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
     options: dict[str, Any] = {"recompute": draw.choice(["never", "auto"]), "update_delay": draw.choice([0, 1])}

@@ -21,7 +21,7 @@ from pipedream.core.variants import format_link
 from pipedream.options import TrainingOptions
 from pipedream.workflows.exclusions import as_flag
 
-_LEAST_BYTES_PER_S, _USUAL_BYTES_PER_S, _LATENCY_S = 1000.0, 1.25e9, 1e-4
+_MIN_BYTES_PER_S, _USUAL_BYTES_PER_S, _LATENCY_S = 1000.0, 1.25e9, 1e-4
 _DELAY = "Losses with stale gradients"
 
 
@@ -198,7 +198,7 @@ def _parse_link(text: str) -> tuple[float, ...]:
     except ValueError as error:
         raise PlanError(f"--link {text}: {error}") from None
     for word, rate in zip(text.split(","), rates, strict=True):
-        if rate < _LEAST_BYTES_PER_S:
+        if rate < _MIN_BYTES_PER_S:
             number = word.strip().rstrip("bBit/s ")
             raise PlanError(f"--link {text}: {word} is {format_rate(rate)}; did you mean {number}mbit/s?")
     return rates

@@ -37,7 +37,7 @@ from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate
 
 _USUAL_MICROBATCHES = 8  # of a picture
-_MOST_STAGES = 256  # drawn in seconds
+_MAX_STAGES = 256  # drawn in seconds
 
 
 def show(
@@ -54,7 +54,7 @@ def show(
         "--workers",
         metavar="P",
         least=1,
-        most=_MOST_STAGES,
+        most=_MAX_STAGES,
         unset="4, or the file's",
     ),
     schedule: str | None = SCHEDULE,

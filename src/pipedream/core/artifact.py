@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 
 from pipedream.core.errors import ArtifactError, PlanError
 
-MOST_TEXT_BYTES = 256_000_000
+MAX_TEXT_BYTES = 256_000_000
 NOT_STORED = {"json": ""}
 """Metadata of a field that is not saved."""
 
@@ -129,7 +129,7 @@ class NamedKind:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Reads a regular file of at most `MOST_TEXT_BYTES`.
+    """Reads a regular file of at most `MAX_TEXT_BYTES`.
 
     Raises:
         OSError, UnicodeDecodeError: it cannot be read.
@@ -137,8 +137,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
     status = os.stat(path)
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError("it is a pipe or a device; give a regular file")
-    if status.st_size > MOST_TEXT_BYTES:
-        raise OSError(f"it has {status.st_size} bytes; at most {MOST_TEXT_BYTES} are read")
+    if status.st_size > MAX_TEXT_BYTES:
+        raise OSError(f"it has {status.st_size} bytes; at most {MAX_TEXT_BYTES} are read")
     return Path(path).read_text(encoding="utf-8")
 
 

@@ -27,7 +27,7 @@ _TYPE = re.compile(r"[a-z][a-z0-9_]*")
 _FINITE_OPTIONS = {"lr", "initial_lr", "betas", "momentum", "weight_decay", "eps"}
 """Options that must be finite; in others, infinity means no limit."""
 
-_MOST_COUNT = 10**15
+_MAX_COUNT = 10**15
 
 
 class StoredPiece(NamedTuple):
@@ -159,9 +159,9 @@ class SavedStage:
             raise ValueError("an optimizer has at least one parameter group, found none")
         if self.scheduler is not None and not isinstance(self.scheduler, dict):
             raise ValueError(f"a scheduler's state is an object, found {self.scheduler!r}")
-        if not 0 <= min(counts := (self.updates, self.scheduled, self.rounds_before)) <= max(counts) <= _MOST_COUNT:
+        if not 0 <= min(counts := (self.updates, self.scheduled, self.rounds_before)) <= max(counts) <= _MAX_COUNT:
             raise ValueError(
-                f"counts are from 0 to {_MOST_COUNT:g}, found {self.updates} updates, {self.scheduled} scheduled, "
+                f"counts are from 0 to {_MAX_COUNT:g}, found {self.updates} updates, {self.scheduled} scheduled, "
                 f"{self.rounds_before} rounds before"
             )
 
@@ -186,9 +186,9 @@ class Position:
     callbacks: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not 0 <= min(counts := (self.minibatches, self.epoch, self.epoch_batches)) <= max(counts) <= _MOST_COUNT:
+        if not 0 <= min(counts := (self.minibatches, self.epoch, self.epoch_batches)) <= max(counts) <= _MAX_COUNT:
             raise ValueError(
-                f"a position's counts are from 0 to {_MOST_COUNT:g}, found {self.minibatches} minibatches, epoch "
+                f"a position's counts are from 0 to {_MAX_COUNT:g}, found {self.minibatches} minibatches, epoch "
                 f"{self.epoch} with {self.epoch_batches} done"
             )
         if self.data is not None and not isinstance(self.data, dict):

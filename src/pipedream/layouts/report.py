@@ -17,8 +17,8 @@ from pipedream.layouts.search.exchanges import Exchanges
 from pipedream.layouts.search.lay_out import lay_out
 from pipedream.layouts.search.partition import METHODS, Partition, partition
 
-_MOST_TENSORS = 10
-_MOST_NAMES = 20
+_MAX_TENSORS = 10
+_MAX_NAMES = 20
 
 
 def compare_partitions(
@@ -184,9 +184,9 @@ def _format_schemes(tensors: Mapping[str, Mapping[str, Any]]) -> str:
             " x ".join(map(str, shape)) or "-",
             ", ".join("whole" if cut is None else str(cut) for cut in cuts),
         )
-        for (shape, cuts), names in largest[:_MOST_TENSORS]
+        for (shape, cuts), names in largest[:_MAX_TENSORS]
     ]
-    head = "tensor" if len(largest) <= _MOST_TENSORS else "largest tensors"
+    head = "tensor" if len(largest) <= _MAX_TENSORS else "largest tensors"
     return align([(head, "shape", "dimension of each cut"), *rows], "l")
 
 
@@ -211,6 +211,6 @@ def format_layouts(report: Mapping[str, Any]) -> str:
     lines.append(align(names))
     free = [name for name in report["names"] if f"{name}:" not in f",{rules}"]
     if free:
-        shown = ", ".join(free[:_MOST_NAMES]) + (f" and {len(free) - _MOST_NAMES} more" * (len(free) > _MOST_NAMES))
+        shown = ", ".join(free[:_MAX_NAMES]) + (f" and {len(free) - _MAX_NAMES} more" * (len(free) > _MAX_NAMES))
         lines += ["", f"not sharded: {shown}"]
     return "\n".join(lines)

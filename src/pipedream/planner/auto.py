@@ -20,7 +20,7 @@ from pipedream.planner.comparison import Candidate, Comparison, Score, candidate
 from pipedream.planner.search import Finalist, PlanSearch, list_finalists
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
-MOST_MICROBATCHES = 64
+MAX_MICROBATCHES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class _Alternatives:
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False)
 
     def all(self) -> Iterator[tuple[Candidate, Finalist, str | tuple[int, ...]]]:
-        powers = range(min(self.profile.batch, MOST_MICROBATCHES).bit_length())
+        powers = range(min(self.profile.batch, MAX_MICROBATCHES).bit_length())
         options = self.options
         splits = [1 << power for power in powers] if options.microbatches is None else [options.microbatches]
         for name, method in self.methods.items():

@@ -45,8 +45,8 @@ from pipedream.planner.classic_states import CutStates
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _BLOCK = 96
-_LEAST_BLOCK = 24
-_MOST_ENTRIES = 1 << 27  # of a table, 8 bytes each: a gigabyte
+_MIN_BLOCK = 24
+_MAX_ENTRIES = 1 << 27  # of a table, 8 bytes each: a gigabyte
 _CHUNK = 1 << 15  # rows of a block that are gathered at a time
 
 
@@ -111,7 +111,7 @@ def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = Fals
     inner_width = 1
     for number, level in enumerate(levels):
         starts = np.argsort(before_s, kind="stable") if number < len(levels) - 1 else np.array([0])
-        if count * level.width * max(len(starts), level.width) > _MOST_ENTRIES:
+        if count * level.width * max(len(starts), level.width) > _MAX_ENTRIES:
             raise PlanError(
                 f"the classic cost model was asked for {level.width} components at level {number + 1} and a graph of "
                 f"{count} states; its tables would not fit the memory; give fewer, or plan with --cost-model pipedream"
@@ -161,7 +161,7 @@ def _divide_blocks(level_table: LevelTable) -> list[slice]:
     blocks, begin, rows = [], 0, len(cost)
     for row in range(1, rows + 1):
         size = row - begin
-        if row == rows or size == _BLOCK or (size >= _LEAST_BLOCK and cost[row] != cost[row - 1]):
+        if row == rows or size == _BLOCK or (size >= _MIN_BLOCK and cost[row] != cost[row - 1]):
             blocks.append(slice(begin, row))
             begin = row
     return blocks

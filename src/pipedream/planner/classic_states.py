@@ -23,7 +23,7 @@ from pipedream.core.model.graph_txt import GraphText, in_order
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.cuts import bit_indices, bool_rows
 
-MOST_STATES = 4000
+MAX_STATES = 4000
 """Graphs with more are refused: the search takes memory with the square of their number, and time with the cube."""
 
 
@@ -46,7 +46,7 @@ class CutStates:
 
     @classmethod
     def of(cls, graph: GraphText) -> CutStates:
-        """Raises PlanError for a graph of inputs only, or one with more than `MOST_STATES` states."""
+        """Raises PlanError for a graph of inputs only, or one with more than `MAX_STATES` states."""
         cuts = _Cuts(*_reduce(graph))
         order, followers = cuts.order_states()
         before: list[int] = [0] * len(order)
@@ -134,10 +134,10 @@ class _Cuts:
             for state in self._iterate_next(queue.popleft()):
                 key = _encode(state)
                 if key not in indices:
-                    if len(states) == MOST_STATES:
+                    if len(states) == MAX_STATES:
                         raise PlanError(
                             f"the classic cost model was asked for: the {len(self._nodes)} nodes of this graph can be "
-                            f"cut in more than {MOST_STATES} ways, because it has parallel branches; plan with "
+                            f"cut in more than {MAX_STATES} ways, because it has parallel branches; plan with "
                             "--cost-model pipedream, or merge the nodes of each branch"
                         )
                     indices[key] = len(states)

@@ -199,7 +199,7 @@ def bool_rows(sets: Iterable[int], width: int) -> BoolArray:
     return np.unpackbits(raw.reshape(-1, size), axis=1, count=width, bitorder="little").astype(bool)
 
 
-MOST_DOWNSETS = 1500
+MAX_DOWNSETS = 1500
 """If a graph has more downsets than this, only some are searched (`heuristic_downsets`)."""
 
 _SHARES = 64  # of the compute; the narrowest cut of each is kept
@@ -213,14 +213,14 @@ def searched_downsets(lattice: Lattice, profile: Profile, cluster: Cluster) -> t
     """
     if lattice.is_chain:
         return lattice.downsets(len(lattice.groups) + 1) or [], True
-    if cluster.is_limited and (downsets := lattice.downsets(MOST_DOWNSETS)) is not None:
+    if cluster.is_limited and (downsets := lattice.downsets(MAX_DOWNSETS)) is not None:
         return downsets, True
     loss_at = len(profile.layers) - 1 if profile.loss_s else -1
     costs = [bool(layer.forward_s + layer.backward_s + layer.parameter_bytes) for layer in profile.layers]
     costs[loss_at] |= loss_at >= 0
     for layer in {layer for tied in profile.tied for layer in tied.layers}:
         costs[layer] = True
-    downsets = lattice.downsets(MOST_DOWNSETS, lattice.free(costs, [layer.output_bytes for layer in profile.layers]))
+    downsets = lattice.downsets(MAX_DOWNSETS, lattice.free(costs, [layer.output_bytes for layer in profile.layers]))
     if downsets is not None:
         return downsets, not cluster.is_limited
     return heuristic_downsets(lattice, profile), False

@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.lowering import MOST_PROVED
+from pipedream.core.schedule.lowering import MAX_PROVED
 from pipedream.planner.arrays import IntArray
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
 
-CYCLE_LIMITS = (128, MOST_PROVED)
+CYCLE_LIMITS = (128, MAX_PROVED)
 """Limits of a cycle's microbatches: the first applies if it makes the plan at most `MAX_LOSS` slower."""
 
 MAX_LOSS = 0.02

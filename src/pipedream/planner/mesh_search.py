@@ -29,7 +29,7 @@ from pipedream.planner.search import fitting_plan, parse_counts
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_positions, with_slower_links
 
-_MOST_WORK = 3e8
+_MAX_WORK = 3e8
 """Comparisons of costs in the exact program; above this it is only bounded."""
 
 _STEPS = 12  # of the bisection over the period
@@ -136,7 +136,7 @@ class MeshSearch:
         if fits_rank_memory(space, choices) and plan.slowest_stage_s <= bound_s * _EQUAL:
             return _add_note(plan, kinds, plan.slowest_stage_s, is_exact=not space.spare_bytes)
         exact = program(how="exact")
-        if not exact.exceeds(_MOST_WORK):
+        if not exact.exceeds(_MAX_WORK):
             answer = exact.best()
             if answer is None:
                 refuse(_find_shortage(exact, kinds), kinds)

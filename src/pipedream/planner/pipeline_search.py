@@ -25,15 +25,15 @@ from pipedream.planner.dynamic_program.recurrence import (
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import LineOrders, WorkerLine
 
-_MOST_WORK = 5e8
+_MAX_WORK = 5e8
 """Comparisons of costs in all searches for one plan: about ten seconds."""
 
-_MOST_ORDERS = 5_000
+_MAX_ORDERS = 5_000
 
-_MOST_CYCLES_WORK = 3e8
+_MAX_CYCLES_WORK = 3e8
 """Comparisons in searches for a plan that repeats itself sooner, if each had the states of the first one."""
 
-_MOST_STATES = 3e8
+_MAX_STATES = 3e8
 """Comparisons in one dynamic program; above this, bisection is used instead."""
 
 
@@ -57,7 +57,7 @@ class PipelineSearch:
 
     @classmethod
     def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
-        orders = LineOrders.of(space.cluster, int(min(max(_MOST_WORK // _estimate_work(space), 1), _MOST_ORDERS)))
+        orders = LineOrders.of(space.cluster, int(min(max(_MAX_WORK // _estimate_work(space), 1), _MAX_ORDERS)))
         return cls(space, recompute, tuple(WorkerLine.of(space.cluster, order) for order in orders.orders), orders.kind)
 
     @property
@@ -67,7 +67,7 @@ class PipelineSearch:
     @property
     def is_large(self) -> bool:
         """The dynamic program would have too many states."""
-        return _estimate_work(self.space) > _MOST_STATES
+        return _estimate_work(self.space) > _MAX_STATES
 
     @property
     def optimality(self) -> str:
@@ -113,7 +113,7 @@ class PipelineSearch:
             search = partial(self._find_pipeline, all_workers)
             plan = search()
             if plan is not None:
-                tried = 1 if self.is_large else max(int(_MOST_CYCLES_WORK // _estimate_work(self.space)), 1)
+                tried = 1 if self.is_large else max(int(_MAX_CYCLES_WORK // _estimate_work(self.space)), 1)
                 plan = shorten_cycle(plan, self.workers, search, tried)
             self._pipelines[all_workers] = plan
         return self._pipelines[all_workers]

@@ -11,7 +11,7 @@ from pipedream.report.style import COLOURS, LINES, length, line_style, ticks, ti
 from pipedream.report.svg import frame, line, polyline, rect, text, y_axis
 
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
-_MOST_POINTS, _MOST_OF_SEVERAL = 200, 50
+_MAX_POINTS, _MAX_POINTS_OF_SEVERAL = 200, 50
 _NAMES = 250  # pixels beside several curves
 _HALF_LABEL = 24  # pixels
 _COLUMNS_LEFT, _COLUMNS_TOP, _COLUMNS_FOOT, _COLUMNS_WIDTH, _COLUMNS_HEIGHT = 64, 34, 34, 720, 150
@@ -101,11 +101,11 @@ def _keep_finite(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _average(curve: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(x, mean) for x, _, mean, _ in average_neighbours(_keep_finite(curve), _MOST_OF_SEVERAL)]
+    return [(x, mean) for x, _, mean, _ in average_neighbours(_keep_finite(curve), _MAX_POINTS_OF_SEVERAL)]
 
 
 def average_neighbours(
-    points: Sequence[tuple[float, float]], most: int = _MOST_POINTS
+    points: Sequence[tuple[float, float]], most: int = _MAX_POINTS
 ) -> list[tuple[float, float, float, float]]:
     """Returns at most so many of (x, minimum, mean, maximum), each of one point or of several neighbours."""
     together = -(-len(points) // most)

@@ -36,7 +36,7 @@ from pipedream.report.svg import LEFT, RIGHT, SPAN_NAMES, timeline_svg
 from pipedream.report.text import slowness_text
 
 _WIDTH_PX = 1180
-_MOST_PX = 4000
+_MAX_PX = 4000
 _OP_PX = 22
 """A box this wide has room for its number."""
 
@@ -220,7 +220,7 @@ def _draw_box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
     ]
     readable = _OP_PX / median(ops) if ops and median(ops) > 0 else 0.0
     fits = (_WIDTH_PX - LEFT - RIGHT) / seconds
-    scale = max(fits, min(readable, _MOST_PX / seconds))
+    scale = max(fits, min(readable, _MAX_PX / seconds))
     pictures = "".join(
         timeline_svg(
             timeline,

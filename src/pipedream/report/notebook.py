@@ -28,10 +28,10 @@ from pipedream.simulator import costs, simulate
 
 __all__ = ["html", "picture", "timeline_svg"]
 
-_MOST_ROWS = 60
-_MOST_SPANS = 1500
-_MOST_WORKERS = 32
-_MOST_MICROBATCHES = 40
+_MAX_ROWS = 60
+_MAX_SPANS = 1500
+_MAX_WORKERS = 32
+_MAX_MICROBATCHES = 40
 _OF_LAYERS = ("layer", "kind", "forward_s", "backward_s", "output_bytes", "activation_bytes", "parameter_bytes")
 
 
@@ -52,9 +52,9 @@ def picture(noun: Tabular) -> str:
 
 @picture.register
 def _(noun: Timeline) -> str:
-    if len(noun.spans) <= _MOST_SPANS:
+    if len(noun.spans) <= _MAX_SPANS:
         return timeline_svg(noun)
-    window = start_window(noun, _MOST_MICROBATCHES)
+    window = start_window(noun, _MAX_MICROBATCHES)
     if window is None:
         return ""
     title = f"the first {window.last - window.first} of {noun.microbatches} microbatches"
@@ -63,16 +63,16 @@ def _(noun: Timeline) -> str:
 
 @picture.register
 def _(noun: Program) -> str:
-    if noun.placement.workers > _MOST_WORKERS:
+    if noun.placement.workers > _MAX_WORKERS:
         return ""
     m = noun.microbatches
-    total = m * max(1, min(12, _MOST_MICROBATCHES) // m)
+    total = m * max(1, min(12, _MAX_MICROBATCHES) // m)
     return timeline_svg(simulate(noun, costs(noun.plan, split=m), total), title=f"{noun.name}, simulated")
 
 
 @picture.register
 def _(noun: Plan) -> str:
-    if noun.workers > _MOST_WORKERS:
+    if noun.workers > _MAX_WORKERS:
         return ""
     with suppress(PipelineError):  # a plan for a method of another layout, or one that names a file of code
         schedules.refuse_code(noun.schedule, "the plan")
@@ -100,9 +100,9 @@ def _write_table(rows: list[dict[str, Any]]) -> str:
         return ""
     columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
     cells = fold([_write_cell(name, row[name]) for name in columns] for row in rows)
-    more = f"<p>{len(cells) - _MOST_ROWS} more rows: to_frame()</p>" if len(cells) > _MOST_ROWS else ""
+    more = f"<p>{len(cells) - _MAX_ROWS} more rows: to_frame()</p>" if len(cells) > _MAX_ROWS else ""
     heads = [name.removesuffix("_s").removesuffix("_bytes").replace("_", " ") for name in columns]
-    return table("", heads, cells[:_MOST_ROWS], show_caption=False) + more
+    return table("", heads, cells[:_MAX_ROWS], show_caption=False) + more
 
 
 def _write_cell(name: str, value: Any) -> str:

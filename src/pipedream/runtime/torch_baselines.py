@@ -40,7 +40,7 @@ from pipedream.runtime.stage.stage_module import restoring_modes
 
 _TIMED_TURNS, _TURNS_S = 15, 2.0  # at most, of updates without messages and with
 _MAX_MESSAGE_BYTES, _LINK_SHARE = 2e6, 0.4  # a message fills this share of what the link carries during an update
-_LEAST_SUM_S, _MAX_SUM_BYTES = 0.02, 8_000_000  # latency counts for little in what takes longer
+_MIN_SUM_S, _MAX_SUM_BYTES = 0.02, 8_000_000  # latency counts for little in what takes longer
 
 Part = tuple[Any, Any, int]
 """Inputs, targets and number of samples of a microbatch."""
@@ -495,7 +495,7 @@ def measure_sum(loop: Baseline, batch: Any, bytes_per_s: float) -> tuple[float, 
     the two, computing takes from the all-reduce, which then has a lower rate, or the all-reduce from computing.
     """
     workers = loop.task.workers
-    size = max(sum(parameter.nbytes for _, parameter in loop.named_parameters), _LEAST_SUM_S * bytes_per_s)
+    size = max(sum(parameter.nbytes for _, parameter in loop.named_parameters), _MIN_SUM_S * bytes_per_s)
     gradients = torch.zeros(max(1, int(min(size, _MAX_SUM_BYTES)) // 4))
     port_bytes = 2 * (workers - 1) / workers * gradients.nbytes
 

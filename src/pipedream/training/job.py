@@ -50,7 +50,7 @@ from pipedream.workflows.prepare import (
     read_run_phases,
 )
 from pipedream.workflows.probe import detect_cluster, measure_runtime
-from pipedream.workflows.profile import MOST_RANKS
+from pipedream.workflows.profile import MAX_RANKS
 from pipedream.workflows.profile import profile as profile_model
 
 
@@ -244,7 +244,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     if plan is None:
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(_read_mesh(options))} - {""})
         if options.mesh == AUTO:
-            meshes = f"{AUTO}:{min(max(job.workers, 2), MOST_RANKS)}"
+            meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}"
             has_meshes = profile is not None and bool(profile.ranks)
         else:
             has_meshes = profile is not None and {rank.mesh for rank in profile.ranks}.issuperset(meshes)

@@ -18,7 +18,7 @@ from pipedream.core.plan.mesh import Mesh, meshes_of, profile_of_rank
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.workflows.methods import MOST_SIMULATED, occupancy_of, takes_long
+from pipedream.workflows.methods import MAX_SIMULATED, occupancy_of, takes_long
 
 NOT_MEASURED = "not measured, a rank of "
 """Prefix of a profile's notes about meshes that are not legal for its model."""
@@ -294,7 +294,7 @@ def _compare_mixed(
 
 def _is_simulated(request: PlanRequest) -> bool:
     """Returns whether plans are simulated; the request's cluster has ranks as workers."""
-    return request.strategy == "simulate" and request.workers_and_links.workers <= MOST_SIMULATED
+    return request.strategy == "simulate" and request.workers_and_links.workers <= MAX_SIMULATED
 
 
 def _rank_by_seconds(comparison: planner.Comparison) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes
 
-MOST_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
+MAX_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
 
 
 def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> dict[str, MethodProperties]:
@@ -70,7 +70,7 @@ def score(plan: Plan) -> planner.Score:
 
 def takes_long(plan: Plan) -> bool:
     """Returns whether a plan has too many workers, or too long a replica cycle, to be simulated among others."""
-    return max(plan.workers, plan.placement.cycle) > MOST_SIMULATED
+    return max(plan.workers, plan.placement.cycle) > MAX_SIMULATED
 
 
 def score_if_quick(plan: Plan) -> planner.Score:

@@ -27,7 +27,7 @@ from pipedream.core.plan.sums import SumMethod
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.planner.auto import MOST_MICROBATCHES
+from pipedream.planner.auto import MAX_MICROBATCHES
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import add_mesh, choose_meshes, suggest_mesh_on_shortage, take_one_rank
 from pipedream.workflows.methods import (
@@ -187,7 +187,7 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
     if not offloaded and len(single_offloads) > 1 and (plan := find_plan(**offloads)):
         offloaded = [plan]
     yield from map(_describe_offloads, offloaded)
-    parts = 2 * (request.microbatches or (MOST_MICROBATCHES if request.schedule == AUTO else 1))
+    parts = 2 * (request.microbatches or (MAX_MICROBATCHES if request.schedule == AUTO else 1))
     for changes in ({}, offloads) if offloads and not offloaded else ({},):
         m = parts
         while m <= source.batch and not (plan := find_plan(microbatches=m, **changes)):

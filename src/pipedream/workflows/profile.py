@@ -43,7 +43,7 @@ from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import NOT_MEASURED
 from pipedream.workflows.probe import measure_runtime
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Ranks of the largest meshes that are measured by default."""
 
 
@@ -216,7 +216,7 @@ def _parse_max_ranks(meshes: str) -> int:
             f"meshes={meshes!r} was given; give 'auto', 'auto:4' for meshes of at most 4 ranks, or meshes such as "
             "('model:2', 'data:2')"
         )
-    return int(max_ranks or MOST_RANKS)
+    return int(max_ranks or MAX_RANKS)
 
 
 def _measure_legal_meshes(

@@ -21,7 +21,7 @@ from pipedream.plan_request import PlanRequest
 from pipedream.planner.comparison import MEASURED_SHARE
 from pipedream.planner.tables.search_space import apply_depth
 from pipedream.workflows.methods import (
-    MOST_SIMULATED,
+    MAX_SIMULATED,
     adapt_plan_to_method,
     occupancy_of,
 )
@@ -210,7 +210,7 @@ class StageSearch:
     @property
     def _is_simulated(self) -> bool:
         request = self.request
-        is_small = request.workers_and_links.workers <= MOST_SIMULATED
+        is_small = request.workers_and_links.workers <= MAX_SIMULATED
         return request.strategy == "simulate" and self._is_automatic(request.shape) and is_small
 
     def _is_automatic(self, shape: str | tuple[int, ...]) -> bool:

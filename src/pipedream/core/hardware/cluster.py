@@ -19,7 +19,7 @@ from pipedream.core.artifact import NOT_STORED, Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
-MOST_WORKERS = 100_000
+MAX_WORKERS = 100_000
 """More than any cluster has. A file with more is damaged, and planning for it would take all memory."""
 
 
@@ -50,8 +50,8 @@ class Level:
 
     def __post_init__(self) -> None:
         for width in (self.width, *self.sizes):
-            if not 1 <= width <= MOST_WORKERS:
-                raise ValueError(f"width must be between 1 and {MOST_WORKERS}, found {width}")
+            if not 1 <= width <= MAX_WORKERS:
+                raise ValueError(f"width must be between 1 and {MAX_WORKERS}, found {width}")
         if self.sizes and max(self.sizes) != self.width:
             raise ValueError(f"width is the greatest of the sizes {self.sizes}, found {self.width}")
         rates = (self.bandwidth_bytes_per_s, self.receive_bytes_per_s, self.sum_bytes_per_s)
@@ -83,8 +83,8 @@ class Workers:
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.count <= MOST_WORKERS:
-            raise ValueError(f"there must be between 1 and {MOST_WORKERS} workers of a kind, found {self.count}")
+        if not 1 <= self.count <= MAX_WORKERS:
+            raise ValueError(f"there must be between 1 and {MAX_WORKERS} workers of a kind, found {self.count}")
         if self.speed <= 0:
             raise ValueError(f"speed must be positive, found {self.speed}")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
@@ -165,8 +165,8 @@ class Cluster(Artifact):
             if level.sizes and len(level.sizes) != groups:
                 raise ValueError(f"level {number} has {groups} groups, but sizes of {len(level.sizes)}")
             groups = sum(level.sizes) if level.sizes else groups * level.width
-            if groups > MOST_WORKERS:
-                raise ValueError(f"a cluster has at most {MOST_WORKERS} workers, found {groups}")
+            if groups > MAX_WORKERS:
+                raise ValueError(f"a cluster has at most {MAX_WORKERS} workers, found {groups}")
         if self.kinds and sum(kind.count for kind in self.kinds) != groups:
             raise ValueError(f"the cluster has {groups} workers, its kinds {sum(kind.count for kind in self.kinds)}")
 

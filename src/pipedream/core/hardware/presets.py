@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster, Level
+from pipedream.core.hardware.cluster import MAX_WORKERS, Cluster, Level
 
 _PCIE_3_X16 = 16 * 8e9 * 128 / 130 / 8
 _NVLINK_2 = 6 * 25e9
@@ -80,7 +80,7 @@ def cluster(name: str, machines: int | None = None) -> Cluster:
             f"cluster {name!r} is neither a file nor known by that name; write a cluster's file, or "
             f"NAME[:MACHINES] as in pipedream-a:4, with one of\n{presets}"
         )
-    limit = MOST_WORKERS // PRESETS[name].workers
+    limit = MAX_WORKERS // PRESETS[name].workers
     if machines is not None and not 1 <= machines <= limit:
         raise PlanError(f"{machines} machines of cluster {name!r} were asked for; give a number from 1 to {limit}")
     return PRESETS[name].cluster(machines)

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster
+from pipedream.core.hardware.cluster import MAX_WORKERS, Cluster
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import SumLink
@@ -43,7 +43,7 @@ class Mesh:
     def _parse(self) -> list[tuple[str, int]]:
         sizes: dict[str, int] = {}
         for part, name, size in pairs_of(self.text) if self.text.strip() != _NONE else ():
-            if not name.isidentifier() or not size.isdecimal() or not 1 <= int(size) <= MOST_WORKERS:
+            if not name.isidentifier() or not size.isdecimal() or not 1 <= int(size) <= MAX_WORKERS:
                 raise PlanError(
                     f"the mesh {self.text!r} has {part!r}, which is not a name and a size; write a mesh as "
                     "model:2 or data:2,model:2"

@@ -1,7 +1,7 @@
 """Messages: the encoding of tensors between workers, and its costs.
 
 Only floating-point tensors with a gradient are encoded, and their gradients. Masks, tables of angles, integers, targets
-and tensors below `LEAST_BYTES` are sent unchanged.
+and tensors below `MIN_ENCODED_BYTES` are sent unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipedream.core.plan.placement import Carries
 BLOCK = 64
 """Values of int8 and int4 that share a scale."""
 
-LEAST_BYTES = 1024
+MIN_ENCODED_BYTES = 1024
 """Size from which on tensors are encoded. Plans count smaller ones as encoded, too."""
 
 _SCALE_BITS = 32 / BLOCK

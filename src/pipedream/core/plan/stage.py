@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster
+from pipedream.core.hardware.cluster import MAX_WORKERS, Cluster
 from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.cost import SumLink
 from pipedream.core.plan.memory import StageMemory, StageSizes, part_bytes
@@ -75,8 +75,8 @@ class Stage:
         object.__setattr__(self, "mesh", Mesh(self.mesh).text)
         if not 0 <= self.first < self.last:
             raise ValueError(f"a stage needs layers first < last, found {self.first} and {self.last}")
-        if not 1 <= self.replicas <= MOST_WORKERS:
-            raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
+        if not 1 <= self.replicas <= MAX_WORKERS:
+            raise ValueError(f"a stage needs between 1 and {MAX_WORKERS} workers, found {self.replicas}")
         if not 0 <= self.offload <= (not self.recompute):
             raise ValueError(
                 f"a stage offloads a share from 0 to 1 of its activations, and none if it recomputes, found "

@@ -6,7 +6,7 @@
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
 A send should find its receive posted. So the depth of a channel is the difference of the two stages' microbatches in
-flight, divided among the channels between them, plus one; at most `MOST_AHEAD`.
+flight, divided among the channels between them, plus one; at most `MAX_AHEAD`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.coupling import with_tied_weights
 from pipedream.core.schedule.op import Kind, Op, find_gradient_kind
 from pipedream.core.schedule.program import (
-    MOST_AHEAD,
+    MAX_AHEAD,
     Channel,
     Instruction,
     Move,
@@ -37,7 +37,7 @@ from pipedream.core.schedule.program import (
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
 
-MOST_PROVED = 4096
+MAX_PROVED = 4096
 """Limit of the workers, and of the microbatches in a round of all replicas: a proof unrolls two periods."""
 
 _Cargo = tuple[Carries, int]  # and the stage that sends it
@@ -70,11 +70,11 @@ def lower(schedule: Schedule) -> Program:
 
 def explain_unproved(placement: Placement) -> str:
     """Returns why no program of a placement can be proved; '' if one can."""
-    if max(placement.workers, placement.cycle) <= MOST_PROVED:
+    if max(placement.workers, placement.cycle) <= MAX_PROVED:
         return ""
     return (
         f"a program for {placement.workers} workers with replica counts {placement.replicas} was asked for: it repeats "
-        f"after {placement.cycle} microbatches (their common multiple); up to {MOST_PROVED} can be proved; choose "
+        f"after {placement.cycle} microbatches (their common multiple); up to {MAX_PROVED} can be proved; choose "
         "fewer workers, or counts that divide each other"
     )
 
@@ -108,7 +108,7 @@ def _make_channels(
         routes += [Route(Carries.ACTIVATION, stage, stage + 1, ahead), Route(Carries.GRADIENT, stage + 1, stage, ahead)]
     if last:
         routes.append(Route(Carries.INPUT, 0, last, max(2, in_flight[0])))
-    routes += [Route(Carries.STAGE_INPUT, s, s, MOST_AHEAD) for s in range(last + 1) if placement.is_remote(s)]
+    routes += [Route(Carries.STAGE_INPUT, s, s, MAX_AHEAD) for s in range(last + 1) if placement.is_remote(s)]
     channels: dict[Channel, int] = {}
     numbers: dict[_Cargo, _Numbers] = {}
     for carries, source, target, depth in routes:
@@ -117,7 +117,7 @@ def _make_channels(
             None
             if sender == receiver
             else channels.setdefault(
-                Channel(sender, receiver, carries, source, target, min(depth, MOST_AHEAD)), len(channels)
+                Channel(sender, receiver, carries, source, target, min(depth, MAX_AHEAD)), len(channels)
             )
             for sender, receiver in ends
         ]

@@ -60,7 +60,7 @@ class Route(NamedTuple):
     depth: int
 
 
-MOST_AHEAD = 8
+MAX_AHEAD = 8
 """Limit of a channel's depth."""
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 
-_MOST_CELLS = 200_000_000
+_MAX_CELLS = 200_000_000
 """The most cells of a table, which has then 1.6 GB."""
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
@@ -112,10 +112,10 @@ class Elimination:
             others = {variable for table in bucket for variable in table.variables} - {name}
             variables = (name, *sorted(others, key=place.__getitem__))
             shape = [sizes[variable] for variable in variables]
-            if prod(shape) > _MOST_CELLS:
+            if prod(shape) > _MAX_CELLS:
                 raise PlanError(
                     f"the cheapest of all choices for {len(order)} tensors and operators was asked for, but its search "
-                    f"needs a table of {prod(shape):.1g} entries, more than {_MOST_CELLS:.1g}; take the method "
+                    f"needs a table of {prod(shape):.1g} entries, more than {_MAX_CELLS:.1g}; take the method "
                     "'spartan', or partition parts of the model, such as its layers"
                 )
             summed = Table(variables, reduce(np.add, (table.aligned(variables) for table in bucket), np.zeros(shape)))

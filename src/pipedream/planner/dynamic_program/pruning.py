@@ -21,7 +21,7 @@ _ENOUGH = 160  # with so few places the dynamic program takes a fraction of a se
 _LITTLE = 4e6  # comparisons of a dynamic program that need no pruning either
 _MOST = 400  # places to keep if the space is not complete anyway
 _FIRST = 64  # places on which a first plan is searched
-_MOST_WORKERS = 64
+_MAX_WORKERS = 64
 _CLOSE = 1e-3  # relative precision of the best period
 _SLACK = 1e-9  # relative; seconds are added in floating point here, exactly in the search space
 
@@ -38,7 +38,7 @@ def prune_places(
     def is_enough(places: int) -> bool:
         return places <= enough or places**2 * len(pipelines.states) <= little
 
-    if is_enough(len(space.positions)) or workers > _MOST_WORKERS:
+    if is_enough(len(space.positions)) or workers > _MAX_WORKERS:
         return pipelines
     sites, single = pipelines.distinct_sites, pipelines.allow_single_stage
     first_plan = replace(pipelines, space=with_positions(space, _thin_out(space, first))).best()

@@ -37,7 +37,7 @@ from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds,
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
 from pipedream.planner.tables.place_sums import PlaceSums
 
-MOST_SLOWDOWN = 1.05
+MAX_SLOWDOWN = 1.05
 """Of the passes of a stage whose activations are copied meanwhile."""
 
 _Space = TypeVar("_Space", bound="SearchSpace")
@@ -420,7 +420,7 @@ def _find_move_rate(cluster: Cluster, place: str) -> float | None:
 def _hides_copies(space: SearchSpace, moving: Stage, first: int, last: int) -> bool:
     """Returns whether the passes of a stage take hardly longer than without what it moves."""
     costs = space.stage(first, last)
-    return moving.forward_s + moving.backward_s <= MOST_SLOWDOWN * (costs.forward_s + costs.backward_s)
+    return moving.forward_s + moving.backward_s <= MAX_SLOWDOWN * (costs.forward_s + costs.backward_s)
 
 
 def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
@@ -462,7 +462,7 @@ def _describe_moves(cluster: Cluster, stage: Stage) -> str:
     rate = _find_move_rate(cluster, cluster.activations) if cluster.activations else None
     if rate is None or stage.recompute or stage.offload == 1:
         return ""
-    longer = f"more would make its passes over {MOST_SLOWDOWN - 1:.0%} longer at {format_rate(rate)}"
+    longer = f"more would make its passes over {MAX_SLOWDOWN - 1:.0%} longer at {format_rate(rate)}"
     return f" with {stage.offload:.0%} of its activations in {cluster.activations} ({longer})"
 
 

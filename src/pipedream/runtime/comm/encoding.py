@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pipedream.core.plan.mesh import dense_strides
-from pipedream.core.plan.messages import BITS, BLOCK, LEAST_BYTES, Messages
+from pipedream.core.plan.messages import BITS, BLOCK, MIN_ENCODED_BYTES, Messages
 from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Message, dimension_order
@@ -47,7 +47,7 @@ class Original(NamedTuple):
 def is_encoded(tensor: torch.Tensor, encoding: str) -> bool:
     """Returns whether an encoding makes a tensor smaller."""
     is_smaller = 8 * tensor.element_size() > BITS[encoding]
-    return tensor.is_floating_point() and tensor.nbytes >= LEAST_BYTES and is_smaller
+    return tensor.is_floating_point() and tensor.nbytes >= MIN_ENCODED_BYTES and is_smaller
 
 
 def encode(tensor: torch.Tensor, encoding: str) -> tuple[torch.Tensor, Original]:

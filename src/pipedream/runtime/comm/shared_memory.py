@@ -39,7 +39,7 @@ from pipedream.runtime.comm.message import (
 )
 from pipedream.runtime.comm.process_group import peers_may_end
 
-MOST_UNREAD = 256
+MAX_UNREAD = 256
 """Messages of a channel whose headers and slot numbers fit into the buffers of its socket."""
 _SOCKET_BYTES = 1 << 18
 _PAGE_BYTES = 1 << 12

@@ -40,7 +40,7 @@ from pipedream.runtime.comm.encoding import with_decoding, with_encoding
 from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
 from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
 from pipedream.runtime.comm.nccl_link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
-from pipedream.runtime.comm.shared_memory import MOST_UNREAD, SharedMemoryReceiver, SharedMemorySender
+from pipedream.runtime.comm.shared_memory import MAX_UNREAD, SharedMemoryReceiver, SharedMemorySender
 
 _DEPTH = 2
 """Receives posted ahead on channels of results and data."""
@@ -232,14 +232,14 @@ class PeerConnection:
     def open_sender(self) -> ConnectionSender:
         process = self.connections.process
         memory = self.connections.memory.get((process, self.peer))
-        if memory is not None and self.max_unread <= MOST_UNREAD:
+        if memory is not None and self.max_unread <= MAX_UNREAD:
             return SharedMemorySender(memory.open(), self.peer, self.max_unread, self.separate)
         return GlooSender(self._make_endpoint(process < self.peer), self.max_unread)
 
     def open_receiver(self) -> ConnectionReceiver:
         process = self.connections.process
         memory = self.connections.memory.get((self.peer, process))
-        if memory is not None and self.max_unread <= MOST_UNREAD:
+        if memory is not None and self.max_unread <= MAX_UNREAD:
             return SharedMemoryReceiver(memory.open(), self.peer, self.device)
         return GlooReceiver(self._make_endpoint(self.peer < process))
 
