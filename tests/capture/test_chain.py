@@ -257,7 +257,7 @@ def test_tied_weights_are_found_by_storage_on_meta_too(device: str) -> None:
     assert capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ((0, 2),)
     model[2].weight = nn.Parameter(model[0].weight.detach().view(5, 4))  # another object, the same numbers
     captured = capture(model, (torch.tensor([[1, 2]]),))
-    assert captured.graph.ties == captured.graph.whole == ((0, 2),), "whose gradients cannot be summed"
+    assert captured.graph.ties == captured.graph.inseparable == ((0, 2),), "whose gradients cannot be summed"
     assert captured.graph.cuts() == ()
 
 

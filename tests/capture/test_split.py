@@ -138,7 +138,7 @@ def test_shared_weights_tie_their_layers_and_state_keeps_them_whole() -> None:
     model = Glue(residual)
     model.parts[2].weight = model.parts[0].weight
     assert capture_graph(model).ties == ((0, 2),)
-    assert capture_graph(model).whole == ()
+    assert capture_graph(model).inseparable == ()
     model.parts[0].weight.requires_grad_(False)
     assert capture_graph(model).ties == ()
 

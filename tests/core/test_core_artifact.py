@@ -145,6 +145,8 @@ def test_names_of_older_files_are_read() -> None:
         assert Plan.from_json(program.plan.to_json().replace('"depth_mode"', '"depth"')) == program.plan
     timeline = Timeline("gpipe", "simulated", 1, (), 8, gradient_versions=(GradientVersions(0, 0, 0, 0, 0),))
     assert Timeline.from_json(timeline.to_json().replace('"gradient_versions"', '"tags"')) == timeline
+    graph = LayerGraph.chain((Layer("a", "Linear"), Layer("b", "Linear")), ((0, 1),), ((0, 1),))
+    assert LayerGraph.from_json(graph.to_json().replace('"inseparable"', '"whole"')) == graph
 
 
 def test_save_and_load(tmp_path: Path) -> None:

@@ -542,9 +542,9 @@ def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
     )
     (tied,) = find_tied_weights(model, graph, Plan.uniform(3).stages)
     assert (tied.names, tied.stages, tied.parameter_bytes) == (("0.words.weight",), (0, 2), 9 * 8 * 8)
-    whole = replace(graph, whole=graph.ties)
+    inseparable = replace(graph, inseparable=graph.ties)
     with pytest.raises(PlanError, match=r"\(layers 'part0', 'part2'\); keep these layers in one stage"):
-        find_tied_weights(model, whole, Plan.uniform(3).stages)
+        find_tied_weights(model, inseparable, Plan.uniform(3).stages)
     model[0].words.weight.requires_grad_(False)
     assert find_tied_weights(model, graph, Plan.uniform(3).stages) == ()
 
@@ -613,7 +613,7 @@ def test_state_that_two_stages_would_move_is_refused_where_it_is_planned(shares:
     profile = profile_of(model, torch.randn(4, 6))
     with pytest.raises(PlanError, match=r"share a module with buffers, running statistics, .*; cut at one of \[3\]"):
         pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
-    free = replace(profile, graph=replace(profile.graph, ties=(), whole=()))  # made without the model
+    free = replace(profile, graph=replace(profile.graph, ties=(), inseparable=()))  # made without the model
     plan = pd.plan(free, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     with pytest.raises(PlanError, match="running statistics, which each stage would change by itself"):
         pd.Pipeline(model, plan, schedule="1f1b", loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])

@@ -189,7 +189,7 @@ def pipelined(
 
 def draw_cuts(graph: Any, stages: int, seed: int) -> tuple[int, ...]:
     """Draws places for so many stages, or as many as the model has; tied weights may be separated."""
-    whole = [(min(group), max(group)) for group in graph.whole]
+    whole = [(min(group), max(group)) for group in graph.inseparable]
     allowed = [i for i in range(1, len(graph.layers)) if not any(first < i <= last for first, last in whole)]
     return tuple(sorted(random.Random(seed).sample(allowed, min(stages - 1, len(allowed)))))
 

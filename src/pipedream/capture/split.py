@@ -51,7 +51,7 @@ def build_graph(
     if lost:
         reasons = {name: f"in evaluation mode {reasons.get(name, 'it is not called')}" for name in sorted(lost)}
         return build_graph(model, recording, refused | reasons, replayed, evaluation)
-    return replace(graph, evaluation=replace(other, layers=graph.layers, ties=(), whole=())), refused
+    return replace(graph, evaluation=replace(other, layers=graph.layers, ties=(), inseparable=())), refused
 
 
 def _build_graph(
@@ -77,13 +77,13 @@ def _build_graph(
         Layer(leaf.name, type(leaf.module).__name__, tuple(parameters))
         for leaf, parameters in zip(starts, tensor_names, strict=True)
     )
-    ties, whole = _find_ties(model, leaves, moments, tensor_names)
+    ties, inseparable = _find_ties(model, leaves, moments, tensor_names)
     crossing = [_make_value(record, cuts) for record in (*values, *_list_inputs(recording))]
     graph = LayerGraph(
         layers,
         tuple((i, i + 1) for i in range(len(layers) - 1)),
         ties,
-        whole,
+        inseparable,
         calls=calls,
         values=tuple(value for value in crossing if value is not None),
         glue=_list_glue(state, leaves),
@@ -328,9 +328,9 @@ def group_ties(parameters: Iterable[Iterable[nn.Parameter]], moving: Mapping[int
                 users[storage].add(layer)
                 views[storage].add(id(parameter))
     apart = [group for storage, group in users.items() if len(views[storage]) > 1]  # their gradients cannot be summed
-    whole = {tuple(sorted(group)) for group in (*moving.values(), *apart) if len(group) > 1}
-    groups = whole | {tuple(sorted(group)) for group in users.values() if len(group) > 1}
-    return tuple(sorted(groups)), tuple(sorted(whole))
+    inseparable = {tuple(sorted(group)) for group in (*moving.values(), *apart) if len(group) > 1}
+    groups = inseparable | {tuple(sorted(group)) for group in users.values() if len(group) > 1}
+    return tuple(sorted(groups)), tuple(sorted(inseparable))
 
 
 def _list_inputs(recording: Recording) -> list[TensorRecord]:

@@ -49,7 +49,7 @@ def layers(
                 for i, layer in enumerate(graph.layers)
             ],
             "ties": [[graph.layers[i].name for i in group] for group in graph.ties],
-            "inseparable": [[graph.layers[i].name for i in group] for group in graph.whole],
+            "inseparable": [[graph.layers[i].name for i in group] for group in graph.inseparable],
             "refused": dict(capture.refused),
         }
     )

@@ -94,7 +94,7 @@ class _Alternatives:
 
     def _split_profile(self, same_updates: bool, microbatches: int) -> Profile:
         graph = self.profile.graph
-        ties = graph.whole if same_updates else graph.ties
+        ties = graph.inseparable if same_updates else graph.ties
         key = ties, min(microbatches, self.profile.parts)
         if key not in self._profiles:
             profile = self.profile if ties == graph.ties else self.profile.without_tied_groups()

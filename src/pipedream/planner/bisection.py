@@ -174,7 +174,7 @@ def _count_workers(
     memory = needs.line.memory_bytes
     workers_after = needs.workers - suffix_starts
     single, several = np.ones(len(stages), dtype=int), period_needs.several[recompute][stages]
-    fits_single, fits_several = period_needs.alone[recompute][stages], np.ones(len(stages), dtype=bool)
+    fits_single, fits_several = period_needs.fits_single[recompute][stages], np.ones(len(stages), dtype=bool)
     if memory is not None:
         fits_single &= workers_after + 1 <= needs.most_in_flight(memory, 1, recompute)[stages]
         max_in_flight = needs.most_in_flight(memory, 2, recompute)[stages]
@@ -303,6 +303,6 @@ class Bisection:
         return self.space.build_plan(
             tuple(int(places[stage.first]) for stage in stages[1:]),
             counts,
-            order=self.line.taken(sum(counts)),
+            order=self.line.take_last(sum(counts)),
             recompute=tuple(stage.recompute for stage in stages),
         )

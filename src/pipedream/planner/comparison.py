@@ -397,7 +397,7 @@ def _compute_least_s(plan: Plan, method: MethodProperties) -> float:
 
 def _list_message_seconds(plan: Plan) -> list[float]:
     """Returns, for each boundary, the least seconds of an activation and its gradient of a microbatch."""
-    cluster, workers, boundaries_s = plan.costs.cluster, plan.costs.taken, []
+    cluster, workers, boundaries_s = plan.costs.cluster, plan.costs.stage_workers, []
     levels = range(len(cluster.levels))
     for stage, sending, receiving in zip(plan.stages, workers, workers[1:], strict=False):
         sides = [
@@ -419,7 +419,7 @@ def _list_round_trips(plan: Plan, messages_s: Sequence[float]) -> list[float]:
     for s in reversed(range(len(plan.stages))):
         forward_s, backward_s = plan.stages[s].split_s(m)
         passes_s = backward_s + forward_s * (1 + plan.stages[s].recompute)
-        trip_s += passes_s / max(speeds[worker] for worker in plan.costs.taken[s]) + sum(messages_s[s : s + 1])
+        trip_s += passes_s / max(speeds[worker] for worker in plan.costs.stage_workers[s]) + sum(messages_s[s : s + 1])
         trips_s.append(MEASURED_SHARE * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
     return trips_s
 

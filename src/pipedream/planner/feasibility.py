@@ -228,7 +228,7 @@ class StageNeeds:
 
     def for_period(self, period: float, low: PeriodNeeds | None = None, high: PeriodNeeds | None = None) -> PeriodNeeds:
         """Returns what a period needs, given the needs of a shorter and of a longer one."""
-        alone, several = {}, {}
+        fits_single, several = {}, {}
         fastest_s = period * max(self.line.cluster.speeds)  # seconds of work that a worker does in a period
         for recompute, costs in self.costs.items():
             count = len(costs.first)
@@ -236,13 +236,13 @@ class StageNeeds:
             own_workers = np.ceil(costs.compute_s / fastest_s * (1 - 1e-12))
             other_workers = (self.work_s - self.costs[min(self.costs)].compute_s) / fastest_s
             most_workers = np.floor(self.workers - other_workers * (1 - 1e-12) + 1e-9).astype(int)
-            alone[recompute] = self._single_worker_s[recompute] <= period
+            fits_single[recompute] = self._single_worker_s[recompute] <= period
             at_least = np.maximum(own_workers.astype(int), 2 if high is None else high.several[recompute])
             at_most = np.full(count, self.workers + 1) if low is None else low.several[recompute]
             several[recompute] = at_least
             if not np.isinf(period):
                 several[recompute] = self.relaxed.fewest_workers(costs, period, at_least, at_most, most_workers)
-        return PeriodNeeds(self, period, alone, several)
+        return PeriodNeeds(self, period, fits_single, several)
 
     @cached_property
     def _single_worker_s(self) -> dict[bool, FloatArray]:
@@ -282,19 +282,22 @@ class PeriodNeeds:
     """The needs of stages for one period.
 
     Attributes:
-        alone: which stages one worker runs within the period, without and with (the key) recomputation.
+        fits_single: which stages one worker runs within the period, without and with (the key) recomputation.
         several: the fewest workers, 2 or more, that do; one more than exist if there are too few.
     """
 
     needs: StageNeeds
     period: float
-    alone: dict[bool, BoolArray]
+    fits_single: dict[bool, BoolArray]
     several: dict[bool, IntArray]
 
     @cached_property
     def feasible(self) -> BoolArray:
         feasible: BoolArray = np.any(
-            [self.alone[recompute] | (self.several[recompute] <= self.needs.workers) for recompute in self.needs.costs],
+            [
+                self.fits_single[recompute] | (self.several[recompute] <= self.needs.workers)
+                for recompute in self.needs.costs
+            ],
             0,
         )
         return feasible
@@ -344,7 +347,7 @@ class PeriodNeeds:
         """Returns the workers of each stage if it has one, and if it has several."""
         several = self.several[recompute]
         return [
-            np.where(self.alone[recompute], 1, self._too_many),
+            np.where(self.fits_single[recompute], 1, self._too_many),
             np.where(several > self.needs.workers, self._too_many, several),
         ]
 

@@ -146,9 +146,9 @@ def check_cuts(profile: Profile, cuts: tuple[int, ...]) -> None:
 
 def _explain_cut(profile: Profile, cut: int) -> str:
     graph = profile.graph
-    group = next(group for group in (*graph.whole, *graph.ties) if min(group) < cut <= max(group))
+    group = next(group for group in (*graph.inseparable, *graph.ties) if min(group) < cut <= max(group))
     names = ", ".join(graph.layers[i].name for i in sorted(group))
-    if group in graph.whole:
+    if group in graph.inseparable:
         return (
             f"it would separate layers that share a module with buffers, running statistics, or one storage under "
             f"different parameters ({names}), which no method can keep equal"

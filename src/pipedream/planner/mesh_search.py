@@ -123,7 +123,7 @@ class MeshSearch:
         names = ", ".join(str(mesh) for mesh in space.meshes)
         kinds = f"plans whose stages have replicas and meshes ({names}) of their own, on consecutive ranks"
         # The bound where memory for messages is not counted yet, if the exact program is too large.
-        bounds = space.kept.setdefault(f"bounds, with {space.cluster.memories}", Tables())
+        bounds = space.shared_tables.setdefault(f"bounds, with {space.cluster.memories}", Tables())
         key = shape, self.cycle
         below = program(how="below")
         if space.spare_bytes and key in bounds:
@@ -151,7 +151,7 @@ class MeshSearch:
         space = below.space
         program = partial(self._make_program, space, shape=shape)
         # One that fits with more memory kept free.
-        plans_by_shape = space.kept.setdefault(f"plans, with {space.cluster.memories}", Tables())
+        plans_by_shape = space.shared_tables.setdefault(f"plans, with {space.cluster.memories}", Tables())
         fitting = plans_by_shape.setdefault((shape, self.cycle), {})
         plans = [*plans, *(plan for spare_bytes, plan in fitting.items() if spare_bytes >= space.spare_bytes)]
         if shape in ("any", "pipeline") and space.cluster.is_limited:

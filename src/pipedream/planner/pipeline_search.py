@@ -101,7 +101,7 @@ class PipelineSearch:
             return None
         seconds, count, line, recompute = best
         return replace(
-            self.space.build_plan((), (count,), order=line.taken(count), recompute=(recompute,)), bound_s=seconds
+            self.space.build_plan((), (count,), order=line.take_last(count), recompute=(recompute,)), bound_s=seconds
         )
 
     def best_pipeline(self, all_workers: bool) -> Plan | None:

@@ -182,7 +182,7 @@ class WorkerLine:
     def of(cls, cluster: Cluster, order: Iterable[int] = ()) -> WorkerLine:
         return cls(cluster, tuple(order) or tuple(range(cluster.workers)))
 
-    def taken(self, workers: int) -> tuple[int, ...]:
+    def take_last(self, workers: int) -> tuple[int, ...]:
         """Returns `Plan.worker_order` of a plan on the last `workers` of the line; () if it is the default."""
         order = self.order[len(self.order) - workers :]
         return () if self.cluster.is_flat or order == tuple(range(workers)) else order

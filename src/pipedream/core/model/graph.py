@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from pipedream.core.artifact import Artifact, encode_attributes
 from pipedream.core.display import align
@@ -104,7 +104,7 @@ class LayerGraph(Artifact):
     Attributes:
         edges: index pairs (producer, consumer), producer before consumer.
         ties: groups of layers that share a trained parameter or state; a cut should not separate a group.
-        whole: ties that no method can train in separate stages: the shared state changes without an update, or
+        inseparable: ties that no method can train in separate stages: the shared state changes without an update, or
             different parameters share one storage.
         loss_weight: what the model's own loss is a mean over, found on a sample (`runtime.results.losses.LossWeight`);
             empty if unknown.
@@ -120,13 +120,15 @@ class LayerGraph(Artifact):
             training's.
 
     Raises:
-        ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
+        ValueError: no layer, a repeated name, an edge or tie out of range, or an inseparable group that is no tie.
     """
+
+    RENAMED: ClassVar[dict[str, str]] = {"whole": "inseparable"}
 
     layers: tuple[Layer, ...]
     edges: tuple[tuple[int, int], ...]
     ties: tuple[tuple[int, ...], ...] = ()
-    whole: tuple[tuple[int, ...], ...] = ()
+    inseparable: tuple[tuple[int, ...], ...] = ()
     loss_weight: str = ""
     calls: tuple[Call, ...] = ()
     values: tuple[Value, ...] = ()
@@ -150,8 +152,8 @@ class LayerGraph(Artifact):
         for group in self.ties:
             if not group or min(group) < 0 or max(group) >= count:
                 raise ValueError(f"tie {group} names a layer that is not among the {count}")
-        if unknown := set(self.whole) - set(self.ties):
-            raise ValueError(f"whole names {min(unknown)}, which is not one of the ties")
+        if unknown := set(self.inseparable) - set(self.ties):
+            raise ValueError(f"inseparable names {min(unknown)}, which is not one of the ties")
 
     def encoded(self) -> dict[str, Any]:
         """Returns JSON values, without `evaluation` where there is none."""
@@ -160,9 +162,12 @@ class LayerGraph(Artifact):
 
     @classmethod
     def chain(
-        cls, layers: tuple[Layer, ...], ties: tuple[tuple[int, ...], ...] = (), whole: tuple[tuple[int, ...], ...] = ()
+        cls,
+        layers: tuple[Layer, ...],
+        ties: tuple[tuple[int, ...], ...] = (),
+        inseparable: tuple[tuple[int, ...], ...] = (),
     ) -> LayerGraph:
-        return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, whole)
+        return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, inseparable)
 
     def cuts(self) -> tuple[int, ...]:
         """Returns the cuts that the runtime supports; cut i is between layers i - 1 and i.
@@ -223,7 +228,7 @@ def layer_table(graph: LayerGraph, refused: Mapping[str, str]) -> str:
     share_state = "share state that changes without an update, and stay in one stage"
     for group in graph.ties:
         names = [graph.layers[i].name for i in group]
-        lines.append(f"{', '.join(names)}: {share_state if group in graph.whole else share_weight}")
+        lines.append(f"{', '.join(names)}: {share_state if group in graph.inseparable else share_weight}")
     lines += [f"no cut before {call}: {reason}" for call, reason in list(refused.items())[:_SHOWN_REASONS]]
     if len(refused) > _SHOWN_REASONS:
         lines.append(f"and no cut before {len(refused) - _SHOWN_REASONS} more calls")

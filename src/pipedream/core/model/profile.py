@@ -348,9 +348,9 @@ class Profile(Tabular, Artifact):
     def without_tied_groups(self) -> Profile:
         """Returns the profile for methods that may hold a weight in several stages.
 
-        Groups that no method can separate (`LayerGraph.whole`) remain.
+        Groups that no method can separate (`LayerGraph.inseparable`) remain.
         """
-        return replace(self, graph=replace(self.graph, ties=self.graph.whole))
+        return replace(self, graph=replace(self.graph, ties=self.graph.inseparable))
 
     def ties_in_words(self) -> str:
         """Says which layers a tied weight keeps together, and how to separate them; '' if none.
@@ -359,7 +359,7 @@ class Profile(Tabular, Artifact):
         """
         rows = []
         for group in self.graph.ties:
-            if group not in self.graph.whole:
+            if group not in self.graph.inseparable:
                 names = [name for tied in self.tied if set(tied.layers) <= set(group) for name in tied.names]
                 shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
                 layers = " and ".join(repr(self.graph.layers[i].name) for i in group)

@@ -244,24 +244,26 @@ class Site:
 
 def ports_s(
     cluster: Cluster,
-    taken: Sequence[Sequence[int]],
+    stage_workers: Sequence[Sequence[int]],
     output_bytes: Sequence[float],
     parameter_bytes: Sequence[float],
 ) -> dict[tuple[int, int], float]:
     """Returns the seconds per minibatch of each port in use, by (level, component), over all stages of a plan.
 
     Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so each pair of replicas that are
-    equal modulo gcd(r, r') exchanges one in lcm(r, r') minibatches. `taken` has each stage's workers.
+    equal modulo gcd(r, r') exchanges one in lcm(r, r') minibatches. `stage_workers` has each stage's workers.
     """
     ports: defaultdict[tuple[int, int], float] = defaultdict(float)
-    edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)
-    for workers, received_bytes, sent_bytes, size in zip(taken, edges, edges[1:], parameter_bytes, strict=False):
+    edges = (0.0, *output_bytes[: len(stage_workers) - 1], 0.0)
+    for workers, received_bytes, sent_bytes, size in zip(
+        stage_workers, edges, edges[1:], parameter_bytes, strict=False
+    ):
         port_bytes = (received_bytes + sent_bytes) * cluster.message_share
         port_bytes += float(all_reduce_bytes(size, len(workers), how=cluster.sums))
         for worker in workers:
             ports[0, worker] += port_bytes / len(workers) / cluster.levels[0].link_bytes_per_s
     for number, level in enumerate(cluster.levels[1:], 1):
-        components_by_stage = [[cluster.component(number, worker) for worker in workers] for workers in taken]
+        components_by_stage = [[cluster.component(number, worker) for worker in workers] for workers in stage_workers]
         rate = level.link_bytes_per_s
         for sending, receiving, size in zip(components_by_stage, components_by_stage[1:], output_bytes, strict=False):
             remainders, cycle = gcd(len(sending), len(receiving)), lcm(len(sending), len(receiving))

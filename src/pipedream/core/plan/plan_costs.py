@@ -20,12 +20,12 @@ class PlanCosts:
     """Predicted seconds of a plan, for each stage or boundary in the order of the model.
 
     Attributes:
-        taken: workers of each stage.
+        stage_workers: workers of each stage.
         sum_costs: of the sums over each stage's replicas.
     """
 
     stages: tuple[Stage, ...]
-    taken: tuple[tuple[int, ...], ...]
+    stage_workers: tuple[tuple[int, ...], ...]
     cluster: Cluster
     tied: tuple[TiedWeights, ...]
     runtime: RuntimeCosts
@@ -33,14 +33,14 @@ class PlanCosts:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        return tuple(map(len, self.taken))
+        return tuple(map(len, self.stage_workers))
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        before = [None, *(workers[-1] for workers in self.taken[:-1])]
-        after = [*(workers[0] for workers in self.taken[1:]), None]
+        before = [None, *(workers[-1] for workers in self.stage_workers[:-1])]
+        after = [*(workers[0] for workers in self.stage_workers[1:]), None]
         clusters = {costs: replace(self.cluster, sum_costs=costs) for costs in set(self.sum_costs)}
-        rows = zip(self.sum_costs, self.taken, before, after, strict=True)
+        rows = zip(self.sum_costs, self.stage_workers, before, after, strict=True)
         return tuple(Site.of(clusters[costs], workers, first, last) for costs, workers, first, last in rows)
 
     @property
@@ -50,7 +50,7 @@ class PlanCosts:
     @property
     def stages_by_worker(self) -> dict[int, list[int]]:
         stages: dict[int, list[int]] = {}
-        for s, workers in enumerate(self.taken):
+        for s, workers in enumerate(self.stage_workers):
             for worker in workers:
                 stages.setdefault(worker, []).append(s)
         return stages
@@ -65,7 +65,7 @@ class PlanCosts:
                     *self.cluster.link(self.cluster.reach(*here, *there)),
                 )
             )
-            for stage, here, there in zip(self.stages, self.taken, self.taken[1:], strict=False)
+            for stage, here, there in zip(self.stages, self.stage_workers, self.stage_workers[1:], strict=False)
         )
 
     @property
@@ -73,7 +73,10 @@ class PlanCosts:
         """Seconds of sending an activation and its gradient across each boundary, with queues at ports."""
         counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
         largest_groups = [
-            [max(Counter(cluster.component(level, w) for w in self.taken[s]).values()) for s in range(len(counts))]
+            [
+                max(Counter(cluster.component(level, w) for w in self.stage_workers[s]).values())
+                for s in range(len(counts))
+            ]
             for level in range(1, len(cluster.levels))
         ]
         last = len(transfers_s) - 1
@@ -128,7 +131,7 @@ class PlanCosts:
     @property
     def tied_sums_s(self) -> tuple[float, ...]:
         """Seconds on idle links of each sum over all holders of `tied`."""
-        cluster, workers = self.cluster, [{w for s in tied.stages for w in self.taken[s]} for tied in self.tied]
+        cluster, workers = self.cluster, [{w for s in tied.stages for w in self.stage_workers[s]} for tied in self.tied]
         return tuple(
             float(SumLink.across(cluster, cluster.reach(*holders)).all_reduce_s(tied.parameter_bytes, len(holders)))
             for tied, holders in zip(self.tied, workers, strict=True)
@@ -172,4 +175,4 @@ class PlanCosts:
         )
         sent_bytes = [stage.output_bytes for stage in self.stages]
         summed_bytes = [s.trained_bytes * costs.share for s, costs in zip(self.stages, self.sum_costs, strict=True)]
-        return max(*compute_s, *ports_s(self.cluster, self.taken, sent_bytes, summed_bytes).values())
+        return max(*compute_s, *ports_s(self.cluster, self.stage_workers, sent_bytes, summed_bytes).values())

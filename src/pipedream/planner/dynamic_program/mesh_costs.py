@@ -84,7 +84,7 @@ class MeshCosts:
     def _shared(self) -> Tables:
         """What programs with the same places and stages share, whatever the memory."""
         key = self.how, self.allow_single_stage, self.every_cut, self.space.positions, self.space.meshes
-        return self.space.kept.setdefault(str(key), Tables())
+        return self.space.shared_tables.setdefault(str(key), Tables())
 
     def _compute_seconds(self, workers: MeshWorkers, before: int | None, after: int | None) -> FloatArray:
         """Seconds; infinite where a stage is not allowed, or does not fit."""

@@ -203,7 +203,7 @@ class DynamicProgram:
 
     def _keep(self, name: Any, make: Callable[[], _Kept]) -> _Kept:
         """Returns what all programs on these places and links have in common."""
-        programs, key = self.space.kept.setdefault("programs", Tables()), (name, self.allow_single_stage)
+        programs, key = self.space.shared_tables.setdefault("programs", Tables()), (name, self.allow_single_stage)
         programs[key] = value = programs[key] if key in programs else make()
         return value
 
@@ -381,8 +381,8 @@ class DynamicProgram:
             )
             recompute.append(self.recompute == "always" or (self.recompute == "auto" and bool(must)))
             left -= count
-        taken = self._line.taken(workers)
-        return self.space.build_plan(cuts, counts, note, order=taken, recompute=tuple(recompute))
+        order = self._line.take_last(workers)
+        return self.space.build_plan(cuts, counts, note, order=order, recompute=tuple(recompute))
 
 
 def find_spans(least: IntArray, workers: int) -> list[slice]:

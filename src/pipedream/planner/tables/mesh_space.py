@@ -90,7 +90,7 @@ class MeshSpace(SearchSpace):
 
     @property
     def _spaces(self) -> dict[tuple[Mesh, tuple[int, ...]], SearchSpace]:
-        return self.kept.setdefault("spaces", Tables())
+        return self.shared_tables.setdefault("spaces", Tables())
 
     def boundary(self, sender: Mesh, receiver: Mesh) -> IntArray:
         """Returns the `boundary_bytes` of a cut at each place."""
@@ -109,7 +109,7 @@ class MeshSpace(SearchSpace):
 
     @cached_property
     def _sites(self) -> dict[tuple[int, int, Mesh], MeshSite | None]:
-        return self.kept.setdefault(f"sites, with {self.cluster.memories}", Tables())
+        return self.shared_tables.setdefault(f"sites, with {self.cluster.memories}", Tables())
 
     def _find_site(self, first: int, replicas: int, mesh: Mesh) -> MeshSite | None:
         cluster, end = self.cluster, first + replicas * mesh.size
@@ -130,7 +130,7 @@ class MeshSpace(SearchSpace):
 
     @property
     def _numbers(self) -> dict[tuple[Site, tuple[int, ...]], int]:
-        return self.kept.setdefault("numbers", Tables())
+        return self.shared_tables.setdefault("numbers", Tables())
 
     def plan_of(self, choices: Sequence[StageChoice], note: str = "") -> Plan:
         """Returns the plan of these stages on the last ranks, at the paper's depth and without its peak memory."""

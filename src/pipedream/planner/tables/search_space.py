@@ -55,7 +55,7 @@ class SearchSpace(PlaceSums):
         occupancy: None: everything admitted, with `versions`.
         spare_bytes: memory that a search keeps free for messages.
         needs: what stages [from, to] between these positions need, whatever the links and the memory.
-        kept: what searches on these positions and links have in common, whatever the memory.
+        shared_tables: what searches on these positions and links have in common, whatever the memory.
     """
 
     cluster: Cluster
@@ -67,7 +67,7 @@ class SearchSpace(PlaceSums):
     occupancy: MethodOccupancy | None = None
     spare_bytes: int = 0
     needs: Tables = field(default_factory=Tables)
-    kept: dict[str, Tables] = field(default_factory=dict)
+    shared_tables: dict[str, Tables] = field(default_factory=dict)
     _stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
 
     @classmethod
@@ -346,12 +346,12 @@ class SearchSpace(PlaceSums):
 
 def with_positions(space: _Space, positions: tuple[int, ...]) -> _Space:
     """Returns the space with other positions."""
-    return replace(space, positions=positions, needs=Tables(), kept={})
+    return replace(space, positions=positions, needs=Tables(), shared_tables={})
 
 
 def with_slower_links(space: _Space, factor: float) -> _Space:
     """Returns the space on slower links."""
-    return replace(space, cluster=space.cluster.with_slower_links(factor), kept={})
+    return replace(space, cluster=space.cluster.with_slower_links(factor), shared_tables={})
 
 
 def add_spare_bytes(space: SearchSpace, needs: IntArray) -> IntArray:

@@ -25,7 +25,7 @@ def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stag
     """Returns the trained weights that more than one stage holds, by the names that the graph's layers list.
 
     Raises:
-        PlanError: stages share a view of a weight, or layers that no method can separate (`LayerGraph.whole`).
+        PlanError: stages share a view of a weight, or layers that no method can separate (`LayerGraph.inseparable`).
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     holders: dict[int, set[int]] = defaultdict(set)
@@ -45,7 +45,7 @@ def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stag
                 f"stages share one storage under different parameters ({names}), whose gradients cannot be summed; "
                 "keep these layers in one stage, or share the parameter itself"
             )
-    for group in graph.whole:
+    for group in graph.inseparable:
         if len({s for s, stage in enumerate(stages) for layer in group if stage.first <= layer < stage.last}) > 1:
             names = ", ".join(repr(graph.layers[layer].name) for layer in group)
             raise PlanError(
