@@ -115,7 +115,7 @@ def test_rings_hold_what_may_lie_between_two_stages() -> None:
 def test_pictures() -> None:
     program = lower(build("pipedream", Plan.uniform(3)))
     assert [(format_instructions(rank.warmup), format_instructions(rank.period)) for rank in program.ranks] == [
-        ("0F0 >4:0 >0:0 0F1 >4:1 >0:1", "0F2 >4:2 >0:2 <1:0 0B0 0U1"),
+        ("0F0 >0:0 >4:0 0F1 >0:1 >4:1", "0F2 >0:2 >4:2 <1:0 0B0 0U1"),
         ("<0:0 1F0 >2:0", "<0:1 1F1 >2:1 <3:0 1B0 >1:0 1U1"),
         ("", "<4:0 <2:0 2F0 2B0 >3:0 2U1"),
     ]
@@ -123,13 +123,13 @@ def test_pictures() -> None:
     assert format_instructions(alone.ranks[1].period) == "0F1 0B1 =0:1 0U1"
     assert alone.channels == ()
     late = lower(build("pipedream", replace(Plan.uniform(2, replicas=(2, 1)), update_delay=(1, 0))))
-    assert format_instructions(late.ranks[0].period) == "<2:0 0B0 0F4 >4:4 >0:4 =0:1 0U1"
+    assert format_instructions(late.ranks[0].period) == "<2:0 0B0 0F4 >0:4 >4:4 =0:1 0U1"
 
 
 def test_evaluation_sends_no_gradients_and_ends() -> None:
     program = lower(evaluation(Plan.uniform(2)))
     assert format_instructions(program.ranks[1].period) == "<2:0 <0:0 1F0"
-    assert [str(item) for item in program.instructions(0, 2)] == ["0F0", ">2:0", ">0:0", "0F1", ">2:1", ">0:1"]
+    assert [str(item) for item in program.instructions(0, 2)] == ["0F0", ">0:0", ">2:0", "0F1", ">0:1", ">2:1"]
 
 
 def restless(rank: int) -> Iterator[Op]:

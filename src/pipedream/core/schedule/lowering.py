@@ -154,9 +154,9 @@ def _list_departures(kind: Kind, stage: int, rules: Rules) -> Iterator[_Cargo]:
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD:
         if stage < last:
-            if not stage:  # targets first: a large message may block the connection for long
-                yield Carries.INPUT, 0
             yield Carries.ACTIVATION, stage
+            if not stage:  # targets last: the last stage waits for them first, and wakes when all has come
+                yield Carries.INPUT, 0
         if rules.trains and rules.placement.is_remote(stage):
             yield Carries.STAGE_INPUT, stage
     elif kind is find_gradient_kind(rules.kinds) and stage:

@@ -1,10 +1,14 @@
 """Connections over gloo: between CPUs, and for what NCCL does not carry.
 
-A message is one gloo message if its header and its tensors fit into `SHORT_BYTES`. Larger tensors, the payload, follow
-in a second one: copying them would take longer than its fixed cost. Receives are posted ahead without negotiating
-sizes, because gloo lets a message be shorter than its receive. The receive for payload i of a stream is as large as the
-stream's largest payload up to i - depth, which both ends know. The rest of a larger one follows with a tag of its own,
-because receives for later messages are posted already.
+A message is one gloo message if its header and its tensors fit into `SHORT_BYTES`. Larger tensors, the payload, go
+before it in one of their own: copying them would take longer than its fixed cost. A header first would wake the
+receiver, whose notice of its next receive then comes back while the sender still writes. gloo's thread cannot handle
+what arrives on a connection that another thread writes to, and polls until it can: if both have one core, for a time
+slice of 3 to 5 ms.
+
+Receives are posted ahead without negotiating sizes, because gloo lets a message be shorter than its receive. The
+receive for payload i of a stream is as large as the stream's largest payload up to i - depth, which both ends know. The
+rest of a larger one follows with a tag of its own, because receives for later messages are posted already.
 
 Receives are posted when a stream first uses a channel. At the stream's end the sender completes them with empty
 messages (`begin_drain`), so nothing is under way between streams, however long that is.
@@ -167,11 +171,12 @@ class GlooSender(ConnectionSender):
                 wait_for_copies(message_format)
             works = [end.send(buffer.take(begin + size), end.head_tag)]
         else:
-            works = [end.send(buffer.take(min(begin, SHORT_BYTES)), end.head_tag)]
-            if begin > SHORT_BYTES:
+            works = []
+            if begin > SHORT_BYTES:  # the receiver reads it before the rest of the payload, which has the same tag
                 works.append(end.send([buffer.all_bytes[0][SHORT_BYTES:begin]], end.rest_tag))
             if size:
                 works += self._send_payload(message, message_format)
+            works.append(end.send(buffer.take(min(begin, SHORT_BYTES)), end.head_tag))
         self._sent_bytes += message_format.sent_bytes
         self._unfinished.append((works, buffer))
         while len(self._unfinished) > self._max_unread:
