@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ from stages import Shape
 from startup import MARK, STEPS
 from variants import Segment
 
+from pipedream import slow_links
+
 sys.path.append(str(Path(__file__).parents[1]))
 import scaffold
+from worker_processes import Workers, worker_processes
 
 TORCH, OURS = "torch, Schedule1F1B", "pipedream, 1f1b"
 DEEP, FULL = "pipedream, 1f1b, depth full", "pipedream, depth full"
@@ -42,7 +46,7 @@ Rounds = list[list[Segment]]
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process}
-    sections |= {"startup": _ask_startup, "memory": _ask_memory}
+    sections |= {"startup": _ask_startup, "memory": _ask_memory, "connections": _ask_connections}
     parser = scaffold.make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
     parser.add_argument("--only", choices=sections)
     parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, in turns")
@@ -163,6 +167,32 @@ def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
             resident = scaffold.format_mib(growth["resident_bytes"])
             yield scaffold.format_row((variant, rank, *rises, resident, f"{growth['objects']:,}"))
     yield ""
+
+
+def _ask_connections(options: argparse.Namespace) -> Iterator[str]:
+    yield "### Gbit/s of a message over 1, 2 and 4 connections of gloo\n"
+    if reason := slow_links.why_not():
+        yield f"This needs slow links: {reason}\n"
+        return
+    counts, sizes = (1, 2, 4), (1 << 20, 1 << 22, 1 << 24)
+    titles = " | ".join(("link, Gbit/s | directions | MiB", *(f"{count}" for count in counts)))
+    yield scaffold.format_head(titles, "rlr")
+    with (
+        slow_links.slow_network((2,), (None,)) as network,
+        worker_processes(network, 2, str(FOLDER / "connections.py"), computes=False) as workers,
+    ):
+        for gbit, both, size in product((1,) if options.quick else (1, 4, 10), (False, True), sizes):
+            network.limit(gbit * 1e9 / 8)
+            case = {"bytes": size, "both": both, "repeats": 1 if options.quick else max(4, (gbit << 24) // size)}
+            measure = partial(_measure_connections, workers, case)
+            rates = scaffold.collect_rounds(measure, map(str, counts), options.rounds)
+            cells = (scaffold.format_quartiles(rates[str(count)], "{:.2f}".format) for count in counts)
+            yield scaffold.format_row((gbit, "both" if both else "one", size >> 20, *cells))
+    yield ""
+
+
+def _measure_connections(workers: Workers, case: dict[str, Any], connections: str) -> float:
+    return float(workers.ask(case | {"connections": int(connections)})) * 8e-9
 
 
 # -- one process ------------------------------------------------------------------------------------
