@@ -151,3 +151,29 @@ def test_a_recipes_targets_are_where_its_model_is_profiled(monkeypatch: pytest.M
     data = [(torch.rand(8, 4), torch.rand(8, 4))]
     profile_recipe(pd.Recipe(nn.Linear(4, 4), score, partial(torch.optim.SGD, lr=0.1), data), device=device)
     assert places == (["meta"] * 2 if device == "cuda" else ["cpu"] * 2)
+
+
+class CountsCalls(nn.Linear):
+    """A layer that counts its forwards."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CountsCalls.calls += 1
+        return super().forward(x)
+
+
+def count_calls(on_all_ranks: bool) -> tuple[int, str]:
+    profile = pd.profile(CountsCalls(2, 2), torch.randn(4, 2), runs=1, on_all_ranks=on_all_ranks)
+    return CountsCalls.calls, profile.to_json()
+
+
+@pytest.mark.processes
+def test_all_ranks_run_the_layers_only_if_asked() -> None:
+    """Else a model whose activations fit one process of a machine might not fit as many as there are ranks."""
+    (calls, text), (other_calls, other_text) = results(count_calls, 2, False)
+    assert (calls > 0, other_calls) == (True, 0)
+    assert text == other_text
+    (calls, text), (other_calls, other_text) = results(count_calls, 2, True)
+    assert calls == other_calls > 0
+    assert text == other_text

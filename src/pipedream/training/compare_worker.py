@@ -88,6 +88,7 @@ def run_job(job: WorkerJob) -> None:
             runs=job.runs,
             microbatches=job.microbatches,
             meshes=[job.mesh] if job.mesh else (),
+            on_all_ranks=True,
         )
         text = profile.to_json() + "\n"
     else:

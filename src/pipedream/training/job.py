@@ -349,6 +349,7 @@ def profile_recipe(
     microbatches: int | None = None,
     meshes: Sequence[str] | str = (),
     runtime: RuntimeCosts | None = None,
+    on_all_ranks: bool = False,
 ) -> Profile:
     """Profiles a recipe's model on its first training batch, with loss, optimizer, loader and layout.
 
@@ -377,6 +378,7 @@ def profile_recipe(
         microbatches=microbatches,
         layout=recipe.layout,
         meshes=meshes,
+        on_all_ranks=on_all_ranks,
     )
     return profile if device == "meta" else replace(profile, runtime=runtime or _measure_runtime_costs(recipe, device))
 

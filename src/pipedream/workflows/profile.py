@@ -1,6 +1,6 @@
 """Profiling: the layers of a model, and the seconds and bytes of each, measured or predicted.
 
-Rank 0 profiles. On CPUs the others run the same layers meanwhile, as in training: they share caches and memory.
+Only rank 0 profiles, unless all are asked to run the layers: then the others' figures are thrown away.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def profile(
     microbatches: int | None = None,
     layout: Layout | None = None,
     meshes: Sequence[str] | str = (),
+    on_all_ranks: bool = False,
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
@@ -96,6 +97,8 @@ def profile(
             What it exchanges with the others is counted (docs/meshes.md). 'auto' takes all meshes of 2, 4 and 8 ranks
             ('auto:4': of 2 and 4) over the dimensions of the layout's rules that are legal for the model; the profile's
             notes say which are not.
+        on_all_ranks: the other ranks run the layers meanwhile, as in data parallelism: ranks share caches and memory.
+            Each then needs memory for the activations of the whole model.
 
     Raises:
         CaptureError: the model cannot be split into layers.
@@ -141,7 +144,7 @@ def profile(
     make = partial(_measure, model, inputs, layout, meshes, finest, batch_dim, measure)
     # Without an optimizer, whose copies of all weights would take the machine's memory once for each rank.
     run_layers = partial(_measure, model, inputs, layout, (), finest, batch_dim, partial(measure, optimizer=None))
-    profile = _profile_on_rank_0(make, device, run_layers if device == "cpu" else None)
+    profile = _profile_on_rank_0(make, device, run_layers if on_all_ranks else None)
     return replace(profile, runtime=measure_runtime(device).costs)
 
 
