@@ -86,8 +86,9 @@ class Recipe(ModelOptions):
                 pass
             case _:
                 yield f"target is {self.target!r}, not a pair (metric, value)"
-        if not isinstance(self.name, str):
-            yield f"name is {self.name!r}, not a text"
+        for name, text in (("name", self.name), ("source", self.source)):
+            if not isinstance(text, str):
+                yield f"{name} is {text!r}, not a text"
 
     def first_batch(self) -> Any:
         """Returns a training batch without changing the order of the data."""
