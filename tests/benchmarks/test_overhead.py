@@ -10,12 +10,15 @@ from commands import Started
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "overhead" / "run.py"
 ROWS = {"waiting": (5, "ours"), "compute": (7, "of torch's"), "process": (3, "in CPU time"), "memory": (6, "objects")}
+ROWS |= {"connections": (6, "4")}
 """Section -> rows of its table, and the heading of the last column."""
 
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize("section", ROWS)
+@pytest.mark.parametrize(
+    "section", [pytest.param(name, marks=pytest.mark.network if name == "connections" else ()) for name in ROWS]
+)
 def test_section_prints_its_table(section: str, tmp_path: Path) -> None:
     ended = Started((str(PROGRAM), "--quick", "--only", section), folder=tmp_path).end(300.0)
     assert ended.status == 0, ended.err
