@@ -104,7 +104,7 @@ def test_receive_before_its_cause_is_a_deadlock() -> None:
         simulate(swapped, costs(plan), 4)
     message = str(caught.value)
     assert f"rank 0 waits at {receive}: the gradient of microbatch 2 from rank 1 to rank 0" in message
-    assert "rank 1 waits at <0:2: the activation of microbatch 2 from rank 0 to rank 1" in message
+    assert "rank 1 waits at <2:2: the input of microbatch 2 from rank 0 to rank 1" in message
 
 
 def test_more_receives_than_are_posted_is_a_deadlock() -> None:
