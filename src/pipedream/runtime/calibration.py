@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pipedream.core.cold import busy_wait_cold_cache
+from pipedream.core.cold import WARM_UP, busy_wait_cold_cache
 from pipedream.core.hardware.survey import lower_quartile
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.messages import ENCODINGS
@@ -33,7 +33,6 @@ from pipedream.runtime.session.session import Session
 _MESSAGE_NUMBERS = (1 << 4, 1 << 15)  # a small and a large message: few enough for torch to compute in one thread
 _MINIBATCHES = (32, 16)  # measured, with each size
 _ENCODED_NUMBERS = 1 << 16
-_WARM_UP = 12  # minibatches before the first, while buffers grow and caches fill: a fresh process takes ten to settle
 _SHORT_WARM_UP = 4
 
 
@@ -78,7 +77,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     Every rank calls it and gets the same answer. The random generators are left as they were.
     """
     count = program.placement.stages
-    warm_ups = _WARM_UP, max(_SHORT_WARM_UP, count)  # the second fills the pipeline again
+    warm_ups = WARM_UP, max(_SHORT_WARM_UP, count)  # the second fills the pipeline again
     layers = [_Layer() for _ in range(count)]
     graph = LayerGraph.chain(tuple(Layer(str(i), "Layer", (f"{i}.weight",)) for i in range(count)))
     blueprint = Blueprint(
