@@ -99,14 +99,14 @@ def _format_tables(rows: Sequence[dict[str, Any]]) -> str:
                 for stages in sorted({row["stages"] for row in rows if row["task"] == task}):
                     arm = {"task": task, "method": method, "stages": stages}
                     full = _select(rows, arm | {"messages": "full"})
-                    mine = _select(rows, arm | {"messages": messages})
-                    values = [scale * row[metric] for row in mine.values()]
-                    changes = [scale * (mine[seed][metric] - full[seed][metric]) for seed in mine if seed in full]
-                    sent = statistics.mean(row["bytes_per_update"] for row in mine.values()) if mine else 0
+                    encoded = _select(rows, arm | {"messages": messages})
+                    values = [scale * row[metric] for row in encoded.values()]
+                    changes = [scale * (encoded[seed][metric] - full[seed][metric]) for seed in encoded if seed in full]
+                    sent = statistics.mean(row["bytes_per_update"] for row in encoded.values()) if encoded else 0
                     cells += [
                         f"{statistics.mean(values):.4g} ({min(values):.4g} to {max(values):.4g})" if values else "-",
                         f"{statistics.mean(changes):+.3f}" if changes and messages != "full" else "-",
-                        f"{sent / 1e3:.0f} kB" if mine else "-",
+                        f"{sent / 1e3:.0f} kB" if encoded else "-",
                     ]
                 lines.append([messages, method, *cells])
         heads = [

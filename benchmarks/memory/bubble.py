@@ -91,8 +91,8 @@ def choose_stages(model: Model, method: str) -> Model:
     layers = sum(model.backwards)
     cut = []
     for count in (*range(WORKERS - 1, min(layers, 33)), layers):
-        each, more = divmod(layers, count)
-        cut.append(replace(model, backwards=[*[each] * (count - more), *[each + 1] * more, 0]))
+        layers_per_stage, more = divmod(layers, count)
+        cut.append(replace(model, backwards=[*[layers_per_stage] * (count - more), *[layers_per_stage + 1] * more, 0]))
     return min(cut, key=lambda model: score(make_plan(model, method)).bubble)
 
 
@@ -123,9 +123,9 @@ def measure(models: Sequence[Model], dilation: float, folder: Path, log: Callabl
             plan = make_plan(model, method, _EMULATED)
             plan.save(folder / "plan.json")
             request = {"do": "sleep", "plan": str(folder / "plan.json"), "dilation": dilation}
-            taken_s = run_processes(WORKER, request | {"minibatches": _MINIBATCHES}, _EMULATED)
+            minibatch_s = run_processes(WORKER, request | {"minibatches": _MINIBATCHES}, _EMULATED)
             predicted = score(plan)
-            measured = 1 - (1 - predicted.bubble) * predicted.period_s * dilation / taken_s
+            measured = 1 - (1 - predicted.bubble) * predicted.period_s * dilation / minibatch_s
             cells.append(f"{100 * predicted.bubble:.1f} / {100 * measured:.1f}")
             log(f"{model.name}, {method}: {cells[-1]}")
         rows.append([model.name, *cells])

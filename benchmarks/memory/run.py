@@ -154,7 +154,7 @@ def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
             plans[name] = str(Path(folder, f"{share}.json"))
             plan.save(Path(plans[name]))
         request |= {"do": "time", "plans": plans, "rounds": rounds, "minibatches": 4 if rounds == 1 else 20}
-        taken_s = run_processes(largest.WORKER, request, 2)
+        seconds_by_plan = run_processes(largest.WORKER, request, 2)
     stage = max(plan.stages, key=lambda stage: stage.activation_bytes)
     passes_s, moved_bytes = stage.split_s(_SLOTS), stage.offload * stage.activation_bytes / _SLOTS
     yield environment.describe(f"{rounds} rounds of {request['minibatches']} minibatches of {_SLOTS} microbatches")
@@ -162,9 +162,9 @@ def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
         f"- passes of {passes_s[0] * 1e3:.1f} and {passes_s[1] * 1e3:.1f} ms; {format_bytes(moved_bytes)} of each "
         f"microbatch move in {moved_bytes / rate * 1e3:.1f} ms, at {format_rate(rate)}\n"
     )
-    ratios = compare_rounds(taken_s["half on disk"], taken_s["in memory"])
+    ratios = compare_rounds(seconds_by_plan["half on disk"], seconds_by_plan["in memory"])
     yield format_head("seconds of a minibatch | in memory | half on disk | ratio", "lr")
-    cells = [format_quartiles(taken_s[name]) for name in plans]
+    cells = [format_quartiles(seconds_by_plan[name]) for name in plans]
     yield format_row(("median (quartiles)", *cells, format_quartiles(ratios))) + "\n"
 
 

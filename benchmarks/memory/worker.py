@@ -171,14 +171,14 @@ def fit(request: dict[str, Any]) -> list[dict[str, float]]:
 
 def time_plans(request: dict[str, Any]) -> dict[str, list[float]]:
     """Returns plan -> seconds of a minibatch in each round, at rank 0."""
-    job, taken_s = _make_job(request, request["blocks"]), {name: list[float]() for name in request["plans"]}
+    job, seconds_by_plan = _make_job(request, request["blocks"]), {name: list[float]() for name in request["plans"]}
     for name in take_turns(request["plans"], request["rounds"]):
         how = {"loss": job.loss, "optimizer": job.optimizer, "check": False}
         with pd.Pipeline(job.make(), Plan.load(request["plans"][name]), **how) as pipeline:
             loader = Loader(request["batch"], request["minibatches"])
             ends_s = [time.perf_counter() for _ in pipeline.train(loader)]
-        taken_s[name].append((ends_s[-1] - ends_s[1]) / (len(ends_s) - 2))
-    return taken_s
+        seconds_by_plan[name].append((ends_s[-1] - ends_s[1]) / (len(ends_s) - 2))
+    return seconds_by_plan
 
 
 def sleep(request: dict[str, Any]) -> float:

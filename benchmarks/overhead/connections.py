@@ -13,7 +13,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).parents[1]))
 from worker_processes import answer_lines
 
-MOST = 4
+MAX_CONNECTIONS = 4
 GROUPS: list[dist.ProcessGroup] = []
 """Each has its own connection between the two workers."""
 
@@ -22,7 +22,7 @@ def measure(case: dict[str, Any]) -> float:
     """Returns the bytes that arrive per second in each direction that is used, over `connections`, `repeats` times."""
     if not GROUPS:
         dist.init_process_group("gloo")
-        GROUPS.extend(dist.new_group([0, 1]) for _ in range(MOST))
+        GROUPS.extend(dist.new_group([0, 1]) for _ in range(MAX_CONNECTIONS))
     message, arrived = torch.ones(2, case["bytes"] // 4)
     rank, both = dist.get_rank(), case["both"]
     dist.barrier()

@@ -167,9 +167,9 @@ class OneRank:
             outputs = [tensor for tensor in tree_flatten(value)[0] if _is_part(tensor) and tensor.requires_grad]
             with CountCollectives(*self._mesh) as backward:
                 if outputs and (inputs or parameters):
-                    leaves, ones = [*inputs, *parameters.values()], list(map(torch.ones_like, outputs))
+                    leaves, seeds = [*inputs, *parameters.values()], list(map(torch.ones_like, outputs))
                     with self.enter_backward():
-                        computed = torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
+                        computed = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
                     by_name = zip(parameters, computed[len(inputs) :], strict=True)
                     gradients |= {name: gradient for name, gradient in by_name if gradient is not None}
             forwards.append(forward.collectives)

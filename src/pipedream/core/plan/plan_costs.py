@@ -62,10 +62,10 @@ class PlanCosts:
             float(
                 transfer_s(
                     stage.output_bytes * self.cluster.message_share,
-                    *self.cluster.link(self.cluster.reach(*here, *there)),
+                    *self.cluster.link(self.cluster.reach(*senders, *receivers)),
                 )
             )
-            for stage, here, there in zip(self.stages, self.stage_workers, self.stage_workers[1:], strict=False)
+            for stage, senders, receivers in zip(self.stages, self.stage_workers, self.stage_workers[1:], strict=False)
         )
 
     @property

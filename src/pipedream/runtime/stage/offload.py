@@ -78,7 +78,7 @@ class _MovedTensor(SavedTensor):
 
 
 def unpack(saved: SavedTensor) -> torch.Tensor:
-    """The unpack hook of every `SavedTensor`; it tells other code that it may unpack more than once."""
+    """The unpack hook of every `SavedTensor`. Code that recognizes it knows that it may unpack more than once."""
     return saved.unpack()
 
 
