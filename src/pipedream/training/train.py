@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
 
 from pipedream.callbacks import monitored
 from pipedream.core.errors import RecipeError
-from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.host_memory import count_saved_bytes
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.phase import Phase, phases_text
+from pipedream.core.schedule.phase import phases_text
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import MUCH_SLOWER, format_bytes, format_number
@@ -91,14 +89,16 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
                 check_unused(job.place)
             policy = _choose_checkpoint_policy(job, process)
             planned = plan_job(job, process)
-            outcome = run_job(planned, process, policy)
+            files = run_job(planned, process, policy)
             activity.place = "writing the run folder"
-            summary = report(planned, outcome, process)
+            if process.rank == 0:
+                write_run(job.folder, files, job.place)
+                _print_result(process, files.summary, job)
         remove_snapshots(job.place)
         process_group.wait_for_all()  # the others watch rank 0 until its last file is written
-    if outcome.interrupted:
+    if files.summary["interrupted"]:
         raise KeyboardInterrupt
-    return summary
+    return files.summary
 
 
 def _collect_shared_settings(job: Job) -> dict[str, str]:
@@ -118,73 +118,14 @@ def _collect_shared_settings(job: Job) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of a run, taken before its pipeline was closed.
-
-    Attributes:
-        trained: phase -> (first minibatch, end).
-        drains: minibatch numbers.
-        weights: at rank 0.
-        average: of the weights; None if none is kept.
-        program: that of the phase that trained most minibatches; `predicted` is simulated from it.
-        steady: its timeline after the last drain.
-        slowness: of the most disturbed rank, 1 on free cores.
-        predicted_slowed: as `predicted`, on cores shared with other work; None if that work was light.
-    """
-
-    loop: TrainingLoop
-    interrupted: bool
-    phases: tuple[Phase, ...]
-    trained: Mapping[int, tuple[int, int]]
-    timelines: Mapping[int, Timeline]
-    drains: list[int]
-    sent_bytes: Mapping[int, int]
-    learning_rates: tuple[float, ...]
-    skipped_updates: tuple[int, ...]
-    collectives: tuple[StageCollectives | None, ...]
-    weights: dict[str, Any]
-    average: dict[str, Any] | None
-    program: Program
-    steady: Timeline
-    predicted: Timeline
-    slowness: float
-    predicted_slowed: Timeline | None
-
-
-def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> Outcome:
-    """Trains a planned job, from its checkpoint if resumed."""
+def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> RunFiles:
+    """Trains a planned job, from its checkpoint if resumed, and returns what goes into its run folder."""
     job, plan = planned.job, planned.plan
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
         keep_plan(job.folder, plan, planned.profile)  # a restart with fewer workers may need them
         copy_run(job.folder, job.place)
-    names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
-    with blaming("while the pipeline was built"):
-        new_pipeline = Pipeline(
-            recipe.model,
-            plan,
-            loss=recipe.loss,
-            optimizer=recipe.optimizer,
-            seed=job.seed,
-            device=str(process.device),
-            stuck_after_s=options.stuck_after_s,
-            check=options.check,
-            weights=options.weights,
-            **model_options(recipe)
-            | {
-                "phases": planned.phases,
-                "compensation": planned.compensation,
-                "compile": job.compile,
-                "sums": None,  # the plan has these
-                "messages": None,
-                "activations": None,
-                "optimizer_state": None,
-                "loggers": [*recipe.loggers, *make_loggers(options.logs, job.folder)],
-                "sample": None if names_layers else make_model_input(recipe, recipe.first_batch()),
-            },
-        )
-    with new_pipeline as pipeline:
+    with _build_pipeline(planned, str(process.device)) as pipeline:
         proofs = "\n".join(str(phase.proof).partition("\n")[0] for phase in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
         for phase in pipeline.prepared:
@@ -213,7 +154,38 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         begin_times = CoreTimes.now()
         interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
         slowness = gather_slowness(begin_times)
-        return _collect_outcome(pipeline, loop, interrupted, plan, slowness if process.device.type == "cpu" else [1.0])
+        files = _collect_files(planned, process, loop, slowness if process.device.type == "cpu" else [1.0])
+    files.summary.update(interrupted=interrupted, seconds=time.perf_counter() - loop.began_s)
+    return files
+
+
+def _build_pipeline(planned: PlannedJob, device: str) -> Pipeline:
+    job, plan, options, recipe = planned.job, planned.plan, planned.job.options, planned.job.recipe
+    names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
+    with blaming("while the pipeline was built"):
+        return Pipeline(
+            recipe.model,
+            plan,
+            loss=recipe.loss,
+            optimizer=recipe.optimizer,
+            seed=job.seed,
+            device=device,
+            stuck_after_s=options.stuck_after_s,
+            check=options.check,
+            weights=options.weights,
+            **model_options(recipe)
+            | {
+                "phases": planned.phases,
+                "compensation": planned.compensation,
+                "compile": job.compile,
+                "sums": None,  # the plan has these
+                "messages": None,
+                "activations": None,
+                "optimizer_state": None,
+                "loggers": [*recipe.loggers, *make_loggers(options.logs, job.folder)],
+                "sample": None if names_layers else make_model_input(recipe, recipe.first_batch()),
+            },
+        )
 
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
@@ -253,9 +225,13 @@ def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> Checkpoint
     return CheckpointPolicy(folder, number, keep=1, planned_bytes=planned_bytes)
 
 
-def _collect_outcome(
-    pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan, slowness: list[float]
-) -> Outcome:
+def _collect_files(planned: PlannedJob, process: Process, loop: TrainingLoop, slowness: list[float]) -> RunFiles:
+    """Returns what goes into the run folder; only rank 0 has the weights. Every rank calls it.
+
+    The prediction is simulated from the phase that trained most minibatches, and compared with the part after its last
+    drain. On cores that did much other work, `slowness` gives a second prediction.
+    """
+    job, plan, pipeline = planned.job, planned.plan, loop.pipeline
     # `trained` is empty if nothing was left to train.
     trained = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
@@ -265,24 +241,61 @@ def _collect_outcome(
     simulate = partial(_simulate_run, program, plan, steady.microbatches, in_turns=not pipeline.distributed)
     if len(slowness) != plan.workers:  # all workers in a process, or several processes each
         slowness = [max(slowness)] * plan.workers
-    return Outcome(
-        loop=loop,
-        interrupted=interrupted,
-        phases=pipeline.phases,
-        trained=trained,
-        timelines=timelines,
-        drains=pipeline.drains,
-        sent_bytes=pipeline.sent_bytes(),
-        weights=pipeline.state_dict(),
-        average=pipeline.state_dict(ema=True) if loop.recipe.ema is not None else None,
-        skipped_updates=pipeline.skipped_updates(),
-        collectives=pipeline.collectives(),
-        learning_rates=pipeline.learning_rates(),
-        program=program,
-        steady=steady,
-        predicted=simulate(),
-        slowness=max(slowness),
+    predicted = simulate()
+    summary = summarise(
+        plan=plan,
+        predicted=predicted,
         predicted_slowed=simulate(slow=dict(enumerate(slowness))) if max(slowness) > MUCH_SLOWER else None,
+        measured=steady,
+        sent_bytes=pipeline.sent_bytes(),
+        learning_rates=pipeline.learning_rates(),
+        samples_per_s=loop.samples_per_s,
+        collectives=pipeline.collectives(),
+    )
+    phases = phases_text(pipeline.phases) if job.phases else None
+    summary |= loop.list_figures() | {
+        "slowness": max(slowness),
+        "skipped_updates": list(pipeline.skipped_updates()),
+        "schedule": phases or program.name,
+        "phases": list_phase_figures(timelines, trained, pipeline.drains),
+        "resumed_from": None if job.resumed is None else job.resumed.manifest.minibatches,
+        "configuration": _describe_configuration(job, plan, program, process) | {"phases": phases},
+        "recipe": job.recipe.name,
+        "recipe_sha256": sha256(source.encode()).hexdigest()[:12] if (source := job.recipe.source) else None,
+        "seed": job.seed,
+        "versions": list_versions(),
+    }
+    return RunFiles(
+        summary=summary,
+        plan=plan,
+        predicted=predicted,
+        measured=list(timelines.values()),
+        steady=steady,
+        losses=loop.losses,
+        profile=planned.profile,
+        weights=pipeline.state_dict(),
+        average=pipeline.state_dict(ema=True) if job.recipe.ema is not None else None,
+    )
+
+
+def _describe_configuration(job: Job, plan: Plan, program: Program, process: Process) -> dict[str, Any]:
+    return (
+        plain(model_options(job.recipe))
+        | plain(vars(job.options))
+        | {
+            "compile": job.compile,
+            "workers": plan.workers,
+            "processes": process.count,
+            "schedule": program.name,
+            "compensation": [str(rule) for rule in program.updates.compensation],
+            "microbatches": program.microbatches,
+            "in_flight": list(plan.in_flight),
+            "depth": plan.depth_mode,
+            "recompute": [stage.recompute for stage in plan.stages],
+            "epochs": job.epochs,
+            "seed": job.seed,
+            "device": str(process.device),
+        }
     )
 
 
@@ -292,67 +305,6 @@ def _simulate_run(
     """Simulates a run long enough to fill the pipeline."""
     total = max(microbatches, 4 * program.cycle * max(plan.in_flight))
     return simulate_program(program, total, stragglers=Stragglers(slow=slow or {}), in_turns=in_turns)
-
-
-def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str, Any]:
-    """Returns a run's summary; rank 0 also writes the run folder and prints the result."""
-    job, plan, program, loop = planned.job, planned.plan, outcome.program, outcome.loop
-    summary = summarise(
-        plan=plan,
-        predicted=outcome.predicted,
-        predicted_slowed=outcome.predicted_slowed,
-        measured=outcome.steady,
-        sent_bytes=outcome.sent_bytes,
-        learning_rates=outcome.learning_rates,
-        samples_per_s=loop.samples_per_s,
-        collectives=outcome.collectives,
-    )
-    phases = phases_text(outcome.phases) if job.phases else None
-    summary |= loop.list_figures() | {
-        "seconds": time.perf_counter() - loop.began_s,
-        "interrupted": outcome.interrupted,
-        "slowness": outcome.slowness,
-        "skipped_updates": list(outcome.skipped_updates),
-        "schedule": phases or program.name,
-        "phases": list_phase_figures(outcome.timelines, outcome.trained, outcome.drains),
-        "resumed_from": None if job.resumed is None else job.resumed.manifest.minibatches,
-        "configuration": plain(model_options(job.recipe))
-        | plain(vars(job.options))
-        | {
-            "compile": job.compile,
-            "workers": plan.workers,
-            "processes": process.count,
-            "schedule": program.name,
-            "compensation": [str(rule) for rule in program.updates.compensation],
-            "phases": phases,
-            "microbatches": program.microbatches,
-            "in_flight": list(plan.in_flight),
-            "depth": plan.depth_mode,
-            "recompute": [stage.recompute for stage in plan.stages],
-            "epochs": job.epochs,
-            "seed": job.seed,
-            "device": str(process.device),
-        },
-        "recipe": job.recipe.name,
-        "recipe_sha256": sha256(source.encode()).hexdigest()[:12] if (source := job.recipe.source) else None,
-        "seed": job.seed,
-        "versions": list_versions(),
-    }
-    if process.rank == 0:
-        files = RunFiles(
-            summary=summary,
-            plan=plan,
-            predicted=outcome.predicted,
-            measured=list(outcome.timelines.values()),
-            steady=outcome.steady,
-            losses=loop.losses,
-            profile=planned.profile,
-            weights=outcome.weights,
-            average=outcome.average,
-        )
-        write_run(job.folder, files, job.place)
-        _print_result(process, summary, job)
-    return summary
 
 
 def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
