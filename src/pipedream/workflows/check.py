@@ -344,46 +344,48 @@ def check_claims(name: str, workers: int, microbatches: int | None = None, chunk
         stages = tuple(replace(stage, backward_s=claims.ratio * stage.forward_s) for stage in plan.stages)
         built = schedules.build(name, replace(plan, stages=stages), m if built.flushes else microbatches)
     total = 3 * m if built.flushes else max(3 * m, 4 * p)
-    claimed_m = m if built.flushes else total  # the claims' m: of a minibatch, or of a run that does not flush
-    timeline = _simulate(built, total)
-    is_claimed = m >= claims.least(p)
-    pairs: dict[str, list[tuple[str, float, float]]] = {}
     try:
-        for s in range(p):
-            if claims.in_flight is not None and is_claimed:
-                pair = claims.in_flight(p, claimed_m, s), metrics.in_flight(timeline, s)
-                pairs.setdefault("in_flight", []).append((f"worker {s}", *pair))
-            if claims.staleness is not None:
-                pair = claims.staleness(p, claimed_m, s), metrics.staleness(timeline, s)
-                pairs.setdefault("staleness", []).append((f"stage {s}", *pair))
-            if claims.versions is not None:
-                pair = claims.versions(p, claimed_m, s), timeline.peak_versions[s]
-                pairs.setdefault("versions", []).append((f"worker {s}", *pair))
-        if built.flushes and is_claimed:
-            one_minibatch = _simulate(built, m)
-            if claims.bubble is not None:
-                pairs["bubble"] = [("one minibatch", claims.bubble(p, m), metrics.run_metrics(one_minibatch).bubble)]
-            if claims.makespan_s is not None:
-                stage = built.plan.stages[0]
-                halves_s = (stage.backward_s / 2, stage.backward_s / 2)  # the input and the weight gradient
-                makespan_s = claims.makespan_s(p, m, 1, stage.forward_s, *halves_s)
-                pairs["makespan_s"] = [("one minibatch", makespan_s, one_minibatch.makespan_s)]
+        rows = list(_compare_claims(built, p, total))
     except ScheduleError:
         raise
     except Exception as error:  # of the file's functions
         raise ScheduleError(f"schedule {name!r}: a claim failed with {type(error).__name__}: {error}") from error
+    compared = tuple(dict.fromkeys(figure for figure, *_ in rows))
     differences = tuple(
         f"{_CLAIM_WORDS.get(figure, figure)} of {where}: claimed {claimed:.6g}, simulated {value:.6g}"
-        for figure, rows in pairs.items()
-        for where, claimed, value in rows
+        for figure, where, claimed, value in rows
         if abs(claimed - value) > _SAME_CLAIM * max(1.0, abs(value))
     )
-    return ClaimCheck(
-        built.name, p, m, claims.assumption, tuple(pairs), differences, tuple(_list_omitted(built, p, set(pairs)))
-    )
+    omitted = tuple(_list_omitted(built, p, compared))
+    return ClaimCheck(built.name, p, m, claims.assumption, compared, differences, omitted)
 
 
-def _list_omitted(built: Schedule, workers: int, compared: set[str]) -> Iterator[str]:
+def _compare_claims(built: Schedule, p: int, total: int) -> Iterator[tuple[str, str, float, float]]:
+    """Yields claim, place, claimed and simulated figure; in a run of `total` microbatches, or for one minibatch."""
+    claims, m = built.claims, built.microbatches
+    claimed_m = m if built.flushes else total  # the claims' m: of a minibatch, or of a run that does not flush
+    is_claimed = m >= claims.least(p)
+    timeline = _simulate(built, total)
+    if claims.in_flight is not None and is_claimed:
+        for s in range(p):
+            yield "in_flight", f"worker {s}", claims.in_flight(p, claimed_m, s), metrics.in_flight(timeline, s)
+    if claims.staleness is not None:
+        for s in range(p):
+            yield "staleness", f"stage {s}", claims.staleness(p, claimed_m, s), metrics.staleness(timeline, s)
+    if claims.versions is not None:
+        for s in range(p):
+            yield "versions", f"worker {s}", claims.versions(p, claimed_m, s), timeline.peak_versions[s]
+    if built.flushes and is_claimed:
+        minibatch, stage = _simulate(built, m), built.plan.stages[0]
+        if claims.bubble is not None:
+            yield "bubble", "one minibatch", claims.bubble(p, m), metrics.run_metrics(minibatch).bubble
+        if claims.makespan_s is not None:
+            halves_s = (stage.backward_s / 2, stage.backward_s / 2)  # the input and the weight gradient
+            claimed_s = claims.makespan_s(p, m, 1, stage.forward_s, *halves_s)
+            yield "makespan_s", "one minibatch", claimed_s, minibatch.makespan_s
+
+
+def _list_omitted(built: Schedule, workers: int, compared: tuple[str, ...]) -> Iterator[str]:
     claims, m = built.claims, built.microbatches
     for name in ("in_flight", "staleness", "versions", "bubble", "makespan_s"):
         if getattr(claims, name) is None or name in compared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.mesh import Mesh, meshes_of, profile_of_rank
 from pipedream.core.plan.plan import Plan
@@ -29,18 +28,12 @@ Compare = Callable[..., planner.Comparison]
 _SLOWER_FACTORS = (1.0, 2.0, 4.0, 16.0)  # of `Finalist`
 
 
-@contextmanager
-def suggest_mesh_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
-    """Context that adds the advice to use a mesh to a shortage of memory."""
-    try:
-        yield
-    except ShortageError as error:
-        if request.mesh or isinstance(profile, GraphText) or request.workers_and_links.workers < 2:
-            raise
-        advice = "a stage may also be sharded over several ranks: plan with mesh='auto' (--mesh auto)"
-        if not profile.ranks:
-            advice += ", from a profile with a layout and meshes='auto' (--mesh auto)"
-        raise ShortageError(f"{error}; {advice}", error.need_bytes) from None
+def advise_mesh(profile: Profile, request: PlanRequest) -> Iterator[str]:
+    """Yields the advice to use a mesh where memory is short, if the request names none."""
+    if request.mesh or request.workers_and_links.workers < 2:
+        return
+    source = "" if profile.ranks else ", from a profile with a layout and meshes='auto' (--mesh auto)"
+    yield f"a stage may also be sharded over several ranks: plan with mesh='auto' (--mesh auto){source}"
 
 
 def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> tuple[Profile, PlanRequest]:

@@ -29,7 +29,7 @@ from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner.auto import MAX_MICROBATCHES
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.meshes import add_mesh, choose_meshes, suggest_mesh_on_shortage, take_one_rank
+from pipedream.workflows.meshes import add_mesh, advise_mesh, choose_meshes, take_one_rank
 from pipedream.workflows.methods import (
     adapt_plan_to_method,
     check_machines,
@@ -40,7 +40,7 @@ from pipedream.workflows.methods import (
     select_methods,
     versions_of,
 )
-from pipedream.workflows.stage_search import StageSearch, make_candidate
+from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
 
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
     {"messages": "bfloat16"}, {"messages": "int8"}, {"sums": "powersgd:4"}, {"sums": "diloco:30"}
@@ -154,20 +154,23 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
 @contextmanager
 def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
     """Context that adds to a shortage of memory the changes with which a plan would fit."""
-    with suggest_mesh_on_shortage(profile, request), _suggest_smaller_bases(profile, request):
-        try:
-            yield
-        except ShortageError as error:
-            if not (fitting := list(_list_fitting(profile, request))):
-                raise
-            missing = _describe_missing_for_snapshots(request, error.need_bytes)
-            raise ShortageError(f"{error}{missing}; this would fit: {'; '.join(fitting)}", error.need_bytes) from None
+    try:
+        yield
+    except ShortageError as error:
+        fitting = list(_list_fitting(profile, request))
+        advice = [*_describe_missing_for_snapshots(request, error.need_bytes)] if fitting else []
+        advice += [f"this would fit: {'; '.join(fitting)}"] if fitting else []
+        if isinstance(profile, Profile):
+            advice += [*_describe_bases(profile, request), *advise_mesh(profile, request)]
+        if not advice:
+            raise
+        raise ShortageError("; ".join([str(error), *advice]), error.need_bytes) from None
 
 
-def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> str:
+def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> Iterator[str]:
     memory_bytes = max((size for size in request.workers_and_links.memories if size is not None), default=need_bytes)
-    is_missing = request.snapshot_every is not None and need_bytes > memory_bytes
-    return f"; with snapshots {format_bytes(need_bytes - memory_bytes)} are missing" if is_missing else ""
+    if request.snapshot_every is not None and need_bytes > memory_bytes:
+        yield f"with snapshots {format_bytes(need_bytes - memory_bytes)} are missing"
 
 
 def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterator[str]:
@@ -240,23 +243,19 @@ def _describe_offloads(plan: Plan) -> str:
     return " and ".join(words)
 
 
-@contextmanager
-def _suggest_smaller_bases(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
-    """Context that adds to a shortage of memory the bytes of a `BasisRotation`, and which smaller form fits."""
-    try:
-        yield
-    except ShortageError as error:
-        name = request.schedule
-        if isinstance(profile, GraphText) or name == AUTO or not (kept_bytes := _count_bases(profile, name)):
-            raise
-        text = f"{error}; the bases of {name} take {format_bytes(kept_bytes)}"
-        for options in ({"geometry": "one_sided"}, {"geometry": "one_sided", "estimate": "first_moment"}):
-            smaller = schedules.canonical(name.partition("[")[0], **options)
-            with suppress(PlanError):
-                _compare(*_take_rank(profile, replace(request, schedule=smaller)))
-                text += f", those of {smaller} {format_bytes(_count_bases(profile, smaller))}, which fits: ask for it"
-                break
-        raise ShortageError(text, error.need_bytes) from None
+def _describe_bases(profile: Profile, request: PlanRequest) -> Iterator[str]:
+    """Yields the bytes that the bases of a `BasisRotation` take, and which smaller form fits."""
+    name = request.schedule
+    if name == AUTO or not (kept_bytes := _count_bases(profile, name)):
+        return
+    text = f"the bases of {name} take {format_bytes(kept_bytes)}"
+    for options in ({"geometry": "one_sided"}, {"geometry": "one_sided", "estimate": "first_moment"}):
+        smaller = schedules.canonical(name.partition("[")[0], **options)
+        with suppress(PlanError):
+            _compare(*_take_rank(profile, replace(request, schedule=smaller)))
+            text += f", those of {smaller} {format_bytes(_count_bases(profile, smaller))}, which fits: ask for it"
+            break
+    yield text
 
 
 def _count_bases(profile: Profile, name: str) -> int:
@@ -327,13 +326,8 @@ def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tup
 def _host_optimizers(cluster: Cluster) -> Cluster:
     """Returns the cluster with optimizers in the memory of its machines, and the rate of copies from GPUs there."""
     on_gpus = any(not device.startswith("cpu") for device in cluster.devices)
-    return replace(_add_host_rate(cluster) if on_gpus else cluster, hosts_optimizers=True)
-
-
-def _add_host_rate(cluster: Cluster) -> Cluster:
-    if cluster.host_bytes_per_s is not None:
-        return cluster
-    return replace(cluster, host_bytes_per_s=pcie_bytes_per_s(cluster.devices))
+    rate = cluster.host_bytes_per_s or (pcie_bytes_per_s(cluster.devices) if on_gpus else None)
+    return replace(cluster, hosts_optimizers=True, host_bytes_per_s=rate)
 
 
 def _add_activations(cluster: Cluster, text: str) -> Cluster:
@@ -342,7 +336,8 @@ def _add_activations(cluster: Cluster, text: str) -> Cluster:
     A disk of this machine is measured; copies from GPUs to their machine's memory have the rate of their datasheets.
     """
     folder = Activations.read(text).folder
-    cluster = _add_host_rate(cluster) if text == HOST else cluster
+    if text == HOST:
+        cluster = replace(cluster, host_bytes_per_s=cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices))
     if folder is not None and cluster.disk_bytes_per_s is None and os.access(folder, os.W_OK | os.X_OK):
         from pipedream.runtime.stage.offload_place import measure_disk  # loads torch
 
@@ -358,14 +353,13 @@ def _read_profile(profile: Profile | GraphText) -> Profile:
 
 
 def _search_meshes(profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
-    score_plan = partial(_score_stages, cache(score_if_quick))
+    score_once = cache(score_if_quick)
+
+    def score_plan(plan: Plan) -> planner.Score:
+        return score_once(replace(plan, note="", bound_s=0.0))  # several searches find the same stages
+
     compare = partial(_compare, names=names, score_plan=score_plan)
     return choose_meshes(_read_profile(profile), request, compare, score_plan)
-
-
-def _score_stages(score_once: Callable[[Plan], planner.Score], plan: Plan) -> planner.Score:
-    """Scores a plan by its stages alone, as several searches find the same ones."""
-    return score_once(replace(plan, note="", bound_s=0.0))
 
 
 def _take_rank(profile: Profile | GraphText, request: PlanRequest) -> tuple[Profile | GraphText, PlanRequest]:
@@ -404,7 +398,7 @@ def _compare_by_planner(
     rival_s: float,
 ) -> planner.Comparison:
     if request.cost_model == "classic":
-        return _make_single_candidate(classic(source, request).plan, request)
+        return compare_alone(classic(source, request).plan, request)
     profile = _read_profile(source)
     if request.microbatches is not None and 1 < profile.batch < request.microbatches:
         raise PlanError(
@@ -412,7 +406,7 @@ def _compare_by_planner(
             "at most as many, or profile larger minibatches"
         )
     if request.strategy == "2bw":
-        return _make_single_candidate(_plan_2bw(profile.without_tied_groups(), request), request)
+        return compare_alone(_plan_2bw(profile.without_tied_groups(), request), request)
     if request.schedule == AUTO:
         options = {field.name: getattr(request, field.name) for field in fields(planner.SearchOptions)}
         methods = select_methods(names, allow_asynchronous=request.allow_asynchronous)
@@ -422,9 +416,9 @@ def _compare_by_planner(
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
     if schedules.layout_of(request.schedule) is not None:
-        return _make_single_candidate(_lay_out_stages(profile, request), request)
+        return compare_alone(_lay_out_stages(profile, request), request)
     if schedules.is_torch_csv(request.schedule):
-        return _make_single_candidate(plan_from_file(profile, request), request)
+        return compare_alone(plan_from_file(profile, request), request)
     return StageSearch(profile, request).compare(score_plan, rival_s)
 
 
@@ -438,11 +432,6 @@ def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:
         recompute={"never": False, "auto": None, "always": True}[request.recompute],
     )
     return replace(plan, schedule="pipedream_2bw")
-
-
-def _make_single_candidate(plan: Plan, request: PlanRequest) -> planner.Comparison:
-    """Returns the comparison for a plan without alternatives."""
-    return planner.Comparison(plan, (make_candidate(plan, request.shape_text),))
 
 
 def _simulate(candidate: planner.Candidate, plan: Plan) -> planner.Candidate:

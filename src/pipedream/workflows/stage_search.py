@@ -46,7 +46,7 @@ class StageSearch:
         if not self._is_simulated:
             with progress("planning"):
                 plan = self.plan_best(request.shape)
-            return planner.Comparison(plan, (make_candidate(plan, request.shape_text),))
+            return compare_alone(plan, request)
         score_plan = cache(score_plan)
         rows, refused = self._plan_finalists(score_plan, rival_s)
         # A profile of unknown minibatch size has one sample.
@@ -244,6 +244,11 @@ def make_candidate(plan: Plan, shape: str) -> planner.Candidate:
     method = schedules.properties_of(plan.schedule or "pipedream")
     candidate = planner.Candidate(plan.schedule, plan.microbatches, plan.depth_mode, max(plan.update_delay), shape)
     return planner.candidate_from_plan(candidate, plan, method)
+
+
+def compare_alone(plan: Plan, request: PlanRequest) -> planner.Comparison:
+    """Returns the comparison for a plan without alternatives."""
+    return planner.Comparison(plan, (make_candidate(plan, request.shape_text),))
 
 
 def _list_counts(workers: int, limit: int) -> list[tuple[int, ...]]:
