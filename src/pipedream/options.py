@@ -24,13 +24,16 @@ from pipedream.core.errors import PipelineError
 from pipedream.core.flags import Panel, flag_of, option, option_of
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.plan_request import PlanRequest, check_snapshot_every
+from pipedream.plan_request import AUTO, PlanRequest, check_snapshot_every
+from pipedream.planner import SHAPES, parse_counts
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
+from pipedream.schedules import is_torch_csv, load_torch_csv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,6 +381,22 @@ class TrainingOptions(MethodOptions):
             if not (isinstance(value, int) and value >= lowest):
                 raise PipelineError(f"{name}={value!r} was asked for; give a whole number from {lowest} on")
         check_snapshot_every(self.snapshot_every)
+
+    @property
+    def single_mesh(self) -> str:
+        """The mesh of every worker, or one for each stage; '' if the planner chooses."""
+        return "" if self.mesh == AUTO else self.mesh
+
+    def count_ranks(self) -> int | None:
+        """Returns the ranks that the plan, shape, schedule's file or cluster asks for; None if they leave it open."""
+        if self.plan is not None:
+            return self.plan.ranks
+        if self.shape not in SHAPES and self.mesh != AUTO:  # which leaves open how many ranks the workers have
+            return ranks_of(self.mesh, parse_counts(self.shape))
+        if self.schedule is not None and is_torch_csv(self.schedule):
+            placement = load_torch_csv(self.schedule).placement
+            return sum(mesh.size for mesh in placement.meshes(meshes_of(self.single_mesh, placement.stages)))
+        return None if self.cluster is None else self.cluster.workers
 
     @property
     def plan_settings(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipedream.cli.options import (
     CLUSTER,
@@ -24,13 +25,15 @@ from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.flags import Panel, option
 from pipedream.core.garbage import pause_collection
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.mesh import meshes_of, ranks_of
+from pipedream.core.plan.mesh import ranks_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import read_phases
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.options import TrainingOptions
-from pipedream.planner import parse_counts
-from pipedream.schedules import build, is_torch_csv, load_torch_csv, refuse_code, uniform
+from pipedream.schedules import build, refuse_code, uniform
+
+if TYPE_CHECKING:
+    from pipedream.training.run_folder import ResumePoint
 
 _MEASURED = "this machine's, or measured between several"
 
@@ -120,14 +123,23 @@ def train(
     Example:
       pipedream train examples/digits.py --workers 2 --schedule 1f1b
     """
-    options = _read_files(recipe, plan, shape, options, links)
-    options = replace(options, quiet=as_json)
+    options = replace(options, shape=shape.read() or options.shape)
+    check_flags(plan=plan, **options.plan_settings | vars(links))
+    check_flags(phases=options.phases, schedule=options.schedule, microbatches=options.microbatches)
+    if not Path(recipe).is_file():
+        raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
+    options = replace(
+        options,
+        plan=None if plan is None else Plan.load(plan),
+        cluster=None if links.cluster is None else read_cluster(links.cluster),
+        quiet=as_json,
+    )
     meshes = ",".join(str(mesh) for mesh in options.plan.meshes if mesh.size > 1) if options.plan else ""
     check_flags(elastic=restarts.elastic, mesh=options.mesh or meshes)
     if not is_worker():
-        _start_processes(recipe, options, shape.config, restarts)
+        _start_processes(recipe, options, restarts)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    planned = _count_workers(replace(options, schedule=None, resume=None), shape.config)
+    planned = replace(options, schedule=None).count_ranks()
     if restarts.elastic and is_worker() and planned not in (None, processes):
         # Workers were lost: plan again for those that are left.
         options = replace(options, plan=None, shape=TrainingOptions.shape, cluster=None)
@@ -152,25 +164,12 @@ def train(
         print_json(summary)
 
 
-def _read_files(
-    recipe: str, plan: Path | None, shape: ShapeFlags, options: TrainingOptions, links: LinkFlags
-) -> TrainingOptions:
-    """Checks the other flags, and returns the options with their plan, shape and cluster."""
-    options = replace(options, shape=shape.read() or options.shape)
-    check_flags(plan=plan, **options.plan_settings | vars(links))
-    check_flags(phases=options.phases, schedule=options.schedule, microbatches=options.microbatches)
-    if not Path(recipe).is_file():
-        raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
-    return replace(
-        options,
-        plan=None if plan is None else Plan.load(plan),
-        cluster=None if links.cluster is None else read_cluster(links.cluster),
-    )
-
-
-def _start_processes(recipe: str, options: TrainingOptions, config: str | None, restarts: RestartFlags) -> None:
+def _start_processes(recipe: str, options: TrainingOptions, restarts: RestartFlags) -> None:
     """Trains in worker processes and exits, unless one process is enough."""
-    count = options.workers or _count_workers(options, config) or ranks_of(_name_meshes(options))
+    count = options.workers or options.count_ranks()
+    if count is None:
+        checkpoint = _find_checkpoint(options)
+        count = ranks_of(options.single_mesh) if checkpoint is None else checkpoint.manifest.plan.ranks
     if restarts.elastic:
         for method in _list_methods(options):
             restarts.check(method, count, options.chunks)
@@ -212,26 +211,12 @@ def _check_snapshots(every: int | str, restarts: RestartFlags, workers: int) -> 
         )
 
 
-def _name_meshes(options: TrainingOptions) -> str:
-    return "" if options.mesh == "auto" else options.mesh
-
-
-def _count_workers(options: TrainingOptions, config: str | None) -> int | None:
-    if options.plan is not None:
-        return options.plan.ranks
-    if config is not None and options.mesh != "auto":  # which leaves open how many ranks its workers have
-        return ranks_of(options.mesh, parse_counts(config))
-    if options.schedule is not None and is_torch_csv(options.schedule):
-        placement = load_torch_csv(options.schedule).placement
-        return sum(mesh.size for mesh in placement.meshes(meshes_of(_name_meshes(options), placement.stages)))
-    if options.cluster is not None:
-        return options.cluster.workers
+def _find_checkpoint(options: TrainingOptions) -> ResumePoint | None:
     if options.resume is None:
         return None
-    from pipedream.training.run_folder import find_resume_point
+    from pipedream.training.run_folder import find_resume_point  # here, because it loads torch
 
-    checkpoint = find_resume_point(options.resume, options.out)
-    return None if checkpoint is None else checkpoint.manifest.plan.ranks
+    return find_resume_point(options.resume, options.out)
 
 
 def _list_methods(options: TrainingOptions) -> list[str]:
@@ -241,12 +226,9 @@ def _list_methods(options: TrainingOptions) -> list[str]:
     if options.schedule is not None:
         return [options.schedule]
     names, source = [] if options.plan is None else [options.plan.method()[0]], "the plan"
-    if options.resume is not None:
-        from pipedream.training.run_folder import find_resume_point
-
-        if (checkpoint := find_resume_point(options.resume, options.out)) is not None:
-            saved, source = checkpoint.manifest, f"the checkpoint {checkpoint.path}"
-            names = [phase.name for phase in read_phases(saved.phases)] if saved.phases else names or [saved.schedule]
+    if (checkpoint := _find_checkpoint(options)) is not None:
+        saved, source = checkpoint.manifest, f"the checkpoint {checkpoint.path}"
+        names = [phase.name for phase in read_phases(saved.phases)] if saved.phases else names or [saved.schedule]
     for name in names:
         refuse_code(name, source)
     return names or ["pipedream"]

@@ -26,7 +26,7 @@ from pipedream.core.plan.sums import FULL
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.planner import SHAPES, parse_counts
+from pipedream.planner import parse_counts
 from pipedream.recipe import Recipe, blaming
 from pipedream.runtime.checkpoint.remote import AnyPath, any_path
 from pipedream.runtime.comm import process_group
@@ -242,7 +242,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     runtime = (timed_plan is not None and timed_plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
     is_given = plan is not None
     if plan is None:
-        meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(_read_mesh(options))} - {""})
+        meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(options.single_mesh)} - {""})
         if options.mesh == AUTO:
             meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}"
             has_meshes = profile is not None and bool(profile.ranks)
@@ -425,18 +425,13 @@ def _choose_method(options: TrainingOptions, resumed: ResumePoint | None) -> tup
 
 def _count_workers(options: TrainingOptions, resumed: ResumePoint | None, processes: int) -> int:
     """Returns the number of ranks. Raises a `PlanError` if options, plan and processes disagree."""
-    requested, config, ranks = options.workers, "", 0
-    if options.plan is not None:
-        config, ranks = options.plan.config, options.plan.ranks
-    elif options.shape not in SHAPES:
-        counts = parse_counts(options.shape)
-        config = "-".join(map(str, counts))
-        ranks = 0 if options.mesh == AUTO else ranks_of(options.mesh, counts)
-    elif options.cluster is not None:
-        requested = requested or options.cluster.workers
-    elif requested is None and resumed is not None and processes == 1:
-        requested = resumed.manifest.plan.ranks
-    count = requested or ranks or (processes if processes > 1 else ranks_of(_read_mesh(options)))
+    requested, ranks = options.workers, replace(options, cluster=None).count_ranks() or 0
+    if requested is None and not ranks:
+        if options.cluster is not None:
+            requested = options.cluster.workers
+        elif resumed is not None and processes == 1:
+            requested = resumed.manifest.plan.ranks
+    count = requested or ranks or (processes if processes > 1 else ranks_of(options.single_mesh))
     if processes > 1 and count != processes:
         hint = "; torchrun's --nnodes does not count spare machines" if count < processes else ""
         raise PlanError(
@@ -444,6 +439,7 @@ def _count_workers(options: TrainingOptions, resumed: ResumePoint | None, proces
         )
     if ranks not in (0, count):
         plan_size = f"with the mesh {options.mesh} is for {ranks} ranks" if options.mesh else f"is for {ranks} workers"
+        config = options.plan.config if options.plan is not None else "-".join(map(str, parse_counts(options.shape)))
         raise PlanError(f"the plan {config} {plan_size}, {count} were asked for; plan again for {count}")
     if options.cluster is not None and options.cluster.workers != count:
         raise PlanError(
@@ -451,10 +447,6 @@ def _count_workers(options: TrainingOptions, resumed: ResumePoint | None, proces
             "give another cluster"
         )
     return count
-
-
-def _read_mesh(options: TrainingOptions) -> str:
-    return "" if options.mesh == AUTO else options.mesh
 
 
 def _choose_phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recipe) -> tuple[Phase, ...]:
