@@ -105,7 +105,8 @@ def test_status_is_computed_only_if_it_is_shown(
     monkeypatch.setattr(loop, "make_on_rank_0", make_on_rank_0)
     console = Console(file=io.StringIO(), force_terminal=rank_0_shows, quiet=rank != 0)
     pipeline: Any = _Pipeline()
-    with loop.Progress(console, 2, rank) as shown:
+    shown = loop.Progress(console, 2, rank)
+    with shown.display:
         shown.show(Done(0, 0, False, 0.5, 8.0, 8, 0.1), pipeline)
     assert pipeline.computed == computed
 
@@ -117,11 +118,11 @@ def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(loop, "make_on_rank_0", lambda make, rank: make())
     log = io.StringIO()
     pipeline: Any = _Pipeline()
-    with loop.Progress(Console(file=log, soft_wrap=True), 2, 0) as shown:
-        shown.remaining = 1000
-        for number in range(100, 200):
-            now_s += 1.5
-            shown.show(Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1), pipeline)
+    shown = loop.Progress(Console(file=log, soft_wrap=True), 2, 0)
+    shown.remaining = 1000
+    for number in range(100, 200):
+        now_s += 1.5
+        shown.show(Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1), pipeline)
     lines = log.getvalue().splitlines()
     assert "minibatch    103      0.7 minibatches/s  loss 0.5000  about 1496 s left" in lines[0]
     assert len(lines) < 9

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -135,7 +135,7 @@ class TrainingLoop:
         if remaining > 0:
             expected = f", predicted to take {format_seconds(remaining * minibatch_s)}" if minibatch_s else ""
             self._console.print(f"training {remaining} minibatches{expected}\n")
-        with self._progress:
+        with self._progress.display:
             try:
                 for done in self.pipeline.train(self.recipe.train, until_epoch=until):
                     now_s = time.perf_counter()
@@ -289,6 +289,7 @@ class Progress:
 
     Attributes:
         remaining: minibatches of the run when it began; 0 if unknown.
+        display: context in which the table is shown.
     """
 
     remaining = 0
@@ -300,6 +301,7 @@ class Progress:
         self._log = None if shows or console.quiet or rank else LogTimes()
         self._is_shown = bool(make_on_rank_0(lambda: "shown" if shows else "", rank))
         self._live = Live(console=console, auto_refresh=False, transient=True) if shows else None
+        self.display = self._live or nullcontext()
         self._shown_s = 0.0
         self._shown_number = 0
         self._minibatches_per_s = 0.0
@@ -351,14 +353,3 @@ class Progress:
             f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {rate:>7.1f} minibatches/s  "
             f"loss {done.loss:.4f}  {suffix}"
         )
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.__exit__(kind, error, trace)

@@ -50,7 +50,8 @@ class Restarts:
             self._lost_s, self._repeated = _TOTALS.unpack(os.pread(self._file, _TOTALS.size, 0))
             self._trained_before = (size - _TOTALS.size) // _MINIBATCH.size
         elif self._count:  # earlier attempts have trained nothing
-            self._lost_s = _read_begin_s(folder / str(self._count)) - _read_begin_s(folder / "0")
+            first_began_s, began_s = ((folder / str(attempt)).stat().st_mtime for attempt in (0, self._count))
+            self._lost_s = began_s - first_began_s
 
     def begin(self, number: int) -> None:
         """Notes that training continues after `number` minibatches."""
@@ -112,11 +113,6 @@ def _find_begin_file(attempt: int) -> Path:
     folder = find_launch_folder()
     assert folder is not None, "only attempts of our launcher note this"
     return folder / str(attempt) / _BEGIN
-
-
-def _read_begin_s(folder: Path) -> float:
-    """Returns when the workers of an attempt were started."""
-    return folder.stat().st_mtime
 
 
 def check_code_stays(source: str, rank: int) -> None:

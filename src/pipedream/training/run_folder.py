@@ -93,7 +93,6 @@ def summarise(
     placement, predicted_bytes = plan.placement, drop_snapshots(plan).worker_bytes
     for index, stage in enumerate(plan.stages):
         for rank, worker in zip(placement.ranks[index], plan.workers_of(index), strict=True):
-            actual_rank, expected_rank = actual.per_rank[rank], expected.per_rank[rank]
             stages.append(
                 {
                     "stage": index,
@@ -103,18 +102,14 @@ def summarise(
                     "layout": stage.layout,
                     "collectives": encode(exchanges.get(index)),
                     "learning_rate": learning_rates[index],
-                    "busy_share": actual_rank.busy_s / actual.makespan_s if actual.makespan_s else None,
-                    "wait_share": actual_rank.wait_s / actual.makespan_s if actual.makespan_s else None,
-                    "send_share": actual_rank.send_s / actual.makespan_s if actual.makespan_s else None,
-                    "predicted_busy_share": expected_rank.busy_s / expected.makespan_s if expected.makespan_s else None,
-                    "predicted_wait_share": expected_rank.wait_s / expected.makespan_s if expected.makespan_s else None,
-                    "predicted_send_share": expected_rank.send_s / expected.makespan_s if expected.makespan_s else None,
+                    **_list_shares(actual, rank, ""),
+                    **_list_shares(expected, rank, "predicted_"),
                     "bytes_sent": sent_bytes.get(rank, 0),
-                    "peak_bytes": actual_rank.peak_bytes,
+                    "peak_bytes": actual.per_rank[rank].peak_bytes,
                     "reserved_bytes": measured.reserved_bytes[rank] if measured.reserved_bytes else None,
                     "predicted_peak_bytes": predicted_bytes[worker],  # of all its stages, as it is measured
                     "versions": measured.peak_versions[rank] if measured.peak_versions else None,
-                    "staleness": actual_rank.staleness,
+                    "staleness": actual.per_rank[rank].staleness,
                 }
             )
     return {
@@ -133,6 +128,12 @@ def summarise(
         },
         "bubble": {"predicted": expected.bubble, "measured": actual.bubble},
     }
+
+
+def _list_shares(figures: metrics.Metrics, rank: int, prefix: str) -> dict[str, float | None]:
+    row, makespan_s = figures.per_rank[rank], figures.makespan_s
+    parts_s = {"busy": row.busy_s, "wait": row.wait_s, "send": row.send_s}
+    return {f"{prefix}{name}_share": part_s / makespan_s if makespan_s else None for name, part_s in parts_s.items()}
 
 
 def _compare_memory(plan: Plan, measured: Timeline) -> dict[str, Any]:
