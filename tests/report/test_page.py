@@ -149,12 +149,11 @@ def test_curves_of_the_evaluations() -> None:
     words = HtmlPage(page({"evaluations": rows})).words
     assert {"Evaluations", "Test accuracy", "Test loss"} <= set(words)
     assert "Test seconds" not in words
-    for wrong in ([{"epoch": 0}], [3], "x", [{"accuracy": "high", "minibatches": None}]):
-        assert "Evaluations" not in HtmlPage(page({"evaluations": wrong})).words
+    assert "Evaluations" not in HtmlPage(page({"evaluations": []})).words
 
 
 def test_the_losses_show_failures() -> None:
-    rows = [{"minibatches": 40, "resumed_from": 32}, {"minibatches": 95, "resumed_from": 90}, 3, {"minibatches": "x"}]
+    rows = [{"minibatches": 40, "resumed_from": 32}, {"minibatches": 95, "resumed_from": 90}]
     losses = [(k, 1.0) for k in range(100)]
     text = page({"failures": {"restarts": 2, "each": rows}}, losses=losses)
     stories = re.findall(r'<line class="failure" x1="([^"]+)"[^>]*><title>([^<]*)</title>', text)

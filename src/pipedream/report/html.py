@@ -33,7 +33,7 @@ from pipedream.report.html_tables import (
 )
 from pipedream.report.lanes import Window, match_waits, middle_window, start_window
 from pipedream.report.svg import LEFT, RIGHT, SPAN_NAMES, timeline_svg
-from pipedream.report.text import slowness_text
+from pipedream.report.text import describe_losses, slowness_text
 
 _WIDTH_PX = 1180
 _MAX_PX = 4000
@@ -57,7 +57,7 @@ def page(
     """Returns the report as HTML text. Unknown values are shown as ``-``; parts that are not given are left out.
 
     Args:
-        summary: the content of the run's ``summary.json``.
+        summary: the content of the run's ``summary.json``; values may be missing or null.
         measured: the part of the run that is compared with the prediction.
         start: the begin of the run, if it is not in `measured`.
         losses: (minibatch number, loss).
@@ -66,12 +66,12 @@ def page(
     heading = title or f"{summary.get('recipe') or 'Run'}: {summary.get('schedule') or 'pipeline'}"
     timelines = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
     runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in timelines]
-    command, stages = summary.get("command"), _read_list(summary.get("stages"))
+    command, stages = summary.get("command"), summary.get("stages") or []
     sections = [
         f"<p><code>{escape(str(command))}</code></p>" if command else "",
         f'<dl class="cards">{cards(_list_figures(summary))}</dl>',
         *(f"<p>{escape(text)}</p>" for text in (_explain_rate(predicted, measured), _explain_waits(measured)) if text),
-        _draw_timelines(runs, start, _read_numbers(summary.get("drains"))),
+        _draw_timelines(runs, start, summary.get("drains") or []),
         section("Loss", _draw_losses(summary, losses)),
         section("Evaluations", _draw_evaluations(summary)),
         section("Phases", phase_table(phases) if (phases := _list_phases(summary)) else ""),
@@ -80,8 +80,8 @@ def page(
         section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
         f"<details><summary>Profile</summary>{profile_table(profile)}</details>" if profile else "",
         '<div class="columns">'
-        + section("Configuration", pairs("Configuration", _read_mapping(summary.get("configuration"))))
-        + section("Versions", pairs("Versions", _read_mapping(summary.get("versions"))))
+        + section("Configuration", pairs("Configuration", summary.get("configuration") or {}))
+        + section("Versions", pairs("Versions", summary.get("versions") or {}))
         + "</div>",
     ]
     body = "\n".join(part for part in sections if part)
@@ -104,42 +104,34 @@ def _write_subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
 
 def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
-    target = _read_mapping(summary.get("target"))
-    metrics = dict(_read_mapping(summary.get("metrics")))
+    target = summary.get("target") or {}
+    metrics = dict(summary.get("metrics") or {})
     if "accuracy" in summary:
         metrics.setdefault("accuracy", summary["accuracy"])
     for name, value in metrics.items():
         goal = target.get("value") if target.get("metric") == name else None
         note = "" if goal is None else f"target {_format_metric(name, goal)}"
         rows.append((name, _format_metric(name, value), note))
-    rate = _read_mapping(summary.get("throughput"))
-    expected, got = _read_number(rate.get("predicted_per_s")), _read_number(rate.get("measured_per_s"))
+    rate = summary.get("throughput") or {}
+    expected, got = rate.get("predicted_per_s"), rate.get("measured_per_s")
     note = "" if expected is None else f"predicted {format_number(expected)}"
     if expected and got is not None:
         note += f" ({100 * (got / expected - 1):+.0f}%)"
     note += slowness_text(summary)
     rows.append(("samples per second", format_number(got), note))
-    bubble = _read_mapping(summary.get("bubble"))
+    bubble = summary.get("bubble") or {}
     note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""
     rows.append(("bubble", percent(bubble.get("measured")), note))
-    memory = _read_mapping(summary.get("memory"))
-    if memory:
+    if memory := summary.get("memory"):
         note = f"{memory.get('of')}, predicted {size(memory.get('predicted_bytes'))}"
         rows.append(("peak memory", size(memory.get("measured_bytes")), note))
     rows.append(("wall time", _format_seconds(summary.get("seconds")), ""))
-    failures = _read_mapping(summary.get("failures"))
+    failures = summary.get("failures") or {}
     if failures.get("restarts"):
-        lost = _format_seconds(failures.get("seconds_lost"))
-        note = f"{lost} lost, {failures.get('minibatches_repeated')} minibatches repeated"
-        if failures.get("workers_lost"):
-            note = f"{failures['workers_lost']} workers lost, {note}"
-        rows.append(("restarts after failures", str(failures["restarts"]), note))
+        rows.append(("restarts after failures", str(failures["restarts"]), describe_losses(failures)))
     if target or "seconds_to_target" in summary:
-        note = (
-            f"{target['metric']} {_format_metric(str(target['metric']), target.get('value'))}"
-            if "metric" in target
-            else ""
-        )
+        name = target.get("metric", "")
+        note = f"{name} {_format_metric(name, target.get('value'))}" if name else ""
         rows.append(("time to target", _format_seconds(summary.get("seconds_to_target")), note))
     return rows
 
@@ -181,11 +173,10 @@ def _explain_start(measured: Timeline) -> str:
 
 
 def _format_metric(name: str, value: Any) -> str:
-    number = _read_number(value)
-    if number is None:
+    if value is None:
         return NOTHING
-    is_share = 0 <= number <= 1 and any(word in name.lower() for word in ("accuracy", "share", "precision", "recall"))
-    return percent(number) if is_share else format_number(number)
+    is_share = 0 <= value <= 1 and any(word in name.lower() for word in ("accuracy", "share", "precision", "recall"))
+    return percent(value) if is_share else format_number(value)
 
 
 def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> str:
@@ -237,8 +228,10 @@ def _draw_box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
 
 
 def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> str:
-    drains = _read_numbers(summary.get("drains"))
-    failures = _list_failures(summary)
+    drains = summary.get("drains") or []
+    story = "failure after minibatch {minibatches}, resumed from {resumed_from}"
+    restarts = (summary.get("failures") or {}).get("each") or []
+    failures = [(restart["minibatches"], story.format(**restart)) for restart in restarts]
     note = "<p>Dashed lines: drains (evaluation, checkpoint).</p>" if drains else ""
     note += "<p>Lines with a cross: failures, after which minibatches were trained again.</p>" if failures else ""
     points = [(float(number), float(loss)) for number, loss in losses]
@@ -257,53 +250,28 @@ def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]
     return scroll("Loss", picture, "fits") + note
 
 
-def _list_failures(summary: Mapping[str, Any]) -> list[tuple[float, str]]:
-    rows = map(_read_mapping, _read_list(_read_mapping(summary.get("failures")).get("each")))
-    places = [(_read_number(row.get("minibatches")), row.get("resumed_from")) for row in rows]
-    return [(x, f"failure after minibatch {x:.0f}, resumed from {resumed}") for x, resumed in places if x is not None]
-
-
 def _draw_evaluations(summary: Mapping[str, Any]) -> str:
-    rows = [row for row in _read_list(summary.get("evaluations")) if isinstance(row, Mapping)]
+    rows = summary.get("evaluations") or []
     names = dict.fromkeys(name for row in rows for name in row if name not in ("epoch", "minibatches", "seconds"))
     pictures = []
     for name in names:
-        pairs_of_rows = ((_read_number(row.get("minibatches")), _read_number(row.get(name))) for row in rows)
-        points = [(x, y) for x, y in pairs_of_rows if x is not None and y is not None]
-        if points:
-            pictures.append(
-                curve_svg(points, title=f"Test {name}", width_px=560, height_px=200, y_label=name, standalone=False)
-            )
+        points = [(row["minibatches"], row[name]) for row in rows if name in row]
+        pictures.append(
+            curve_svg(points, title=f"Test {name}", width_px=560, height_px=200, y_label=name, standalone=False)
+        )
     return scroll("Evaluations", "".join(pictures), "fits row") if pictures else ""
 
 
 def _list_phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    phases = [phase for phase in _read_list(summary.get("phases")) if isinstance(phase, Mapping)]
+    phases = summary.get("phases") or []
     return phases if len(phases) > 1 else []
 
 
 def _format_seconds(value: Any) -> str:
-    number = _read_number(value)
-    if number is None:
+    if value is None:
         return NOTHING
-    if number >= 120:
-        minutes, seconds = divmod(round(number), 60)
+    if value >= 120:
+        minutes, seconds = divmod(round(value), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-    return format_seconds(number)
-
-
-def _read_number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _read_numbers(value: Any) -> list[int]:
-    return [item for item in _read_list(value) if isinstance(item, int)]
-
-
-def _read_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _read_mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return format_seconds(value)

@@ -198,11 +198,17 @@ def failures_text(failures: Mapping[str, Any]) -> str:
     """Returns a line about a summary's restarts, if there were any, after a line break."""
     if not failures["restarts"]:
         return ""
-    workers = f", {failures['workers_lost']} workers lost" if failures["workers_lost"] else ""
-    if failures["seconds_lost"] is None:
-        return f"\nrestarts after failures: {failures['restarts']}"
-    lost = f"{format_seconds(failures['seconds_lost'])} lost, {failures['minibatches_repeated']} minibatches repeated"
-    return f"\nrestarts after failures: {failures['restarts']}{workers}, {lost}"
+    losses = describe_losses(failures)
+    return f"\nrestarts after failures: {failures['restarts']}{', ' if losses else ''}{losses}"
+
+
+def describe_losses(failures: Mapping[str, Any]) -> str:
+    """Returns the workers and the seconds that a summary's failures cost, as far as known."""
+    words = [f"{failures['workers_lost']} workers lost"] if failures.get("workers_lost") else []
+    if failures.get("seconds_lost") is not None:
+        repeated = failures["minibatches_repeated"]
+        words += [f"{format_seconds(failures['seconds_lost'])} lost", f"{repeated} minibatches repeated"]
+    return ", ".join(words)
 
 
 def collectives_text(stages: Sequence[Mapping[str, Any]]) -> str:
