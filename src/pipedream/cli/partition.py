@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from pipedream.cli.options import JSON, SEED, print_json
 from pipedream.core.flags import argument, option
@@ -32,28 +31,17 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
     from pipedream.layouts import describe_step
     from pipedream.recipe import blaming, load_recipe
     from pipedream.runtime.comm.values import to_device
-    from pipedream.runtime.data.splitter import BatchAdapter
-    from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
-    from pipedream.training.job import make_model_input
+    from pipedream.training.job import make_batch_loss, make_model_input
 
     recipe = load_recipe(path, seed=seed)
     device = next((parameter.device for parameter in recipe.model.parameters()), None)
-
-    def move(value: Any) -> Any:
-        return value if device is None else to_device(value, device)
-
-    batch = move(recipe.first_batch())
-    loss = Loss(recipe.loss, recipe.weight)
-    adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
-    _, targets = adapt(batch)
-
-    def score(output: Any) -> Any:
-        return find_loss(output) if recipe.loss is None else loss.value(output, targets)
-
+    batch = recipe.first_batch()
+    loss = make_batch_loss(recipe, batch, device)
     with blaming("while its step was described on its first batch"):
-        sample = move(make_model_input(recipe, batch))
+        sample = make_model_input(recipe, batch)
+        sample = sample if device is None else to_device(sample, device)
         batch_dim = recipe.batch_dim if isinstance(recipe.batch_dim, int) else 0
-        return describe_step(recipe.model, sample, loss=score, optimizer=recipe.optimizer, batch_dim=batch_dim)
+        return describe_step(recipe.model, sample, loss=loss, optimizer=recipe.optimizer, batch_dim=batch_dim)
 
 
 def partition(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import ceil
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.text import Text
 
@@ -31,11 +31,6 @@ from pipedream.report.style import TERMINAL, colour_class, time_unit
 _TICK_SLOTS = 4
 _NOTHING = 1e-9
 """Fractions of a slot that count as rounding errors."""
-
-
-class _Cell(NamedTuple):
-    text: str
-    colour: str
 
 
 def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None = None) -> str:
@@ -91,21 +86,22 @@ def _fill_rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tup
     cells = [
         _fill_cells(sorted(mine, key=lambda span: (span.start_s, span.end_s)), begin, slot_s, shown) for mine in ops
     ]
-    column = 1 + max((len(cell.text) for row in cells for cell in row), default=1)
-    longest = max(((len(row) - 1) * column + len(row[-1].text) for row in cells if row), default=0)
+    column = 1 + max((len(text) for row in cells for text, _ in row), default=1)
+    longest = max(((len(row) - 1) * column + len(row[-1][0]) for row in cells if row), default=0)
     is_cropped = width is not None and (shown < slots or len(heads[0]) + longest > width)
     if width is not None and is_cropped:
         shown = max(1, (width - len(heads[0]) - len("...")) // column)
     rows = [(heads[0], [(_write_scale(shown, column, slot_s), "")])]
     for head, row, end_s in zip(heads[1:], cells, ends, strict=True):
-        pieces = [(cell.text.ljust(column), cell.colour) for cell in row[:shown]]
+        pieces = [(text.ljust(column), colour) for text, colour in row[:shown]]
         if is_cropped and end_s > begin + (shown + _NOTHING) * slot_s:
             pieces += [(".".ljust(column), "wait")] * (shown - len(pieces)) + [("...", "wait")]
         rows.append((head, pieces))
     return rows
 
 
-def _fill_cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Cell]:
+def _fill_cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[tuple[str, str]]:
+    """Returns text and colour of each slot."""
     stages = len({span.stage for span in ops})
     filled: dict[int, Span] = {}
     short: dict[int, Span] = {}
@@ -120,7 +116,7 @@ def _fill_cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> lis
         if first == last:
             short[int((start + end) / 2)] = span
     filled = short | filled
-    row: list[_Cell] = []
+    row: list[tuple[str, str]] = []
     before: Span | None = None
     for i in range(min(slots, max(filled, default=-1) + 1)):
         now = filled.get(i)
@@ -129,7 +125,7 @@ def _fill_cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> lis
         else:
             name = f"{now.kind}{now.index}" if stages == 1 else f"{now.stage}{now.kind}{now.index}"
             text, colour = ("==" if now is before else name), colour_class(now.kind, now.index)
-        row.append(_Cell(text + "'" * (i in instant), colour))
+        row.append((text + "'" * (i in instant), colour))
         before = now
     return row
 

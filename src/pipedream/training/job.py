@@ -34,7 +34,7 @@ from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
-from pipedream.runtime.results.losses import Loss, is_torch_loss
+from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.restarts import Survivors, find_survivors
 from pipedream.training.run_folder import ResumePoint, find_resume_point
@@ -338,47 +338,27 @@ def _choose_cluster(job: Job, process: Process) -> Cluster:
 
 
 def profile_recipe(
-    recipe: Recipe,
-    *,
-    device: str = "cpu",
-    as_device: str | None = None,
-    dtype: str | None = None,
-    seed: int = 0,
-    runs: int = 10,
-    finest: bool = False,
-    microbatches: int | None = None,
-    meshes: Sequence[str] | str = (),
-    runtime: RuntimeCosts | None = None,
-    on_all_ranks: bool = False,
+    recipe: Recipe, *, device: str = "cpu", runtime: RuntimeCosts | None = None, **options: Any
 ) -> Profile:
     """Profiles a recipe's model on its first training batch, with loss, optimizer, loader and layout.
 
-    `runtime`: costs of the runtime and the loader; by default they are measured.
+    Args:
+        runtime: costs of the runtime and the loader; by default they are measured.
+        options: others of `workflows.profile.profile`.
     """
     batch = recipe.first_batch()
-    loss = Loss(recipe.loss, recipe.weight)
-    adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
-    _, targets = adapt(batch)
-    if device != "meta":
-        targets = to_device(targets, process_group.process_device(device))
+    loss = make_batch_loss(recipe, batch, None if device == "meta" else process_group.process_device(device))
     profile = profile_model(
         recipe.model,
         make_model_input(recipe, batch),
-        loss=None if recipe.loss is None else lambda output: loss.value(output, targets),
+        loss=None if recipe.loss is None else loss,
         optimizer=recipe.optimizer,
         scheduler=recipe.scheduler,
         device=device,
-        as_device=as_device,
-        dtype=dtype,
         autocast=recipe.autocast,
-        seed=seed,
-        runs=runs,
         batch_dim=recipe.batch_dim,
-        finest=finest,
-        microbatches=microbatches,
         layout=recipe.layout,
-        meshes=meshes,
-        on_all_ranks=on_all_ranks,
+        **options,
     )
     return profile if device == "meta" else replace(profile, runtime=runtime or _measure_runtime_costs(recipe, device))
 
@@ -398,6 +378,14 @@ def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False)
         if not any(parameter.is_meta for parameter in recipe.model.parameters()):
             recipe.model.to(process_group.process_device(device))
         return capture(recipe.model, inputs, finest=finest)
+
+
+def make_batch_loss(recipe: Recipe, batch: Any, device: Any) -> Callable[[Any], Any]:
+    """Returns the recipe's loss of an output for a batch, whose targets go to the device (None: stay)."""
+    loss = Loss(recipe.loss, recipe.weight)
+    _, targets = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)(batch)
+    targets = targets if device is None else to_device(targets, device)
+    return lambda output: find_loss(output) if recipe.loss is None else loss.value(output, targets)
 
 
 def make_model_input(recipe: Recipe, batch: Any) -> Any:
