@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -28,7 +27,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.timeline import WORK, Timeline
+from pipedream.core.schedule.timeline import WORK
 from pipedream.report.svg import save_picture, timeline_svg
 from pipedream.report.text import grid
 from pipedream.verifier import verify
@@ -114,7 +113,10 @@ def show(
     if svg is not None:
         save_picture(timeline_svg(timeline, title=f"{built.name}, {len(built.plan.stages)} stages"), svg)
     if as_json:
-        report = {"grid": grid(timeline).splitlines(), "ops": _list_ops(timeline), "proof": encode(proof)}
+        # As in the CSV of `pipedream simulate`, and each op's microbatch; updates have none.
+        rows = [row for row in timeline.rows() if row["kind"] in WORK]
+        ops = [row | {"microbatch": None if row["kind"] == "U" else row["index"]} for row in rows]
+        report = {"grid": grid(timeline).splitlines(), "ops": ops, "proof": encode(proof)}
         print_json(report if checked is None else report | {"claims": encode(checked)})
     else:
         print_grid(timeline)
@@ -123,12 +125,3 @@ def show(
             print(f"\n{proof}\n\n{checked}")
     if checked is not None and checked.differences:
         raise typer.Exit(1)
-
-
-def _list_ops(timeline: Timeline) -> list[dict[str, Any]]:
-    """Returns a row for each op, as in the CSV of `pipedream simulate`, and its microbatch; updates have none."""
-    return [
-        row | {"microbatch": None if row["kind"] == "U" else row["index"]}
-        for row in timeline.rows()
-        if row["kind"] in WORK
-    ]

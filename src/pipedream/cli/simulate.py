@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,17 +107,14 @@ def simulate(
       pipedream simulate digits.plan.json --svg digits.pdf --csv digits.csv
     """
     check_outputs(svg=svg, csv=csv, trace=trace)
-    check_flags(PLAN=plan, uniform=uniform, chunks=chunks, forward_s=forward_s, backward_s=backward_s,
-                transfer_s=transfer_s, cluster=cluster)  # fmt: skip
+    seconds = {"forward_s": forward_s, "backward_s": backward_s, "transfer_s": transfer_s}
+    check_flags(PLAN=plan, uniform=uniform, chunks=chunks, cluster=cluster, **seconds)
     names = schedule or []
-    equal_stages = partial(
-        schedules.uniform,
-        workers=uniform,
-        forward_s=1.0 if forward_s is None else forward_s,
-        backward_s=2.0 if backward_s is None else backward_s,
-        transfer_s=transfer_s or 0.0,
-        chunks=chunks,
-    )
+
+    def make_equal_stages(name: str) -> Plan:
+        chosen_s = {name: value for name, value in seconds.items() if value is not None}
+        return share_model(schedules.uniform(name, uniform, chunks=chunks, **chosen_s)).with_depth(in_flight)
+
     simulate_run = partial(
         simulated,
         weight_s=weight_s,
@@ -133,8 +129,7 @@ def simulate(
                 f"{len(names)} methods were given; they are compared on equal stages (--uniform P), without --csv, "
                 "--trace and --grid"
             )
-        make_plan = partial(_make_equal_stages, equal_stages, in_flight)
-        comparison = compare_methods(names, make_plan, microbatches, minibatches, simulate_run)
+        comparison = compare_methods(names, make_equal_stages, microbatches, minibatches, simulate_run)
         if svg is not None:
             save_picture(methods_svg(comparison), svg)
         print_json(encode_attributes(comparison, "workers", "methods")) if as_json else print(comparison)
@@ -144,7 +139,7 @@ def simulate(
         chosen = chosen if cluster is None else chosen.on(read_cluster(cluster))
         chosen = with_depth(chosen, in_flight)
     elif uniform is not None:
-        chosen = _make_equal_stages(equal_stages, in_flight, names[0] if names else "pipedream")
+        chosen = make_equal_stages(names[0] if names else "pipedream")
     else:
         raise PlanError("there is nothing to simulate; give a plan's file or --uniform P")
     name, split = resolve_method(chosen, names[0] if names else None)
@@ -166,10 +161,6 @@ def simulate(
     print_chunks(run)
     if picture:
         print_grid(timeline)
-
-
-def _make_equal_stages(equal_stages: Callable[[str], Plan], in_flight: str | tuple[int, ...], name: str) -> Plan:
-    return share_model(equal_stages(name)).with_depth(in_flight)
 
 
 def _summarize(run: schedules.Run, run_metrics: metrics.Metrics) -> dict[str, Any]:

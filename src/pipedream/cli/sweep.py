@@ -16,6 +16,7 @@ from pipedream.cli.options import (
     check_outputs,
     print_json,
     profile_of,
+    read_memory,
 )
 from pipedream.core import units
 from pipedream.core.artifact import encode, write_text
@@ -74,8 +75,7 @@ def sweep(
         check_picture(plot)
     try:
         rates = [units.parse_rate(rate) for rate in _split_values(bandwidth or []) or ["1.25e9"]]
-        size = None if memory is None else units.parse_bytes(memory)
-        cluster = Cluster((Level(int(counts[0]), rates[0], latency),), size)
+        cluster = Cluster((Level(int(counts[0]), rates[0], latency),), read_memory(memory))
     except ValueError as error:
         raise PlanError(str(error)) from None
     result = sweeping.sweep(
