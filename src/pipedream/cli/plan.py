@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipedream.cli.options import JSON, PROFILE, ClusterFlags, ShapeFlags, check_flags, print_json, read_profile
 from pipedream.core.artifact import encode, encode_attributes
@@ -117,22 +117,13 @@ def plan(
         print(f"\n{stage_memory_table(answer.plan)}")
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A plan and its rivals, in seconds per minibatch.
-
-    Attributes:
-        slowest_stage_s: predicted for a full pipeline.
-        alone_s: of one worker.
-        parallel_s: of data parallelism.
-        planning_s: seconds that the planner took.
-        compared: by simulation; None for the classic cost model.
-    """
+class _Answer(NamedTuple):
+    """A plan and its rivals, in seconds per minibatch; the classic cost model compares nothing by simulation."""
 
     plan: Plan
     slowest_stage_s: float
-    alone_s: float
-    parallel_s: float
+    one_worker_s: float
+    data_parallel_s: float
     planning_s: float
     compared: Comparison | None = None
 
@@ -151,8 +142,8 @@ class _Answer:
             "slowest_stage_s": self.slowest_stage_s,
             "simulated_s": simulated_s,
             "samples_per_update": chosen.samples_per_update if chosen else None,
-            "speedup_over_one_worker": self.alone_s / period_s if period_s else None,
-            "speedup_over_data_parallel": self.parallel_s / period_s if period_s else None,
+            "speedup_over_one_worker": self.one_worker_s / period_s if period_s else None,
+            "speedup_over_data_parallel": self.data_parallel_s / period_s if period_s else None,
             "planning_s": self.planning_s,
             **encode_attributes(plan, "in_flight", "update_delay", "schedule", "microbatches", "note", "bound_s"),
             "gap": plan.gap,
@@ -177,8 +168,8 @@ def _compute_answer(profile: Profile | GraphText, request: PlanRequest, *, name:
     if request.cost_model == "classic":
         answer = planning.classic(profile, request)
         plan = answer.plan if isinstance(profile, Profile) else replace(answer.plan, model=name)
-        times = (answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s)
-        return _Answer(plan, *times, planning_s=time.perf_counter() - began)
+        seconds = (answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s)
+        return _Answer(plan, *seconds, time.perf_counter() - began)
     profile = profile.profile(name) if isinstance(profile, GraphText) else profile
     if batch is not None:
         profile = replace(profile, batch=batch)

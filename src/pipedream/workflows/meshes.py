@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import Mesh, meshes_of, profile_of_rank
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
@@ -53,7 +53,10 @@ def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> t
         (ranks[mesh], ranks[mesh].layers[stage.first : stage.last])
         for stage, mesh in zip(stages, meshes_of(request.mesh, len(stages)), strict=True)
     ]
-    updates_s = (rank.update_s * _sum_weights(layers) / max(_sum_weights(rank.layers), 1) for rank, layers in parts)
+    updates_s = (
+        rank.update_s * sum(layer.trained_bytes for layer in layers) / max(rank.trained_bytes, 1)
+        for rank, layers in parts
+    )
     layers = tuple(layer for _, layers in parts for layer in layers)
     rank_profile = replace(profile, layers=layers, update_s=max(profile.update_fixed_s, sum(updates_s)))
     rank_request = replace(
@@ -172,10 +175,6 @@ class _SingleMesh:
 
 def _profile_rank(profile: Profile, mesh: Mesh, cluster: Cluster) -> Profile:
     return profile_of_rank(profile, mesh, cluster) if mesh.dimensions else profile
-
-
-def _sum_weights(layers: Sequence[LayerProfile]) -> int:
-    return sum(layer.trained_bytes for layer in layers)
 
 
 def _add_mesh_to_all(comparison: planner.Comparison, mesh: Mesh) -> planner.Comparison:

@@ -102,9 +102,8 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
     def read_all(kind: type[Any]) -> tuple[Any, ...]:
         return tuple(decode(kind, row, kind.__name__) for report in reports for row in report[kind.__name__])
 
-    survey = Survey(read_all(MeasuredWorker), read_all(Link), read_all(Fan), read_all(Sum))
-    seconds = process_group.broadcast_text(str(time.perf_counter() - began_s), world)
-    return Survey(survey.workers, survey.links, survey.fans, survey.sums, float(seconds))
+    seconds = float(process_group.broadcast_text(str(time.perf_counter() - began_s), world))
+    return Survey(read_all(MeasuredWorker), read_all(Link), read_all(Fan), read_all(Sum), seconds)
 
 
 def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from pipedream import profiler
 from pipedream.capture import (
@@ -302,24 +302,19 @@ def find_plan_layers(model: Any, plan: Plan, sample: Any) -> Captured:
 def _find_graph_layers(model: Any, graph: LayerGraph) -> Captured:
     """Finds the layers of a plan that has the model's graph. Raises PlanError if it is that of another model."""
     modules, state = dict(model.named_modules(remove_duplicate=False)), named_state(model)
+
+    def refuse(problem: str) -> NoReturn:
+        raise PlanError(f"the plan was made for another model: {problem}; plan again from this model's profile")
+
     for call in graph.calls:
         if call.path not in modules:
-            raise PlanError(
-                f"the plan was made for another model: it has a module {call.path!r}, which {type(model).__name__} "
-                "lacks; plan again from this model's profile"
-            )
-    used = set()
+            refuse(f"it has a module {call.path!r}, which {type(model).__name__} lacks")
+    used_tensors = set()
     for layer in graph.layers:
         for name in layer.parameters:
             if name not in state:
-                raise PlanError(
-                    f"the plan was made for another model: its layer {layer.name!r} uses {name!r}, which "
-                    f"{type(model).__name__} lacks; plan again from this model's profile"
-                )
-            used.add(id(state[name]))
-    if unknown := [name for name, tensor in state.items() if id(tensor) not in used]:
-        raise PlanError(
-            f"the plan was made for another model: {type(model).__name__} has {min(unknown)!r}, which no layer of the "
-            "plan uses; plan again from this model's profile"
-        )
+                refuse(f"its layer {layer.name!r} uses {name!r}, which {type(model).__name__} lacks")
+            used_tensors.add(id(state[name]))
+    if unknown := [name for name, tensor in state.items() if id(tensor) not in used_tensors]:
+        refuse(f"{type(model).__name__} has {min(unknown)!r}, which no layer of the plan uses")
     return build_captured(model, graph)
