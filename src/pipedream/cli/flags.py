@@ -62,8 +62,8 @@ def _read_options(function: Callable[..., None], hints: dict[str, Any], groups: 
             fields, group, annotations = (parameter.default,), "", hints
         for field in fields:
             if flag := flag_of(field):
-                known_as = field.name if group else name
-                yield _Option(group, known_as, flag, field.default, annotations[known_as])
+                option_name = field.name if group else name
+                yield _Option(group, option_name, flag, field.default, annotations[option_name])
 
 
 def _make_parameter(option: _Option) -> inspect.Parameter:

@@ -133,10 +133,10 @@ def read_profile(path: Path) -> Profile | GraphText:
             f"{path} is not a profile; measure one first: pipedream profile {path} -o {path.stem}.profile.json"
         )
     try:
-        begins = read_text(path).lstrip()[:1]
+        first_character = read_text(path).lstrip()[:1]
     except (OSError, UnicodeDecodeError):
         return Profile.load(path)  # which reports what is wrong with it
-    return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
+    return Profile.load(path) if first_character in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
 
 
 def profile_of(path: Path) -> Profile:

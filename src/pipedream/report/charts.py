@@ -37,7 +37,7 @@ def curve_svg(
             of means, with the names beside them.
         marks: dashed vertical lines.
         named: labelled vertical lines.
-        failures: vertical lines with a cross, each with words for the pointer.
+        failures: vertical lines with a cross, each with a tooltip.
         standalone: False inside an HTML page.
     """
     several = isinstance(points, Mapping)
@@ -156,7 +156,7 @@ def profile_svg(profile: Profile) -> str:
     passes = [(layer.name, cost.forward_s, cost.backward_s) for layer, cost in rows]
     most_s = max(forward_s + backward_s for _, forward_s, backward_s in passes) or 1.0
     unit, size = time_unit(most_s)
-    wide, bottom = (_COLUMNS_WIDTH - _COLUMNS_LEFT - _RIGHT) / len(passes), _COLUMNS_TOP + _COLUMNS_HEIGHT
+    column_px, bottom = (_COLUMNS_WIDTH - _COLUMNS_LEFT - _RIGHT) / len(passes), _COLUMNS_TOP + _COLUMNS_HEIGHT
     parts = [text(_COLUMNS_LEFT, 21, f"{profile.model}: seconds of each layer", size=14, weight=600)]
     parts += y_axis(
         ticks(0.0, most_s / size, 5),
@@ -168,11 +168,11 @@ def profile_svg(profile: Profile) -> str:
     for i, (name, *seconds) in enumerate(passes):
         y: float = bottom
         for colour, word, pass_s in zip(("F0", "B0"), ("forward", "backward"), seconds, strict=True):
-            tall = pass_s / most_s * _COLUMNS_HEIGHT
-            y -= tall
-            story = f"{name}: {word} {format_seconds(pass_s)}"
-            x, width = _COLUMNS_LEFT + i * wide, max(wide - 1, 0.5)
-            parts.append(rect(colour, x, y, width, tall, fill=COLOURS[colour][0], title=story))
+            bar_px = pass_s / most_s * _COLUMNS_HEIGHT
+            y -= bar_px
+            tooltip = f"{name}: {word} {format_seconds(pass_s)}"
+            x, width = _COLUMNS_LEFT + i * column_px, max(column_px - 1, 0.5)
+            parts.append(rect(colour, x, y, width, bar_px, fill=COLOURS[colour][0], title=tooltip))
     words = f"{len(passes)} layers, from {passes[0][0]} to {passes[-1][0]}; forward blue, backward green"
     parts.append(text(_COLUMNS_LEFT, bottom + 20, words, colour="faint"))
     return frame("".join(parts), _COLUMNS_WIDTH, bottom + _COLUMNS_FOOT, f"Profile of {profile.model}", standalone=True)

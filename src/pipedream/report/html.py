@@ -113,12 +113,12 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         note = "" if goal is None else f"target {_format_metric(name, goal)}"
         rows.append((name, _format_metric(name, value), note))
     rate = summary.get("throughput") or {}
-    expected, got = rate.get("predicted_per_s"), rate.get("measured_per_s")
-    note = "" if expected is None else f"predicted {format_number(expected)}"
-    if expected and got is not None:
-        note += f" ({100 * (got / expected - 1):+.0f}%)"
+    predicted, measured = rate.get("predicted_per_s"), rate.get("measured_per_s")
+    note = "" if predicted is None else f"predicted {format_number(predicted)}"
+    if predicted and measured is not None:
+        note += f" ({100 * (measured / predicted - 1):+.0f}%)"
     note += slowness_text(summary)
-    rows.append(("samples per second", format_number(got), note))
+    rows.append(("samples per second", format_number(measured), note))
     bubble = summary.get("bubble") or {}
     note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""
     rows.append(("bubble", percent(bubble.get("measured")), note))
@@ -229,9 +229,9 @@ def _draw_box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
 
 def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> str:
     drains = summary.get("drains") or []
-    story = "failure after minibatch {minibatches}, resumed from {resumed_from}"
+    tooltip = "failure after minibatch {minibatches}, resumed from {resumed_from}"
     restarts = (summary.get("failures") or {}).get("each") or []
-    failures = [(restart["minibatches"], story.format(**restart)) for restart in restarts]
+    failures = [(restart["minibatches"], tooltip.format(**restart)) for restart in restarts]
     note = "<p>Dashed lines: drains (evaluation, checkpoint).</p>" if drains else ""
     note += "<p>Lines with a cross: failures, after which minibatches were trained again.</p>" if failures else ""
     points = [(float(number), float(loss)) for number, loss in losses]

@@ -35,54 +35,55 @@ _MAX_MICROBATCHES = 40
 _OF_LAYERS = ("layer", "kind", "forward_s", "backward_s", "output_bytes", "activation_bytes", "parameter_bytes")
 
 
-def html(noun: Tabular) -> str:
+def html(result: Tabular) -> str:
     """Returns HTML; a picture or a table that is too long is shortened, and says so."""
-    line = repr(noun).removeprefix("<").removesuffix(">")
-    rows = [] if isinstance(noun, Timeline | Program) else noun.rows()
-    if isinstance(noun, Profile):
+    line = repr(result).removeprefix("<").removesuffix(">")
+    rows = [] if isinstance(result, Timeline | Program) else result.rows()
+    if isinstance(result, Profile):
         rows = [{name: row[name] for name in _OF_LAYERS} for row in rows]
-    return f'<div class="pipedream"><p>{escape(line)}</p>{picture(noun)}{_write_table(rows)}</div>'
+    return f'<div class="pipedream"><p>{escape(line)}</p>{picture(result)}{_write_table(rows)}</div>'
 
 
 @singledispatch
-def picture(noun: Tabular) -> str:
-    """Returns the picture of a noun as SVG; '' if it has none."""
+def picture(result: Tabular) -> str:
+    """Returns the picture of a result as SVG; '' if it has none."""
     return ""
 
 
 @picture.register
-def _(noun: Timeline) -> str:
-    if len(noun.spans) <= _MAX_SPANS:
-        return timeline_svg(noun)
-    window = start_window(noun, _MAX_MICROBATCHES)
+def _(result: Timeline) -> str:
+    if len(result.spans) <= _MAX_SPANS:
+        return timeline_svg(result)
+    window = start_window(result, _MAX_MICROBATCHES)
     if window is None:
         return ""
-    title = f"the first {window.last - window.first} of {noun.microbatches} microbatches"
-    return timeline_svg(noun, title=title, start_s=window.start_s, end_s=window.end_s)
+    title = f"the first {window.last - window.first} of {result.microbatches} microbatches"
+    return timeline_svg(result, title=title, start_s=window.start_s, end_s=window.end_s)
 
 
 @picture.register
-def _(noun: Program) -> str:
-    if noun.placement.workers > _MAX_WORKERS:
+def _(result: Program) -> str:
+    if result.placement.workers > _MAX_WORKERS:
         return ""
-    m = noun.microbatches
+    m = result.microbatches
     total = m * max(1, min(12, _MAX_MICROBATCHES) // m)
-    return timeline_svg(simulate(noun, costs(noun.plan, split=m), total), title=f"{noun.name}, simulated")
+    return timeline_svg(simulate(result, costs(result.plan, split=m), total), title=f"{result.name}, simulated")
 
 
 @picture.register
-def _(noun: Plan) -> str:
-    if noun.workers > _MAX_WORKERS:
+def _(result: Plan) -> str:
+    if result.workers > _MAX_WORKERS:
         return ""
     with suppress(PipelineError):  # a plan for a method of another layout, or one that names a file of code
-        schedules.refuse_code(noun.schedule, "the plan")
-        return picture(lower(schedules.build(noun.method()[0], noun, noun.method()[1])))
+        schedules.refuse_code(result.schedule, "the plan")
+        name, microbatches = result.method()
+        return picture(lower(schedules.build(name, result, microbatches)))
     return ""
 
 
 @picture.register
-def _(noun: Comparison) -> str:
-    return picture(noun.plan)
+def _(result: Comparison) -> str:
+    return picture(result.plan)
 
 
 picture.register(Profile, profile_svg)

@@ -68,12 +68,12 @@ def timeline_svg(
     def y(rank: int) -> float:
         return top + rank * (lane_px + _GAP)
 
-    read = timeline.versions_read()
+    version_of = timeline.versions_read()
     parts = [text(LEFT, 21, title, size=14, weight=600)] if title else []
     parts += _draw_axis(seconds, scale, top, bottom)
     parts += _draw_lanes(timeline, y, lane_px, LEFT + seconds * scale)
-    parts += _draw_boxes(spans, x, y, lane_px, read, match_waits(timeline))
-    parts += _draw_labels(spans, x, y, lane_px, read if versions else None)
+    parts += _draw_boxes(spans, x, y, lane_px, version_of, match_waits(timeline))
+    parts += _draw_labels(spans, x, y, lane_px, version_of if versions else None)
     parts += _draw_messages(spans, x, lambda rank: y(rank) + lane_px)
     parts += _draw_legend([kind for kind in SPAN_NAMES if any(span.kind == kind for span in spans)], bottom + _AXIS)
     label = title or f"Timeline of {timeline.name}, {timeline.source}"
@@ -181,7 +181,7 @@ def _draw_boxes(
     x: Callable[[float], float],
     y: Callable[[int], float],
     lane_px: float,
-    read: Callable[[Span], int | None],
+    version_of: Callable[[Span], int | None],
     waits: Mapping[Span, tuple[str, Span]],
 ) -> list[str]:
     def colour(span: Span) -> str:
@@ -198,13 +198,13 @@ def _draw_boxes(
             thick = max(right - left - (0.8 if right - left > 4 else 0), 1.5)
             inset = 6 if span.kind == "wait" else 0
             kind = "op" if span.kind in WORK else "idle"
-            story, rx = _tell_span(span, read(span), *waits.get(span, ())), "2" if thick > 5 else "0"
-            parts.append(rect(kind, left, y(span.rank) + inset, thick, lane_px - 2 * inset, rx=rx, title=story))
+            tooltip, rx = _describe_span(span, version_of(span), *waits.get(span, ())), "2" if thick > 5 else "0"
+            parts.append(rect(kind, left, y(span.rank) + inset, thick, lane_px - 2 * inset, rx=rx, title=tooltip))
         parts.append("</g>")
     return parts
 
 
-def _tell_span(span: Span, version: int | None, awaited: str = "", before: Span | None = None) -> str:
+def _describe_span(span: Span, version: int | None, awaited: str = "", before: Span | None = None) -> str:
     took = format_seconds(span.end_s - span.start_s)
     if span.kind == "wait":
         what = f" for {awaited}" if awaited else ""
@@ -221,7 +221,7 @@ def _draw_labels(
     x: Callable[[float], float],
     y: Callable[[int], float],
     lane_px: float,
-    read: Callable[[Span], int | None] | None,
+    version_of: Callable[[Span], int | None] | None,
 ) -> list[str]:
     """Microbatches, where there is room; below them the stage if a rank has several, else the version."""
     stages: dict[int, set[int]] = defaultdict(set)
@@ -235,9 +235,9 @@ def _draw_labels(
         middle = (left + right) / 2
         if right - left < 7 * len(str(span.index)) + 3:
             continue
-        version = read(span) if read else None
+        version = version_of(span) if version_of else None
         below = f"s{span.stage}" if len(stages[span.rank]) > 1 else None if version is None else f"v{version}"
-        if read is None or below is None:
+        if version_of is None or below is None:
             parts.append(text(middle, y(span.rank) + lane_px / 2 + 4, str(span.index), colour="on-op", anchor="middle"))
             continue
         parts.append(
@@ -252,10 +252,10 @@ def _draw_messages(spans: tuple[Span, ...], x: Callable[[float], float], y: Call
     sends = sorted((span for span in spans if span.kind == "send"), key=lambda span: (span.rank, span.start_s))
     parts = []
     for rank, group in groupby(sends, lambda span: span.rank):
-        mine = list(group)
-        for span, row in zip(mine, assign_rows(mine), strict=True):
+        rank_sends = list(group)
+        for span, row in zip(rank_sends, assign_rows(rank_sends), strict=True):
             ends, height = (x(span.start_s), x(span.end_s)), y(rank) + 3 + 3 * min(row, 2)
-            look, title = ' stroke-width="2"', _tell_span(span, None)
+            look, title = ' stroke-width="2"', _describe_span(span, None)
             parts.append(line("wave", *ends, height, height, COLOURS["send"][0], look, title=title))
     return parts
 

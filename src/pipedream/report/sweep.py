@@ -45,8 +45,8 @@ def sweep_svg(sweep: Sweep, *, standalone: bool = True) -> str:
         across = _scale_across(shown, over_workers, left)
         for row, (label, value, write, is_share) in enumerate(rows):
             top = _TOP + row * (_HEIGHT + _FOOT)
-            everywhere = [v for point in sweep.points if (v := value(point)) is not None]
-            up, marks = _scale_up(everywhere, is_share, top)
+            all_values = [v for point in sweep.points if (v := value(point)) is not None]
+            up, marks = _scale_up(all_values, is_share, top)
             parts += _draw_axes(left, top, marks, up, write, across, label if not column else "", column == 0)
             if row == 0 and not over_workers:
                 parts += _draw_crossings([c for c in sweep.crossovers if c.workers == workers], names, across, top)
@@ -119,13 +119,13 @@ def methods_svg(comparison: MethodComparison) -> str:
     for activations, bubble, weights, name, number in points:
         x, y = _LEFT + activations / most * _POINTS_WIDTH, up(bubble)
         label = name if weights == 1 else f"{name} (weights x{weights:.3g})"
-        wide, height = 6.4 * len(label), y + 4
-        left = x + 8 if x + 8 + wide < right + _POINTS_RIGHT else x - 8 - wide
-        while any(left < end and begin < left + wide and abs(at - height) < 13 for begin, end, at in labels):
+        label_px, height = 6.4 * len(label), y + 4
+        left = x + 8 if x + 8 + label_px < right + _POINTS_RIGHT else x - 8 - label_px
+        while any(left < end and begin < left + label_px and abs(at - height) < 13 for begin, end, at in labels):
             height += 13
-        labels.append((left, left + wide, height))
-        story = f"{name}: bubble {bubble:.1%}, activations {activations:.3g}, weights {weights:.3g}"
-        parts.append(f"<g>{_draw_mark(x, y, 1 + number)}<title>{escape(story)}</title></g>")
+        labels.append((left, left + label_px, height))
+        tooltip = f"{name}: bubble {bubble:.1%}, activations {activations:.3g}, weights {weights:.3g}"
+        parts.append(f"<g>{_draw_mark(x, y, 1 + number)}<title>{escape(tooltip)}</title></g>")
         parts.append(text(left, height, label))
     return frame(
         "".join(parts), right + _POINTS_RIGHT, max(bottom + 48, *(at + 12 for *_, at in labels)), heading, True
@@ -187,7 +187,7 @@ def _draw_line(points: Sequence[tuple[float, float, str]], number: int) -> list[
     if len(points) > 1:
         path = ((x, y) for x, y, _ in points)
         parts.append(polyline(f"series of-{colour}", path, _find_colour(colour), 1.8, dashes))
-    parts += [f"<g>{_draw_mark(x, y, number)}<title>{escape(story)}</title></g>" for x, y, story in points]
+    parts += [f"<g>{_draw_mark(x, y, number)}<title>{escape(tooltip)}</title></g>" for x, y, tooltip in points]
     return parts
 
 

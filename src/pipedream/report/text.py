@@ -84,7 +84,8 @@ def _fill_rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tup
         if span.start_s < begin + (shown + _NOTHING) * slot_s:
             ops[span.rank].append(span)
     cells = [
-        _fill_cells(sorted(mine, key=lambda span: (span.start_s, span.end_s)), begin, slot_s, shown) for mine in ops
+        _fill_cells(sorted(rank_ops, key=lambda span: (span.start_s, span.end_s)), begin, slot_s, shown)
+        for rank_ops in ops
     ]
     column = 1 + max((len(text) for row in cells for text, _ in row), default=1)
     longest = max(((len(row) - 1) * column + len(row[-1][0]) for row in cells if row), default=0)

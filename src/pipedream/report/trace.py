@@ -68,14 +68,14 @@ def _find_sends(timeline: Timeline, rank: int) -> list[Span]:
 
 
 def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
-    read = {(versions.stage, versions.microbatch): versions for versions in timeline.gradient_versions}
+    versions_read = {(versions.stage, versions.microbatch): versions for versions in timeline.gradient_versions}
     events: list[dict[str, Any]] = []
 
     def add(span: Span, tid: int) -> None:
         number = "update" if span.kind in ("U", "step") else "microbatch"
         args: dict[str, Any] = {"stage": span.stage, number: span.index}
         letter = span.kind if span.kind in WORK else {"step": "U"}.get(span.kind, ">")
-        versions = read.get((span.stage, span.index))
+        versions = versions_read.get((span.stage, span.index))
         if versions is not None and span.kind in ("F", "B", "I", "W"):
             args["version"] = versions.forward_version if span.kind == "F" else versions.backward_version
             if span.kind != "F":

@@ -15,7 +15,7 @@ _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224
 _NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
 
 _TORCH = (DDP, "torch ")
-"""How the names of torch's own ways begin, which have thin lines."""
+"""Prefixes of the names of what torch itself offers, which has thin lines."""
 
 Points = list[tuple[float, float, str]]
 
@@ -47,7 +47,7 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
             value = link.compare_with(base, variant) if base else variant.samples_per_s
             points = lines.setdefault(variant.name, [])
             if value:
-                points.append((link.bytes_per_s[-1], value, _tell_figures(variant)))
+                points.append((link.bytes_per_s[-1], value, _describe_figures(variant)))
     values = [value for points in lines.values() for _, value, _ in points] or [1.0]
     low, high = min(values) / 1.2, max(values) * 1.2
     right, bottom, grid = _LEFT + _WIDTH, _TOP + _HEIGHT, COLOURS["line"][0]
@@ -75,7 +75,7 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
     names = sorted(lines, key=lambda name: (name == ONE_WORKER, name.startswith(_TORCH)))
     ends: dict[str, float] = {}
     for number, name in enumerate(names):
-        drawn = [(across(rate), up(value), story) for rate, value, story in lines[name]]
+        drawn = [(across(rate), up(value), tooltip) for rate, value, tooltip in lines[name]]
         parts += [_draw_line(drawn, number, name), *_draw_dots(drawn, number, name)]
         ends[name] = drawn[-1][1] if drawn else bottom
     places = _spread_labels(ends, bottom)
@@ -120,8 +120,10 @@ def _draw_bars(link: OverLink, title: str, standalone: bool) -> str:
         top = _BARS_TOP + _ROW * number
         weight = 600 if variant.name == ONE_WORKER else 400
         parts.append(text(_NAME - 10, top + 13, variant.name, weight=weight, anchor="end"))
-        wide = _BAR * (variant.samples_per_s or 0.0) / most
-        parts.append(rect(colour, _NAME, top, wide, _ROW - 8, fill=LINES[colour][0], title=_tell_figures(variant)))
+        bar_px = _BAR * (variant.samples_per_s or 0.0) / most
+        parts.append(
+            rect(colour, _NAME, top, bar_px, _ROW - 8, fill=LINES[colour][0], title=_describe_figures(variant))
+        )
         if variant.predicted_per_s:
             x = _NAME + _BAR * variant.predicted_per_s / most
             look = ' stroke-width="1.6" stroke-dasharray="3 2"'
@@ -131,7 +133,7 @@ def _draw_bars(link: OverLink, title: str, standalone: bool) -> str:
     return frame("".join(parts), _NAME + _BAR + 100, _BARS_TOP + _ROW * len(link.variants) + 8, title, standalone)
 
 
-def _tell_figures(variant: Variant) -> str:
+def _describe_figures(variant: Variant) -> str:
     figures = [format_number(value) if value else "-" for value in (variant.samples_per_s, variant.predicted_per_s)]
     return f"{variant.name}: {figures[0]} samples/s measured, {figures[1]} predicted"
 
@@ -165,10 +167,10 @@ def _draw_dots(points: Points, number: int, name: str) -> list[str]:
     """Circles; squares once the colours are used again."""
     colour, light = _choose_colour(number, name)
     shapes = []
-    for x, y, story in points:
+    for x, y, tooltip in points:
         if number < len(LINES):
             shape, tag = f'cx="{length(x)}" cy="{length(y)}" r="4"', "circle"
         else:
             shape, tag = f'x="{length(x - 4)}" y="{length(y - 4)}" width="8" height="8"', "rect"
-        shapes.append(f'<{tag} class="{colour}" fill="{light}" {shape}><title>{escape(story)}</title></{tag}>')
+        shapes.append(f'<{tag} class="{colour}" fill="{light}" {shape}><title>{escape(tooltip)}</title></{tag}>')
     return shapes
