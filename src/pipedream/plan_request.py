@@ -211,7 +211,3 @@ class PlanRequest:
         """The cluster; known once planning has begun."""
         assert self.cluster is not None, "planning fills it in"
         return self.cluster
-
-    @property
-    def shape_text(self) -> str:
-        return self.shape if isinstance(self.shape, str) else "-".join(map(str, self.shape))

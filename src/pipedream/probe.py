@@ -233,13 +233,11 @@ def echo(rank: int, pair: tuple[int, int], group: Any, device: torch.device) -> 
     """Returns half the seconds of a round trip of a byte, on both ranks."""
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     sender, other = pair
-    result = torch.zeros(1, dtype=torch.float64, device=device)
     if rank == other:
         for _ in range(_ECHOES):
             dist.recv(token, sender, group=group)
             dist.send(token, sender, group=group)
-        dist.recv(result, sender, group=group)
-        return float(result)
+        return _receive_numbers(1, sender, group, device)[0]
     echoes = []
     for _ in range(_ECHOES):
         start = time.perf_counter()
@@ -247,9 +245,9 @@ def echo(rank: int, pair: tuple[int, int], group: Any, device: torch.device) -> 
         dist.recv(token, other, group=group)
         _finish(device)
         echoes.append(time.perf_counter() - start)
-    result.fill_(lower_quartile(echoes) / 2)
-    dist.send(result, other, group=group)
-    return float(result)
+    latency_s = lower_quartile(echoes) / 2
+    _send_numbers([latency_s], other, group, device)
+    return latency_s
 
 
 def one_way(
@@ -258,13 +256,14 @@ def one_way(
     """Returns bytes/s from one rank to another and the bytes of the large messages, on both ranks."""
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank == receiver:
-        while size := _receive_size(sender, group, device):
+        while size := int(*_receive_numbers(1, sender, group, device)):
             dist.recv(_make_payload(size, device), sender, group=group)
             dist.send(token, sender, group=group)
-        return _receive_result(sender, group, device)
+        rate, large = _receive_numbers(2, sender, group, device)
+        return rate, int(large)
 
     def seconds(size: int) -> float:
-        _send_size(size, receiver, group, device)
+        _send_numbers([size], receiver, group, device)
         payload = _make_payload(size, device)
         _finish(device)
         start = time.perf_counter()
@@ -275,8 +274,8 @@ def one_way(
 
     size = _choose_size(seconds, _MIN_BYTES, _MAX_BYTES, target_s)
     result = _measure_rate(seconds, size), size
-    _send_size(0, receiver, group, device)
-    dist.send(torch.tensor(result, dtype=torch.float64, device=device), receiver, group=group)
+    _send_numbers([0], receiver, group, device)
+    _send_numbers(result, receiver, group, device)
     return result
 
 
@@ -298,7 +297,7 @@ def fan(rank: int, ranks: Sequence[int], group: Any, device: torch.device, targe
     centre, *others = ranks
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank != centre:
-        while size := _receive_size(centre, group, device):
+        while size := int(*_receive_numbers(1, centre, group, device)):
             received, reply = (_make_payload(size, device), token) if sends else (token, _make_payload(size, device))
             _move_batch(dist.irecv, [received], [centre], group)
             _move_batch(dist.isend, [reply], [centre], group)
@@ -306,7 +305,7 @@ def fan(rank: int, ranks: Sequence[int], group: Any, device: torch.device, targe
 
     def seconds(size: int) -> float:
         for other in others:
-            _send_size(size, other, group, device)
+            _send_numbers([size], other, group, device)
         payload = _make_payload(size, device) if sends else token
         buffers = [_make_payload(1 if sends else size, device) for _ in others]
         _finish(device)
@@ -319,7 +318,7 @@ def fan(rank: int, ranks: Sequence[int], group: Any, device: torch.device, targe
     size = _choose_size(seconds, _MIN_BYTES, _MAX_BYTES, target_s)
     rate = _measure_rate(seconds, size) * len(others)
     for other in others:
-        _send_size(0, other, group, device)
+        _send_numbers([0], other, group, device)
     return rate
 
 
@@ -383,21 +382,14 @@ def _make_payload(size: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-def _send_size(size: int, receiver: int, group: Any, device: torch.device) -> None:
-    dist.send(torch.tensor([size], dtype=torch.int64, device=device), receiver, group=group)
+def _send_numbers(numbers: Sequence[float], receiver: int, group: Any, device: torch.device) -> None:
+    dist.send(torch.tensor(numbers, dtype=torch.float64, device=device), receiver, group=group)
 
 
-def _receive_size(sender: int, group: Any, device: torch.device) -> int:
-    size = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.recv(size, sender, group=group)
-    return int(size)
-
-
-def _receive_result(sender: int, group: Any, device: torch.device) -> tuple[float, int]:
-    result = torch.zeros(2, dtype=torch.float64, device=device)
-    dist.recv(result, sender, group=group)
-    rate, size = result.tolist()
-    return rate, int(size)
+def _receive_numbers(count: int, sender: int, group: Any, device: torch.device) -> list[float]:
+    numbers = torch.zeros(count, dtype=torch.float64, device=device)
+    dist.recv(numbers, sender, group=group)
+    return list(numbers.tolist())
 
 
 def _finish(device: torch.device) -> None:

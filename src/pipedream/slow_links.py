@@ -88,10 +88,6 @@ class Host:
         still = f'[ "$PPID" = {os.getpid()} ] && exec "$@"'
         return (*self.namespace.enter(), "setpriv", "--pdeathsig", "KILL", "sh", "-c", still, "sh", *command)
 
-    def ip(self, line: str) -> None:
-        """Runs a line of ``ip`` on this host, as in ``link set wire down``."""
-        self.namespace.batch("ip", [line])
-
 
 @dataclass(frozen=True)
 class Network:

@@ -95,7 +95,7 @@ def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Pat
     try:
         started[0].wait_for_file("going")
         assert all(workers_of(launcher) for launcher in started)
-        machines.hosts[1].ip(f"link set {LINK} down")
+        machines.hosts[1].namespace.batch("ip", [f"link set {LINK} down"])
         end = time.monotonic() + SOON_S
         while any(workers_of(launcher) for launcher in started):
             assert time.monotonic() < end, "a worker waits on for the other side"

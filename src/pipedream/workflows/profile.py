@@ -190,7 +190,8 @@ def _measure(
         captured = replace(captured, graph=replace(captured.graph, loss_weight=_find_loss_weight(model, device_inputs)))
     arguments, is_chain = captured.arguments(device_inputs), captured.model is None
     # The only argument of a slice is the whole input.
-    part_of = partial(first_part, batch_dim=batch_dim) if is_chain else partial(_split_only_argument, batch_dim)
+    take_part = partial(first_part, batch_dim=batch_dim)
+    part_of = take_part if is_chain else lambda only, *sizes: (take_part(only[0], *sizes),)
     measure = partial(measure, captured.layers, captured.graph, arguments, part_of=part_of)
     names = layout.of_model(model)
     measure_rank = partial(_measure_rank, captured, arguments, names, torch_device=torch_device, measure=measure)
@@ -264,10 +265,6 @@ def _find_loss_weight(model: Any, inputs: Any) -> str:
         for module in model.modules():
             module.training = False
         return probe_weight(partial(call_model, model), inputs, samples=known_samples(inputs), split=split_batch)
-
-
-def _split_only_argument(batch_dim: BatchDim, arguments: tuple[Any], count: int, size: int) -> tuple[Any]:
-    return (first_part(arguments[0], count, size, batch_dim=batch_dim),)
 
 
 def find_plan_layers(model: Any, plan: Plan, sample: Any) -> Captured:

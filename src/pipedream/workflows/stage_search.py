@@ -248,7 +248,8 @@ def make_candidate(plan: Plan, shape: str) -> planner.Candidate:
 
 def compare_alone(plan: Plan, request: PlanRequest) -> planner.Comparison:
     """Returns the comparison for a plan without alternatives."""
-    return planner.Comparison(plan, (make_candidate(plan, request.shape_text),))
+    shape = request.shape if isinstance(request.shape, str) else "-".join(map(str, request.shape))
+    return planner.Comparison(plan, (make_candidate(plan, shape),))
 
 
 def _list_counts(workers: int, limit: int) -> list[tuple[int, ...]]:

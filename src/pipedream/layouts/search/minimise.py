@@ -101,7 +101,6 @@ class Elimination:
 
     def __init__(self, tables: Sequence[Table], sizes: Mapping[Variable, int], order: Sequence[Variable]) -> None:
         place = {name: at for at, name in enumerate(order)}
-        self._sizes = sizes
         self._buckets: list[tuple[Variable, Table]] = []  # each variable, and the sum of the tables that had it
         waiting: dict[Variable, list[Table]] = {name: [] for name in order}
         self.least = 0.0
