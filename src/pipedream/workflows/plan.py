@@ -284,34 +284,31 @@ def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest
 def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profile | GraphText, PlanRequest]:
     """Checks the options; returns profile and request with a cluster, and with the costs of messages and sums."""
     check_options(vars(request))
-    source = _read_profile(profile)
-    if request.cluster is None:
+    source, cluster = _read_profile(profile), request.cluster
+    if cluster is None:
         from pipedream.workflows.probe import detect_cluster  # loads torch
 
         device = profile.device if isinstance(profile, Profile) else ""
         cluster, message = detect_cluster("cuda" if device.startswith("cuda") else "cpu")
         if message:
             print(message, flush=True)
-        request = replace(request, cluster=cluster)
-    gpus = sorted({device for device in request.workers_and_links.devices if not device.startswith("cpu")})
-    device = source.device
-    if gpus and device.startswith("cpu"):
+    gpus = sorted({device for device in cluster.devices if not device.startswith("cpu")})
+    if gpus and source.device.startswith("cpu"):
         warnings.warn(
-            f"the workers have {', '.join(gpus)}, but the profile was measured on {device}: the plan is one "
+            f"the workers have {', '.join(gpus)}, but the profile was measured on {source.device}: the plan is one "
             f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
             stacklevel=4,
         )
     messages, sums = Messages.read(request.messages, 8 * source.value_bytes), SumMethod.read(request.sums)
     if request.activations:
-        request = replace(request, cluster=_add_activations(request.workers_and_links, request.activations))
+        cluster = _add_activations(cluster, request.activations)
     if messages:
         profile = replace(source, runtime=messages.add_costs(source.runtime))
-        request = replace(request, cluster=messages.on(request.workers_and_links))
+        cluster = messages.on(cluster)
     if request.optimizer_state == HOST:
-        request = replace(request, cluster=_host_optimizers(request.workers_and_links))
+        cluster = _host_optimizers(cluster)
     if request.snapshot_every is not None:
-        cluster = request.workers_and_links
-        request = replace(request, cluster=replace(cluster, snapshots=cluster.snapshots or "next"))
+        cluster = replace(cluster, snapshots=cluster.snapshots or "next")
     if sums.is_low_rank and not source.matrices:
         raise PlanError(
             f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
@@ -319,8 +316,8 @@ def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tup
         )
     if not sums.is_exact:
         sum_costs = sums.costs(source.trained_bytes, source.matrices, source.value_bytes)
-        request = replace(request, cluster=replace(request.workers_and_links, sum_costs=sum_costs))
-    return profile, request
+        cluster = replace(cluster, sum_costs=sum_costs)
+    return profile, replace(request, cluster=cluster)
 
 
 def _host_optimizers(cluster: Cluster) -> Cluster:
