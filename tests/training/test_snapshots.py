@@ -112,7 +112,7 @@ def test_memory_that_is_missing_is_named(snapshot_bytes: int, copied_bytes: int,
 def test_each_machine_needs_memory_for_its_neighbour_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rank 3's machine has room for two snapshots of its own part, and not for that of ranks 1 and 2."""
     machines = [[0], [1, 2], [3]]
-    monkeypatch.setattr(snapshots, "list_machines", lambda *_: machines)
+    monkeypatch.setattr(snapshots.folders, "list_machines", lambda *_: machines)
     monkeypatch.setattr(snapshots, "available_bytes", lambda *_: 10**9)
     monkeypatch.setattr(snapshots.os, "statvfs", lambda _: SimpleNamespace(f_bavail=250_000, f_frsize=1))
     saved_bytes = [10_000, 20_000, 30_000, 100_000]
@@ -139,7 +139,7 @@ def test_the_plan_counts_what_the_run_needs(replicas: list[int], data: st.DataOb
     machines = [list(range(*ends)) for ends in pairwise(accumulate(sizes, initial=0))]
     needs: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshots, "list_machines", lambda *_: machines)
+        patch.setattr(snapshots.folders, "list_machines", lambda *_: machines)
         patch.setattr(snapshots, "describe_missing", lambda _, __, size, copied, where: needs.append(2 * size + copied))
         for ranks in machines:
             check_memory(4, Path("nothing"), count_saved_bytes(plan), ranks[0])

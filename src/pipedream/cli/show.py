@@ -8,19 +8,7 @@ from pathlib import Path
 import typer
 
 from pipedream import schedules
-from pipedream.cli.options import (
-    CHUNKS,
-    IN_FLIGHT,
-    JSON,
-    MICROBATCHES,
-    MINIBATCHES,
-    SCHEDULE,
-    SVG,
-    check_flags,
-    check_outputs,
-    print_json,
-    with_depth,
-)
+from pipedream.cli import options as common
 from pipedream.cli.printing import print_grid, print_length
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
@@ -56,11 +44,11 @@ def show(
         most=_MAX_STAGES,
         unset="4, or the file's",
     ),
-    schedule: str | None = SCHEDULE,
-    chunks: int | None = CHUNKS,
-    microbatches: int | None = MICROBATCHES,
-    minibatches: int | None = MINIBATCHES,
-    in_flight: str | tuple[int, ...] = IN_FLIGHT,
+    schedule: str | None = common.SCHEDULE,
+    chunks: int | None = common.CHUNKS,
+    microbatches: int | None = common.MICROBATCHES,
+    minibatches: int | None = common.MINIBATCHES,
+    in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
     forward_s: float | None = option(None, "Time of a forward.", metavar="SECONDS", least=0.0, unset="1.0"),
     backward_s: float | None = option(
         None,
@@ -75,11 +63,11 @@ def show(
         "simulation. Exit status 1 if one does not hold.",
         "--verify",
     ),
-    svg: Path | None = SVG,
+    svg: Path | None = common.SVG,
     csv: Path | None = option(
         None, "Also write the schedule in PyTorch's notation, if the method flushes.", metavar="FILE"
     ),
-    as_json: bool = JSON,
+    as_json: bool = common.JSON,
 ) -> None:
     """Draw a method's schedule, with its proof on request.
 
@@ -89,10 +77,10 @@ def show(
       pipedream show pipedream --stages 3 --minibatches 6 --verify
       pipedream show digits.plan.json --schedule 1f1b --microbatches 4 --svg digits.pdf
     """
-    check_outputs(csv=csv, svg=svg)
+    common.check_outputs(csv=csv, svg=svg)
     if name.endswith(".json"):
-        check_flags(PLAN=name, stages=stages, chunks=chunks, forward_s=forward_s, backward_s=backward_s)
-        chosen = with_depth(Plan.load(name), in_flight)
+        common.check_flags(PLAN=name, stages=stages, chunks=chunks, forward_s=forward_s, backward_s=backward_s)
+        chosen = common.with_depth(Plan.load(name), in_flight)
         method, split = resolve_method(chosen, schedule)
         run = schedules.run_of(method, chosen, microbatches, minibatches, split=split, usual=_USUAL_MICROBATCHES)
     elif schedule is not None:
@@ -117,7 +105,7 @@ def show(
         rows = [row for row in timeline.rows() if row["kind"] in WORK]
         ops = [row | {"microbatch": None if row["kind"] == "U" else row["index"]} for row in rows]
         report = {"grid": grid(timeline).splitlines(), "ops": ops, "proof": encode(proof)}
-        print_json(report if checked is None else report | {"claims": encode(checked)})
+        common.print_json(report if checked is None else report | {"claims": encode(checked)})
     else:
         print_grid(timeline)
         print_length(run, microbatches, minibatches)

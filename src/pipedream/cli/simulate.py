@@ -7,21 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream import metrics, schedules
-from pipedream.cli.options import (
-    CHUNKS,
-    CLUSTER,
-    IN_FLIGHT,
-    JSON,
-    MICROBATCHES,
-    MINIBATCHES,
-    SEED,
-    SVG,
-    check_flags,
-    check_outputs,
-    print_json,
-    read_cluster,
-    with_depth,
-)
+from pipedream.cli import options as common
 from pipedream.cli.printing import print_chunks, print_grid, print_length
 from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
@@ -53,8 +39,8 @@ def simulate(
     transfer_s: float | None = option(
         None, "One-way time of a message.", metavar="SECONDS", least=0.0, unset="0.0", panel=_EQUAL
     ),
-    chunks: int | None = CHUNKS,
-    cluster: Path | None = CLUSTER,
+    chunks: int | None = common.CHUNKS,
+    cluster: Path | None = common.CLUSTER,
     schedule: list[str] | None = option(
         None,
         f"{METHOD_HELP}. Repeatable with --uniform: compares the methods.",
@@ -62,9 +48,9 @@ def simulate(
         unset="the plan's own, or pipedream",
         panel=Panel.METHOD,
     ),
-    microbatches: int | None = MICROBATCHES,
-    minibatches: int | None = MINIBATCHES,
-    in_flight: str | tuple[int, ...] = IN_FLIGHT,
+    microbatches: int | None = common.MICROBATCHES,
+    minibatches: int | None = common.MINIBATCHES,
+    in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
     weight_s: float | None = option(
         None,
         "Time of the weight gradient, where the backward is split.",
@@ -79,21 +65,21 @@ def simulate(
     slow: list[str] | None = option(
         None, "Factor on the times of a rank, e.g. 2=1.5; repeatable.", metavar="RANK=FACTOR", panel=_TIMES
     ),
-    seed: int = SEED,
+    seed: int = common.SEED,
     overlap: bool = option(
         True,
         "Start the all-reduces over replicas during the backward, as the runtime does, or after it.",
         panel=_TIMES,
     ),
     picture: bool = option(False, "Draw the run too.", "--grid"),
-    svg: Path | None = SVG,
+    svg: Path | None = common.SVG,
     csv: Path | None = option(
         None,
         "Also write a table of what ran when: rank, kind, stage, index, start, end, version.",
         metavar="FILE",
     ),
     trace: Path | None = option(None, "Also write a trace for ui.perfetto.dev or chrome://tracing.", metavar="FILE"),
-    as_json: bool = JSON,
+    as_json: bool = common.JSON,
 ) -> None:
     """Predict a run: throughput, bubble, memory, staleness.
 
@@ -106,9 +92,9 @@ def simulate(
       pipedream simulate --uniform 4 --schedule 1f1b --schedule zbv --schedule mine.py --svg methods.svg
       pipedream simulate digits.plan.json --svg digits.pdf --csv digits.csv
     """
-    check_outputs(svg=svg, csv=csv, trace=trace)
+    common.check_outputs(svg=svg, csv=csv, trace=trace)
     seconds = {"forward_s": forward_s, "backward_s": backward_s, "transfer_s": transfer_s}
-    check_flags(PLAN=plan, uniform=uniform, chunks=chunks, cluster=cluster, **seconds)
+    common.check_flags(PLAN=plan, uniform=uniform, chunks=chunks, cluster=cluster, **seconds)
     names = schedule or []
 
     def make_equal_stages(name: str) -> Plan:
@@ -132,12 +118,12 @@ def simulate(
         comparison = compare_methods(names, make_equal_stages, microbatches, minibatches, simulate_run)
         if svg is not None:
             save_picture(methods_svg(comparison), svg)
-        print_json(encode_attributes(comparison, "workers", "methods")) if as_json else print(comparison)
+        common.print_json(encode_attributes(comparison, "workers", "methods")) if as_json else print(comparison)
         return
     if plan is not None:
         chosen = Plan.load(plan)
-        chosen = chosen if cluster is None else chosen.on(read_cluster(cluster))
-        chosen = with_depth(chosen, in_flight)
+        chosen = chosen if cluster is None else chosen.on(common.read_cluster(cluster))
+        chosen = common.with_depth(chosen, in_flight)
     elif uniform is not None:
         chosen = make_equal_stages(names[0] if names else "pipedream")
     else:
@@ -154,7 +140,7 @@ def simulate(
         save_trace(timeline, trace)
     run_metrics = metrics.run_metrics(timeline)
     if as_json:
-        print_json(_summarize(run, run_metrics))
+        common.print_json(_summarize(run, run_metrics))
         return
     print(run_metrics)
     print_length(run, microbatches, minibatches)

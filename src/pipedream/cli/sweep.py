@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipedream.cli.options import (
-    ALLOW_ASYNCHRONOUS,
-    IN_FLIGHT,
-    JSON,
-    LATENCY,
-    MEMORY,
-    MICROBATCHES,
-    PROFILE,
-    ShapeFlags,
-    check_outputs,
-    print_json,
-    profile_of,
-    read_memory,
-)
+from pipedream.cli import options as common
 from pipedream.core import units
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
@@ -32,7 +19,7 @@ from pipedream.workflows import sweep as sweeping
 
 def sweep(
     *,
-    profile: Path = PROFILE,
+    profile: Path = common.PROFILE,
     workers: list[str] = option(..., "Numbers of workers, e.g. 2,4,8.", metavar="N,N,..."),
     bandwidth: list[str] | None = option(
         None,
@@ -45,14 +32,14 @@ def sweep(
         "Methods to compare with data parallelism, e.g. pipedream,1f1b,auto.",
         metavar="NAME,NAME,...",
     ),
-    latency: float = LATENCY,
-    memory: str | None = MEMORY,
-    microbatches: int | None = MICROBATCHES,
-    in_flight: str | tuple[int, ...] = IN_FLIGHT,
-    shape: ShapeFlags,
-    allow_asynchronous: bool = ALLOW_ASYNCHRONOUS,
+    latency: float = common.LATENCY,
+    memory: str | None = common.MEMORY,
+    microbatches: int | None = common.MICROBATCHES,
+    in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
+    shape: common.ShapeFlags,
+    allow_asynchronous: bool = common.ALLOW_ASYNCHRONOUS,
     plot: Path | None = option(None, "Also draw the table: FILE.html, .svg, .pdf or .png.", metavar="FILE"),
-    as_json: bool = JSON,
+    as_json: bool = common.JSON,
 ) -> None:
     """Compare methods over workers and bandwidths.
 
@@ -66,7 +53,7 @@ def sweep(
     counts = _split_values(workers)
     if not counts or not all(count.isdecimal() and int(count) > 0 for count in counts):
         raise PlanError(f"a sweep over --workers {','.join(counts) or '(none)'} was asked for; write --workers 2,4,8")
-    check_outputs(plot=plot)
+    common.check_outputs(plot=plot)
     if plot is not None and plot.suffix not in (".html", *PICTURES):
         raise PlanError(
             f"--plot {plot} was asked for; write name.svg or name.html, or a picture as name.pdf or name.png"
@@ -75,11 +62,11 @@ def sweep(
         check_picture(plot)
     try:
         rates = [units.parse_rate(rate) for rate in _split_values(bandwidth or []) or ["1.25e9"]]
-        cluster = Cluster((Level(int(counts[0]), rates[0], latency),), read_memory(memory))
+        cluster = Cluster((Level(int(counts[0]), rates[0], latency),), common.read_memory(memory))
     except ValueError as error:
         raise PlanError(str(error)) from None
     result = sweeping.sweep(
-        profile_of(profile),
+        common.profile_of(profile),
         PlanRequest(
             cluster,
             microbatches=microbatches,
@@ -97,7 +84,7 @@ def sweep(
         else:
             save_picture(sweep_svg(result), plot)
     table = {"rows": encode(result.points), "crossovers": encode(result.crossovers)}
-    print_json(table) if as_json else print(result)
+    common.print_json(table) if as_json else print(result)
 
 
 def _split_values(texts: list[str]) -> list[str]:

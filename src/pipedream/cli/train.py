@@ -9,17 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipedream.cli.options import (
-    CLUSTER,
-    JSON,
-    RECIPE,
-    ShapeFlags,
-    check_flags,
-    make_cluster,
-    print_json,
-    read_cluster,
-    read_memory,
-)
+from pipedream.cli import options as common
 from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.flags import Panel, option
@@ -42,7 +32,7 @@ _MEASURED = "this machine's, or measured between several"
 class LinkFlags:
     """The machines of a run, by a file or by figures."""
 
-    cluster: Path | None = CLUSTER
+    cluster: Path | None = common.CLUSTER
     bandwidth: list[str] | None = option(
         None,
         "Bandwidth of a link in one direction, e.g. 1e9 (bytes/s) or 10Gbit/s; or two values, within and between "
@@ -68,7 +58,7 @@ class LinkFlags:
             return None
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         widths = [local_processes, processes // local_processes] if len(self.bandwidth or ()) > 1 else [processes]
-        return make_cluster(map(str, widths), self.bandwidth or [], self.latency or 0.0, self.memory)
+        return common.make_cluster(map(str, widths), self.bandwidth or [], self.latency or 0.0, self.memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +94,15 @@ class RestartFlags:
 
 def train(
     *,
-    recipe: str = RECIPE,
+    recipe: str = common.RECIPE,
     plan: Path | None = option(
         None, "Plan to run, from 'pipedream plan -o'.", metavar="FILE", unset="profile the model and plan here"
     ),
-    shape: ShapeFlags,
+    shape: common.ShapeFlags,
     options: TrainingOptions,
     links: LinkFlags,
     restarts: RestartFlags,
-    as_json: bool = JSON,
+    as_json: bool = common.JSON,
 ) -> None:
     """Train a recipe: profile, plan, run, report.
 
@@ -124,18 +114,18 @@ def train(
       pipedream train examples/digits.py --workers 2 --schedule 1f1b
     """
     options = replace(options, shape=shape.read() or options.shape)
-    check_flags(plan=plan, **options.plan_settings | vars(links))
-    check_flags(phases=options.phases, schedule=options.schedule, microbatches=options.microbatches)
+    common.check_flags(plan=plan, **options.plan_settings | vars(links))
+    common.check_flags(phases=options.phases, schedule=options.schedule, microbatches=options.microbatches)
     if not Path(recipe).is_file():
         raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     options = replace(
         options,
         plan=None if plan is None else Plan.load(plan),
-        cluster=None if links.cluster is None else read_cluster(links.cluster),
+        cluster=None if links.cluster is None else common.read_cluster(links.cluster),
         quiet=as_json,
     )
     meshes = ",".join(str(mesh) for mesh in options.plan.meshes if mesh.size > 1) if options.plan else ""
-    check_flags(elastic=restarts.elastic, mesh=options.mesh or meshes)
+    common.check_flags(elastic=restarts.elastic, mesh=options.mesh or meshes)
     if not is_worker():
         _start_processes(recipe, options, restarts)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -146,7 +136,7 @@ def train(
     if linked := links.join(processes):
         options = replace(options, cluster=linked)
     if options.cluster is None:
-        options = replace(options, memory_bytes=read_memory(links.memory))
+        options = replace(options, memory_bytes=common.read_memory(links.memory))
     with pause_collection(freeze="torch" not in sys.modules):
         from pipedream.recipe import Recipe, load_recipe
         from pipedream.training.train import train_recipe
@@ -161,7 +151,7 @@ def train(
 
     summary = train_recipe(make, **vars(options))
     if as_json and is_rank_0():
-        print_json(summary)
+        common.print_json(summary)
 
 
 def _start_processes(recipe: str, options: TrainingOptions, restarts: RestartFlags) -> None:

@@ -15,22 +15,8 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_number, format_seconds
+from pipedream.report import html_tables as tables
 from pipedream.report.charts import curve_svg
-from pipedream.report.html_tables import (
-    NOTHING,
-    cards,
-    collectives_table,
-    document,
-    pairs,
-    percent,
-    phase_table,
-    plan_table,
-    profile_table,
-    scroll,
-    section,
-    size,
-    stage_table,
-)
 from pipedream.report.lanes import Window, match_waits, middle_window, start_window
 from pipedream.report.svg import LEFT, RIGHT, SPAN_NAMES, timeline_svg
 from pipedream.report.text import describe_losses, slowness_text
@@ -69,23 +55,25 @@ def page(
     command, stages = summary.get("command"), summary.get("stages") or []
     sections = [
         f"<p><code>{escape(str(command))}</code></p>" if command else "",
-        f'<dl class="cards">{cards(_list_figures(summary))}</dl>',
+        f'<dl class="cards">{tables.cards(_list_figures(summary))}</dl>',
         *(f"<p>{escape(text)}</p>" for text in (_explain_rate(predicted, measured), _explain_waits(measured)) if text),
         _draw_timelines(runs, start, summary.get("drains") or []),
-        section("Loss", _draw_losses(summary, losses)),
-        section("Evaluations", _draw_evaluations(summary)),
-        section("Phases", phase_table(phases) if (phases := _list_phases(summary)) else ""),
-        section("Stages", stage_table(stages) if stages else ""),
-        section("Collectives", collectives_table(stages)),
-        section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
-        f"<details><summary>Profile</summary>{profile_table(profile)}</details>" if profile else "",
+        tables.section("Loss", _draw_losses(summary, losses)),
+        tables.section("Evaluations", _draw_evaluations(summary)),
+        tables.section("Phases", tables.phase_table(phases) if (phases := _list_phases(summary)) else ""),
+        tables.section("Stages", tables.stage_table(stages) if stages else ""),
+        tables.section("Collectives", tables.collectives_table(stages)),
+        tables.section("Plan", tables.plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else ""))
+        if plan
+        else "",
+        f"<details><summary>Profile</summary>{tables.profile_table(profile)}</details>" if profile else "",
         '<div class="columns">'
-        + section("Configuration", pairs("Configuration", summary.get("configuration") or {}))
-        + section("Versions", pairs("Versions", summary.get("versions") or {}))
+        + tables.section("Configuration", tables.pairs("Configuration", summary.get("configuration") or {}))
+        + tables.section("Versions", tables.pairs("Versions", summary.get("versions") or {}))
         + "</div>",
     ]
     body = "\n".join(part for part in sections if part)
-    return document(heading, _write_subtitle(summary, plan), f"{body}\n")
+    return tables.document(heading, _write_subtitle(summary, plan), f"{body}\n")
 
 
 def save_page(path: str | os.PathLike[str], summary: Mapping[str, Any], **parts: Any) -> Path:
@@ -120,11 +108,11 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     note += slowness_text(summary)
     rows.append(("samples per second", format_number(measured), note))
     bubble = summary.get("bubble") or {}
-    note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""
-    rows.append(("bubble", percent(bubble.get("measured")), note))
+    note = f"predicted {tables.percent(bubble['predicted'])}" if "predicted" in bubble else ""
+    rows.append(("bubble", tables.percent(bubble.get("measured")), note))
     if memory := summary.get("memory"):
-        note = f"{memory.get('of')}, predicted {size(memory.get('predicted_bytes'))}"
-        rows.append(("peak memory", size(memory.get("measured_bytes")), note))
+        note = f"{memory.get('of')}, predicted {tables.size(memory.get('predicted_bytes'))}"
+        rows.append(("peak memory", tables.size(memory.get("measured_bytes")), note))
     rows.append(("wall time", _format_seconds(summary.get("seconds")), ""))
     failures = summary.get("failures") or {}
     if failures.get("restarts"):
@@ -158,7 +146,8 @@ def _explain_waits(measured: Timeline | None) -> str:
         seconds[awaited or "others"] += span.end_s - span.start_s
     total = sum(seconds.values())
     shares = (
-        f"{awaited} {percent(part / total)}" for awaited, part in sorted(seconds.items(), key=lambda pair: -pair[1])
+        f"{awaited} {tables.percent(part / total)}"
+        for awaited, part in sorted(seconds.items(), key=lambda pair: -pair[1])
     )
     return f"What the ranks waited for, of all their waiting: {', '.join(shares)}." if total else ""
 
@@ -174,9 +163,9 @@ def _explain_start(measured: Timeline) -> str:
 
 def _format_metric(name: str, value: Any) -> str:
     if value is None:
-        return NOTHING
+        return tables.NOTHING
     is_share = 0 <= value <= 1 and any(word in name.lower() for word in ("accuracy", "share", "precision", "recall"))
-    return percent(value) if is_share else format_number(value)
+    return tables.percent(value) if is_share else format_number(value)
 
 
 def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> str:
@@ -192,7 +181,7 @@ def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> st
         if present:
             boxes.append(_draw_box(name, present))
     boxes += [_explain_start(begin)] if begin is not None else []
-    return section("Timelines", "".join(boxes))
+    return tables.section("Timelines", "".join(boxes))
 
 
 def _count_shown(timeline: Timeline) -> int:
@@ -224,7 +213,7 @@ def _draw_box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
         for word, timeline, window in shown
     )
     classes = "timelines" + " fits" * (scale == fits)
-    return f"<h3>{escape(name)}</h3>{scroll(name, pictures, classes)}"
+    return f"<h3>{escape(name)}</h3>{tables.scroll(name, pictures, classes)}"
 
 
 def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> str:
@@ -247,7 +236,7 @@ def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]
         named=[(phase["begin"], str(phase.get("schedule", ""))) for phase in _list_phases(summary) if "begin" in phase],
         standalone=False,
     )
-    return scroll("Loss", picture, "fits") + note
+    return tables.scroll("Loss", picture, "fits") + note
 
 
 def _draw_evaluations(summary: Mapping[str, Any]) -> str:
@@ -259,7 +248,7 @@ def _draw_evaluations(summary: Mapping[str, Any]) -> str:
         pictures.append(
             curve_svg(points, title=f"Test {name}", width_px=560, height_px=200, y_label=name, standalone=False)
         )
-    return scroll("Evaluations", "".join(pictures), "fits row") if pictures else ""
+    return tables.scroll("Evaluations", "".join(pictures), "fits row") if pictures else ""
 
 
 def _list_phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -269,7 +258,7 @@ def _list_phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _format_seconds(value: Any) -> str:
     if value is None:
-        return NOTHING
+        return tables.NOTHING
     if value >= 120:
         minutes, seconds = divmod(round(value), 60)
         hours, minutes = divmod(minutes, 60)

@@ -23,15 +23,7 @@ from pipedream.report.text import slowness_text
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.failure.launch import set_threads
-from pipedream.training.run_folder import (
-    RunFiles,
-    cut_last_segment,
-    gather_slowness,
-    list_versions,
-    locked,
-    summarise,
-    write_run,
-)
+from pipedream.training import run_folder
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program
 
@@ -80,7 +72,7 @@ def emulate(
     with guard_job(rank, processes), ExitStack() as stack:
         folder = Path(process_group.make_on_rank_0(lambda: str(out or default_folder), rank))
         name, parts = resolve_method(scaled, schedule, microbatches)
-        stack.enter_context(locked(folder, rank))
+        stack.enter_context(run_folder.locked(folder, rank))
         with build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:
             if rank == 0 and not quiet:
                 print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
@@ -89,14 +81,14 @@ def emulate(
                 for done in pipeline.train(make_emulated_batches(pipeline, minibatches)):
                     losses.append((done.number, done.loss))
                     advance()
-            slowness, measured = gather_slowness(begin_times), pipeline.timeline()
+            slowness, measured = run_folder.gather_slowness(begin_times), pipeline.timeline()
             sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
             program, drains = pipeline.program, pipeline.drains
-        steady = cut_last_segment(measured, drains)
+        steady = run_folder.cut_last_segment(measured, drains)
         dilated = scale_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
         count = max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight))
         predicted = simulate_program(replace(program, plan=dilated), count)
-        summary = summarise(
+        summary = run_folder.summarise(
             plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
         )
         summary |= {
@@ -121,10 +113,10 @@ def emulate(
                 "dilation": dilation,
                 "byte_scale": byte_scale,
             },
-            "versions": list_versions(),
+            "versions": run_folder.list_versions(),
         }
         if rank == 0:
-            write_run(folder, RunFiles(summary, scaled, predicted, [measured], steady, losses))
+            run_folder.write_run(folder, run_folder.RunFiles(summary, scaled, predicted, [measured], steady, losses))
             write_text(folder / "planned.json", plan.to_json() + "\n")
             if not quiet:
                 print(_format_result(summary, folder), flush=True)

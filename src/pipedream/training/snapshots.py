@@ -21,16 +21,7 @@ from pipedream.core.errors import ArtifactError, PlanError, RecipeError
 from pipedream.core.plan.host_memory import find_neighbours
 from pipedream.core.units import format_bytes
 from pipedream.probe import available_bytes
-from pipedream.runtime.checkpoint.folders import (
-    MANIFEST,
-    find_file_problems,
-    list_checkpoints,
-    list_machines,
-    name_folder,
-    parse_minibatches,
-    read_manifest,
-    read_shared_manifest,
-)
+from pipedream.runtime.checkpoint import folders
 from pipedream.runtime.checkpoint.pieces import verify_file
 from pipedream.runtime.checkpoint.remote import AnyPath, write_text_at
 from pipedream.runtime.checkpoint.writer import FolderLock, name_file
@@ -149,21 +140,23 @@ def find_newest_snapshot(folder: Path, saved_count: int) -> tuple[Path, list[int
         saved_count: minibatches of the newest checkpoint on disk, or -1.
     """
     group, rank = world_group(), int(os.environ.get("RANK", "0"))
-    local_numbers = " ".join(str(parse_minibatches(path.name) or 0) for path in list_checkpoints(folder))
+    local_numbers = " ".join(
+        str(folders.parse_minibatches(path.name) or 0) for path in folders.list_checkpoints(folder)
+    )
     numbers = {int(number) for text in gather_texts(local_numbers, group) for number in text.split()}
     newer = sorted((number for number in numbers if number > saved_count), reverse=True)
     if not newer:
         return None
     folder.mkdir(mode=0o700, exist_ok=True)
-    ranks = next(ranks for ranks in list_machines(folder, rank, group) if rank in ranks)
-    for path in (folder / name_folder(number) for number in newer):
+    ranks = next(ranks for ranks in folders.list_machines(folder, rank, group) if rank in ranks)
+    for path in (folder / folders.name_folder(number) for number in newer):
         _remove_damaged(path, ranks.index(rank), len(ranks))
         try:
-            manifest, _ = read_shared_manifest(path, group)
+            manifest, _ = folders.read_shared_manifest(path, group)
         except ArtifactError as error:
             _report(f"the snapshot in memory is not used: {error}", rank)
             continue
-        missing_names = find_file_problems(path, manifest).keys()
+        missing_names = folders.find_file_problems(path, manifest).keys()
         mark = "elsewhere" * (name_file(rank) in missing_names or missing_names == manifest.files.keys())
         return path, [other for other, text in enumerate(gather_texts(mark, group)) if text]
     return None
@@ -176,13 +169,13 @@ def _remove_damaged(path: Path, index: int, count: int) -> None:
         index, count: of this rank among those that share the folder, which divide the files.
     """
     try:
-        manifest = read_manifest(path, check_files=False)
+        manifest = folders.read_manifest(path, check_files=False)
     except ArtifactError as error:
-        if (path / MANIFEST).exists():
+        if (path / folders.MANIFEST).exists():
             _report(f"a part of the snapshot in memory is not used: {error}")
-            (path / MANIFEST).unlink(missing_ok=True)
+            (path / folders.MANIFEST).unlink(missing_ok=True)
         return
-    missing_names = find_file_problems(path, manifest)
+    missing_names = folders.find_file_problems(path, manifest)
     for name in sorted(manifest.files.keys() - missing_names)[index::count]:
         try:
             verify_file(path, manifest, name)
@@ -207,7 +200,7 @@ def check_memory(every: int | None, folder: Path, saved_bytes: list[int], rank: 
             every rank.
     """
     group = world_group()
-    machines = list_machines(folder, rank, group)
+    machines = folders.list_machines(folder, rank, group)
     neighbours = find_neighbours(machines)
     snapshot_bytes = [
         sum(

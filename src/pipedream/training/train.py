@@ -29,23 +29,10 @@ from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.simulator import Stragglers
+from pipedream.training import run_folder
 from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.restarts import check_code_stays, keep_plan_of_attempt
-from pipedream.training.run_folder import (
-    CHECKPOINTS,
-    RunFiles,
-    check_unused,
-    copy_run,
-    cut_last_segment,
-    gather_slowness,
-    keep_plan,
-    list_phase_figures,
-    list_versions,
-    locked,
-    summarise,
-    write_run,
-)
 from pipedream.training.snapshots import check_memory, open_snapshots, remove_snapshots
 from pipedream.workflows.simulate import simulate_program
 
@@ -84,15 +71,15 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
         job = resolve(make, options, process)
         check_same_settings(_collect_shared_settings(job), process_group.world_group())
         check_code_stays(job.recipe.source, process.rank)
-        with locked(job.folder, process.rank):
+        with run_folder.locked(job.folder, process.rank):
             if job.resumed is None:
-                check_unused(job.place)
+                run_folder.check_unused(job.place)
             policy = _choose_checkpoint_policy(job, process)
             planned = plan_job(job, process)
             files = run_job(planned, process, policy)
             activity.place = "writing the run folder"
             if process.rank == 0:
-                write_run(job.folder, files, job.place)
+                run_folder.write_run(job.folder, files, job.place)
                 _print_result(process, files.summary, job)
         remove_snapshots(job.place)
         process_group.wait_for_all()  # the others watch rank 0 until its last file is written
@@ -118,13 +105,13 @@ def _collect_shared_settings(job: Job) -> dict[str, str]:
     }
 
 
-def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> RunFiles:
+def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> run_folder.RunFiles:
     """Trains a planned job, from its checkpoint if resumed, and returns what goes into its run folder."""
     job, plan = planned.job, planned.plan
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
-        keep_plan(job.folder, plan, planned.profile)  # a restart with fewer workers may need them
-        copy_run(job.folder, job.place)
+        run_folder.keep_plan(job.folder, plan, planned.profile)  # a restart with fewer workers may need them
+        run_folder.copy_run(job.folder, job.place)
     with _build_pipeline(planned, str(process.device)) as pipeline:
         proofs = "\n".join(str(phase.proof).partition("\n")[0] for phase in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
@@ -153,7 +140,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         predicted = run_metrics(simulated).samples_per_s
         begin_times = CoreTimes.now()
         interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
-        slowness = gather_slowness(begin_times)
+        slowness = run_folder.gather_slowness(begin_times)
         files = _collect_files(planned, process, loop, slowness if process.device.type == "cpu" else [1.0])
     files.summary.update(interrupted=interrupted, seconds=time.perf_counter() - loop.began_s)
     return files
@@ -207,7 +194,7 @@ def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
             f"not all machines see the folder {folder}: each keeps its own part of a checkpoint; resume on the same "
             "machines, or put the parts together by 'pipedream checkpoint gather'\n"
         )
-    return CheckpointPolicy(folder / CHECKPOINTS, every, job.options.keep)
+    return CheckpointPolicy(folder / run_folder.CHECKPOINTS, every, job.options.keep)
 
 
 def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> CheckpointPolicy | None:
@@ -225,7 +212,9 @@ def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> Checkpoint
     return CheckpointPolicy(folder, number, keep=1, planned_bytes=planned_bytes)
 
 
-def _collect_files(planned: PlannedJob, process: Process, loop: TrainingLoop, slowness: list[float]) -> RunFiles:
+def _collect_files(
+    planned: PlannedJob, process: Process, loop: TrainingLoop, slowness: list[float]
+) -> run_folder.RunFiles:
     """Returns what goes into the run folder; only rank 0 has the weights. Every rank calls it.
 
     The prediction is simulated from the phase that trained most minibatches, and compared with the part after its last
@@ -237,12 +226,12 @@ def _collect_files(planned: PlannedJob, process: Process, loop: TrainingLoop, sl
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
     # Only the later phases of a resumed run have spans.
     phase = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
-    program, steady = pipeline.prepared[phase].program, cut_last_segment(timelines[phase], pipeline.drains)
+    program, steady = pipeline.prepared[phase].program, run_folder.cut_last_segment(timelines[phase], pipeline.drains)
     simulate = partial(_simulate_run, program, plan, steady.microbatches, in_turns=not pipeline.distributed)
     if len(slowness) != plan.workers:  # all workers in a process, or several processes each
         slowness = [max(slowness)] * plan.workers
     predicted = simulate()
-    summary = summarise(
+    summary = run_folder.summarise(
         plan=plan,
         predicted=predicted,
         predicted_slowed=simulate(slow=dict(enumerate(slowness))) if max(slowness) > MUCH_SLOWER else None,
@@ -257,15 +246,15 @@ def _collect_files(planned: PlannedJob, process: Process, loop: TrainingLoop, sl
         "slowness": max(slowness),
         "skipped_updates": list(pipeline.skipped_updates()),
         "schedule": phases or program.name,
-        "phases": list_phase_figures(timelines, trained, pipeline.drains),
+        "phases": run_folder.list_phase_figures(timelines, trained, pipeline.drains),
         "resumed_from": None if job.resumed is None else job.resumed.manifest.minibatches,
         "configuration": _describe_configuration(job, plan, program, process) | {"phases": phases},
         "recipe": job.recipe.name,
         "recipe_sha256": sha256(source.encode()).hexdigest()[:12] if (source := job.recipe.source) else None,
         "seed": job.seed,
-        "versions": list_versions(),
+        "versions": run_folder.list_versions(),
     }
-    return RunFiles(
+    return run_folder.RunFiles(
         summary=summary,
         plan=plan,
         predicted=predicted,
