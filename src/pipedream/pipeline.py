@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
-from pipedream.callbacks import Callback, load_states, states_of
+from pipedream.callbacks import load_states, states_of
 from pipedream.capture import Captured, PlainModel
 from pipedream.core.artifact import check_json
 from pipedream.core.checkpoint import PipelineRequest
@@ -269,8 +268,10 @@ class Pipeline:
         listening = [callback for callback in self._callbacks if callback.follows_checkpoints and not snapshot]
         options: dict[str, Any] = {"wait": wait or bool(listening), "extra": self.extra, "is_snapshot": snapshot}
         path = self._session.checkpointer.save(any_path(folder), self._request, position, keep=keep, **options)
-        if path != self._checkpoint:
-            _report_checkpoint(self, listening, cast(Path, path))
+        if path != self._checkpoint and listening:
+            self._local.any_rank(False)  # rank 0 has completed it
+            for callback in listening:
+                callback.on_checkpoint(self, cast(Path, path))
         self._checkpoint = path
         return path
 
@@ -355,9 +356,7 @@ class Pipeline:
         self._streams.interrupts.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or (isinstance(error, KeyboardInterrupt) and self._training.is_interrupted):
             self._finish()
             self._local.note_call("close()", self._training.number)
@@ -380,13 +379,6 @@ def _choose_exchange(plan: Plan, phases: Sequence[Phase], options: PipelineOptio
     state = read_optimizer_state(options.optimizer_state or plan.optimizer_state)
     moved = replace(moved, sums=options.sums or plan.sums, messages=messages, optimizer_state=state)
     return follow_moves(moved, plan, phases)
-
-
-def _report_checkpoint(pipeline: Pipeline, listening: Sequence[Callback], path: Path) -> None:
-    if listening:
-        pipeline._local.any_rank(False)  # rank 0 has completed it
-    for callback in listening:
-        callback.on_checkpoint(pipeline, path)
 
 
 def _make_run_request(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> PipelineRequest:

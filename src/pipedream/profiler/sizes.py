@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -233,9 +232,7 @@ class Allocations:
             with record_function(_MARK):
                 pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._device.type == "cuda":
             self._close()
         else:

@@ -26,6 +26,39 @@ from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
 from pipedream.core.schedule.weights import Flush, Latest, WeightPrediction, WeightRule
 
+__all__ = [
+    "SPLIT",
+    "B",
+    "F",
+    "I",
+    "MicrobatchProgress",
+    "W",
+    "all_microbatches",
+    "backward",
+    "check_input_replicas",
+    "choose_microbatches",
+    "each_minibatch",
+    "flushing",
+    "forward",
+    "input_gradient",
+    "latest_weights",
+    "max_in_flight",
+    "minibatch_by_minibatch",
+    "one_forward_one_backward",
+    "one_forward_one_input_gradient",
+    "one_stage_per_rank",
+    "refuse_microbatches",
+    "refuse_update_delay",
+    "repeated_wave",
+    "steady_1f1b",
+    "unflushed",
+    "update",
+    "warmup_forwards",
+    "weight_gradient",
+    "with_backward_rule",
+    "with_updates",
+]
+
 F, B, U = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
 I, W = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741  # the field's letters
 SPLIT = (F, I, W)
