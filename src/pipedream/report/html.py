@@ -191,7 +191,7 @@ def _count_shown(timeline: Timeline) -> int:
 
 
 def _draw_box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
-    seconds = max(window.length_s for _, _, window in shown) or 1.0
+    seconds = max(window.end_s - window.start_s for _, _, window in shown) or 1.0
     ops = [
         span.end_s - span.start_s
         for _, timeline, window in shown

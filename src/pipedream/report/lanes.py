@@ -22,10 +22,6 @@ class Window:
     start_s: float
     end_s: float
 
-    @property
-    def length_s(self) -> float:
-        return self.end_s - self.start_s
-
 
 def assign_rows(spans: Sequence[Span]) -> list[int]:
     """Returns for each span (sorted by start) the lowest row in which it overlaps no earlier span."""

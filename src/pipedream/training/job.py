@@ -38,17 +38,10 @@ from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.restarts import Survivors, find_survivors
 from pipedream.training.run_folder import ResumePoint, find_resume_point
+from pipedream.workflows import prepare
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.plan import make_plan
-from pipedream.workflows.prepare import (
-    add_compensation,
-    check_phases_fit,
-    choose_phase_to_plan,
-    follow_moves,
-    is_synchronous,
-    read_run_phases,
-)
 from pipedream.workflows.probe import detect_cluster, measure_runtime
 from pipedream.workflows.profile import MAX_RANKS
 from pipedream.workflows.profile import profile as profile_model
@@ -72,16 +65,12 @@ class Process:
     @property
     def shares_cores(self) -> str:
         """Says how many workers share how many cores; '' if each has its own, or a GPU."""
-        cores, workers = os.cpu_count() or 1, self._local_count
+        cores, workers = os.cpu_count() or 1, self.local_count
         return f"{workers} workers share {cores} cores" if workers > cores and self.device.type == "cpu" else ""
 
     @property
-    def is_one_machine(self) -> bool:
-        """Whether all processes are on this machine."""
-        return self._local_count == self.count
-
-    @property
-    def _local_count(self) -> int:
+    def local_count(self) -> int:
+        """Processes on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
 
     @classmethod
@@ -167,7 +156,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     recipe = with_layout(recipe, options.layout, options.shard_weights)
     phases = _choose_phases(options, resumed, recipe)
     if phases:
-        phase = choose_phase_to_plan(phases)
+        phase = prepare.choose_phase_to_plan(phases)
         schedule, microbatches = phase.name, phase.microbatches
     else:
         schedule, microbatches = _choose_method(options, resumed)
@@ -259,7 +248,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
                     runtime=runtime,
                 )
         cluster = survivors.cluster or _choose_cluster(job, process)
-        if options.snapshot_every is not None and process.is_one_machine:
+        if options.snapshot_every is not None and process.local_count == process.count:
             cluster = replace(cluster, snapshots="own")
         request = PlanRequest(
             cluster,
@@ -283,7 +272,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
     moved = _choose_activations(job, _choose_exchange(job, plan), is_given=is_given)
-    plan = follow_moves(moved, plan, _list_phases(job, moved)) if is_given else moved
+    plan = prepare.follow_moves(moved, plan, _list_phases(job, moved)) if is_given else moved
     return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
 
 
@@ -296,10 +285,10 @@ def _list_phases(job: Job, plan: Plan) -> tuple[Phase, ...]:
 
 def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob:
     phases, compensation = _list_phases(job, plan), job.compensation
-    if compensation is None and not is_synchronous(plan, phases):
+    if compensation is None and not prepare.is_synchronous(plan, phases):
         # Methods that flush refuse a compensation asked of this run; the recipe's does not apply to them.
         compensation = job.recipe.compensation
-    check_phases_fit(plan, add_compensation(plan, phases, compensation), profile)
+    prepare.check_phases_fit(plan, prepare.add_compensation(plan, phases, compensation), profile)
     return PlannedJob(job, plan, profile, phases, compensation)
 
 
@@ -445,11 +434,11 @@ def _choose_phases(options: TrainingOptions, resumed: ResumePoint | None, recipe
         # is the same. A run of one method has saved none.
         if resumed is not None:
             saved_text = resumed.manifest.phases
-            if not phases or phases_text(read_run_phases(None, None, phases)) != saved_text:
+            if not phases or phases_text(prepare.read_run_phases(None, None, phases)) != saved_text:
                 phases = saved_text
                 for phase in read_phases(saved_text) if saved_text else ():
                     refuse_code(phase.name, f"the checkpoint {resumed.path}")
-    return read_run_phases(options.schedule, options.microbatches, phases) if phases else ()
+    return prepare.read_run_phases(options.schedule, options.microbatches, phases) if phases else ()
 
 
 def _choose_compensation(

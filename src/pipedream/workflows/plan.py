@@ -28,18 +28,9 @@ from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner.auto import MAX_MICROBATCHES
+from pipedream.workflows import methods
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import add_mesh, advise_mesh, choose_meshes, take_one_rank
-from pipedream.workflows.methods import (
-    adapt_plan_to_method,
-    check_machines,
-    check_no_remote_stages,
-    occupancy_of,
-    score,
-    score_if_quick,
-    select_methods,
-    versions_of,
-)
 from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
 
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
@@ -146,7 +137,7 @@ def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Class
         profile,
         request.workers_and_links,
         straight=request.shape == "straight",
-        versions=versions_of(request.schedule),
+        versions=methods.versions_of(request.schedule),
         in_flight=request.in_flight,
     )
 
@@ -277,7 +268,7 @@ def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest
         messages=Messages.read(request.messages, 8 * _read_profile(profile).value_bytes),
         optimizer_state=read_optimizer_state(request.optimizer_state),
     )
-    check_machines(plan)
+    methods.check_machines(plan)
     return plan if max(plan.replicas) == 1 else replace(plan, sums=request.sums)
 
 
@@ -350,7 +341,7 @@ def _read_profile(profile: Profile | GraphText) -> Profile:
 
 
 def _search_meshes(profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
-    score_once = cache(score_if_quick)
+    score_once = cache(methods.score_if_quick)
 
     def score_plan(plan: Plan) -> planner.Score:
         return score_once(replace(plan, note="", bound_s=0.0))  # several searches find the same stages
@@ -367,7 +358,7 @@ def _compare(
     source: Profile | GraphText,
     request: PlanRequest,
     names: Sequence[str] = (),
-    score_plan: Callable[[Plan], planner.Score] = score_if_quick,
+    score_plan: Callable[[Plan], planner.Score] = methods.score_if_quick,
     rival_s: float = inf,
 ) -> planner.Comparison:
     """Plans without a mesh, by the planner that the request names; activations move only where that saves seconds."""
@@ -406,9 +397,14 @@ def _compare_by_planner(
         return compare_alone(_plan_2bw(profile.without_tied_groups(), request), request)
     if request.schedule == AUTO:
         options = {field.name: getattr(request, field.name) for field in fields(planner.SearchOptions)}
-        methods = select_methods(names, allow_asynchronous=request.allow_asynchronous)
+        compared = methods.select_methods(names, allow_asynchronous=request.allow_asynchronous)
         return planner.choose_method(
-            profile, request.workers_and_links, methods, score, occupancy_of, planner.SearchOptions(**options)
+            profile,
+            request.workers_and_links,
+            compared,
+            methods.score,
+            methods.occupancy_of,
+            planner.SearchOptions(**options),
         )
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
@@ -424,7 +420,7 @@ def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:
     plan = planner.two_bw(
         profile,
         request.workers_and_links,
-        lambda m: occupancy_of("pipedream_2bw", m),
+        lambda m: methods.occupancy_of("pipedream_2bw", m),
         microbatches=request.microbatches,
         recompute={"never": False, "auto": None, "always": True}[request.recompute],
     )
@@ -433,7 +429,7 @@ def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:
 
 def _simulate(candidate: planner.Candidate, plan: Plan) -> planner.Candidate:
     try:
-        return planner.with_score(candidate, score_if_quick(plan))
+        return planner.with_score(candidate, methods.score_if_quick(plan))
     except PipelineError as error:
         return replace(candidate, why=str(error))
 
@@ -517,11 +513,11 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
             f"{profile.batch} samples; profile larger minibatches, or ask for fewer microbatches"
         )
     plan = replace(plan, schedule=built.name, microbatches=m, note=note)
-    space = planner.SearchSpace.of(profile, cluster, occupancy=occupancy_of(schedule, m), microbatches=m)
+    space = planner.SearchSpace.of(profile, cluster, occupancy=methods.occupancy_of(schedule, m), microbatches=m)
     plan = space.with_bytes(plan)
     _check_worker_memory(plan)
-    check_machines(plan, built)
-    check_no_remote_stages(replace(built, plan=plan))
+    methods.check_machines(plan, built)
+    methods.check_no_remote_stages(replace(built, plan=plan))
     return plan
 
 
@@ -549,7 +545,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
         )
     parts = parsed.microbatches
     line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if parsed.plan.worker_order else cluster
-    options: dict[str, Any] = {"occupancy": occupancy_of(name), "microbatches": parts}
+    options: dict[str, Any] = {"occupancy": methods.occupancy_of(name), "microbatches": parts}
     options |= {"in_flight": request.in_flight, "recompute": request.recompute}
     if request.cuts is None:
         plan = planner.search_plan(profile, line, shape="straight", **options)
@@ -565,7 +561,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
         )
         plan = add_snapshots(plan)
         _check_worker_memory(plan)
-    return adapt_plan_to_method(plan, profile, name, parts)
+    return methods.adapt_plan_to_method(plan, profile, name, parts)
 
 
 def _check_worker_memory(plan: Plan) -> None:
