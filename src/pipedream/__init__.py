@@ -14,65 +14,41 @@ from contextlib import nullcontext as _nullcontext
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
-from pipedream._version import __version__
+from pipedream._version import __version__ as __version__
 from pipedream.core.display import Tabular as _Tabular
 from pipedream.core.garbage import pause_collection as _pause_collection
 
 if TYPE_CHECKING:
-    from pipedream import callbacks, capture, experts, loggers, metrics, schedules
-    from pipedream.core.errors import PipelineError
-    from pipedream.core.hardware.cluster import Cluster
-    from pipedream.core.model.profile import Profile
-    from pipedream.core.plan.layout import Layout
-    from pipedream.core.plan.mesh import Mesh
-    from pipedream.core.plan.plan import Plan
-    from pipedream.core.schedule.phase import Phase
-    from pipedream.core.schedule.schedule import Schedule
-    from pipedream.core.schedule.timeline import Timeline
-    from pipedream.layouts import Operators, lay_out, operators, partition, register_operator
-    from pipedream.pipeline import Pipeline
-    from pipedream.recipe import Recipe
-    from pipedream.runtime.results.results import Done
-    from pipedream.runtime.stage.auxiliary import add_auxiliary_loss, auxiliary_loss_scale
-    from pipedream.training.emulate import emulate
-    from pipedream.training.train import run
-    from pipedream.workflows.plan import plan
-    from pipedream.workflows.profile import profile
-    from pipedream.workflows.simulate import simulate
-
-__all__ = [
-    "Cluster",
-    "Done",
-    "Layout",
-    "Mesh",
-    "Operators",
-    "Phase",
-    "Pipeline",
-    "PipelineError",
-    "Plan",
-    "Profile",
-    "Recipe",
-    "Schedule",
-    "Timeline",
-    "__version__",
-    "add_auxiliary_loss",
-    "auxiliary_loss_scale",
-    "callbacks",
-    "capture",
-    "emulate",
-    "experts",
-    "lay_out",
-    "loggers",
-    "metrics",
-    "operators",
-    "partition",
-    "plan",
-    "profile",
-    "register_operator",
-    "run",
-    "schedules",
-    "simulate",
-]
+    from pipedream import callbacks as callbacks
+    from pipedream import capture as capture
+    from pipedream import experts as experts
+    from pipedream import loggers as loggers
+    from pipedream import metrics as metrics
+    from pipedream import schedules as schedules
+    from pipedream.core.errors import PipelineError as PipelineError
+    from pipedream.core.hardware.cluster import Cluster as Cluster
+    from pipedream.core.model.profile import Profile as Profile
+    from pipedream.core.plan.layout import Layout as Layout
+    from pipedream.core.plan.mesh import Mesh as Mesh
+    from pipedream.core.plan.plan import Plan as Plan
+    from pipedream.core.schedule.phase import Phase as Phase
+    from pipedream.core.schedule.schedule import Schedule as Schedule
+    from pipedream.core.schedule.timeline import Timeline as Timeline
+    from pipedream.layouts import Operators as Operators
+    from pipedream.layouts import lay_out as lay_out
+    from pipedream.layouts import operators as operators
+    from pipedream.layouts import partition as partition
+    from pipedream.layouts import register_operator as register_operator
+    from pipedream.pipeline import Pipeline as Pipeline
+    from pipedream.recipe import Recipe as Recipe
+    from pipedream.runtime.results.results import Done as Done
+    from pipedream.runtime.stage.auxiliary import add_auxiliary_loss as add_auxiliary_loss
+    from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale as auxiliary_loss_scale
+    from pipedream.training.emulate import emulate as emulate
+    from pipedream.training.train import run as run
+    from pipedream.workflows.plan import plan as plan
+    from pipedream.workflows.profile import profile as profile
+    from pipedream.workflows.simulate import simulate as simulate
 
 _HOMES = {
     "Cluster": "core.hardware.cluster",
@@ -119,4 +95,8 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return ["__version__", *_HOMES, *_MODULES]
+
+
+if not TYPE_CHECKING:  # type checkers read the aliases above
+    __all__ = __dir__()
