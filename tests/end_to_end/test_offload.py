@@ -225,6 +225,22 @@ def test_two_workers_of_a_machine_need_room_for_both(tmp_path: Path) -> None:
         assert "where 6.00 MB are free, 3.00 MB too few" in str(end.error)
 
 
+@pytest.mark.processes
+def test_workers_that_measure_their_disks_plan_alike(tmp_path: Path) -> None:
+    first, second = processes.results(mishaps.plan_on_unequal_disks, 2, str(tmp_path))
+    assert first == second
+    assert Plan.from_json(first).cluster.disk_bytes_per_s == 1e9, "the slower one"
+
+
+def test_little_of_a_small_disk_is_written_to_measure_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_place.shutil, "disk_usage", lambda folder: SimpleNamespace(free=8 << 20))
+    sizes: set[int] = set()
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: (sizes.add(at + len(data)), pwrite(file, data, at))[1])
+    assert offload_place.measure_disk(str(tmp_path)) > 0
+    assert max(sizes) == 1 << 18
+
+
 def test_a_full_disk_is_named_when_it_is_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -242,7 +258,7 @@ def test_a_network_file_system_gives_a_warning(tmp_path: Path, monkeypatch: pyte
         f"36 22 {number} / /data rw,noatime shared:1 master:2 - nfs4 server:/data rw,vers=4.2\n"
     )
     monkeypatch.setattr(offload_place, "_MOUNTS", mounts)
-    monkeypatch.setattr(offload_place, "_MEASURED_BYTES", 1 << 16)
+    monkeypatch.setattr(offload_place, "_MAX_MEASURED_BYTES", 1 << 16)
     with pytest.warns(UserWarning, match=r"on a network file system \(nfs4\) at .*/s; a local disk is faster"):
         train(f"disk:{tmp_path}", nn.Sequential(*make_linears(3)))
 

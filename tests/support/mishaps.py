@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.memory import StageMemory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
@@ -148,6 +149,13 @@ def train_on_a_small_disk(folder: str) -> None:
         pd.Pipeline(model, plan, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1)),
     ):
         pass
+
+
+def plan_on_unequal_disks(folder: str) -> str:
+    """Plans with activations on a disk, which a later rank finds faster; returns the plan."""
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1000, 10_000),) * 2)
+    with mock.patch.object(offload_place, "measure_disk", return_value=1e9 * (1 + dist.get_rank())):
+        return pd.plan(profile, Cluster.flat(2), shape="straight", activations=f"disk:{folder}").to_json()
 
 
 def call_alone(rank: int, name: str, folder: str) -> None:

@@ -292,7 +292,7 @@ def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tup
         )
     messages, sums = Messages.read(request.messages, 8 * source.value_bytes), SumMethod.read(request.sums)
     if request.activations:
-        cluster = _add_activations(cluster, request.activations)
+        cluster = _add_activations(cluster, request.activations, source.device)
     if messages:
         profile = replace(source, runtime=messages.add_costs(source.runtime))
         cluster = messages.on(cluster)
@@ -318,19 +318,31 @@ def _host_optimizers(cluster: Cluster) -> Cluster:
     return replace(cluster, hosts_optimizers=True, host_bytes_per_s=rate)
 
 
-def _add_activations(cluster: Cluster, text: str) -> Cluster:
+def _add_activations(cluster: Cluster, text: str, device: str) -> Cluster:
     """Returns the cluster with a place for activations, and its rate if that is unknown.
 
-    A disk of this machine is measured; copies from GPUs to their machine's memory have the rate of their datasheets.
+    The disks of the ranks that plan are measured; copies from GPUs to their machine's memory are at a datasheet's rate.
     """
     folder = Activations.read(text).folder
     if text == HOST:
         cluster = replace(cluster, host_bytes_per_s=cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices))
-    if folder is not None and cluster.disk_bytes_per_s is None and os.access(folder, os.W_OK | os.X_OK):
-        from pipedream.runtime.stage.offload_place import measure_disk  # loads torch
-
-        cluster = replace(cluster, disk_bytes_per_s=measure_disk(folder))
+    if folder is not None and cluster.disk_bytes_per_s is None:
+        cluster = replace(cluster, disk_bytes_per_s=_measure_disks(folder, device))
     return replace(cluster, activations=text)
+
+
+def _measure_disks(folder: str, device: str) -> float | None:
+    """Returns the least rate of the workers that plan, who measure at once; None if none can write to the folder.
+
+    All must make the same plan, so every rank calls it.
+    """
+    from pipedream.runtime.comm import process_group  # loads torch
+    from pipedream.runtime.stage.offload_place import measure_disk
+
+    process_group.join_group("cuda" if device.startswith("cuda") else "cpu")
+    rate = measure_disk(folder) if os.access(folder, os.W_OK | os.X_OK) else None
+    rates = process_group.gather_json(rate, process_group.world_group())
+    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def _read_profile(profile: Profile | GraphText) -> Profile:

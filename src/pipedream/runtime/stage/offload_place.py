@@ -19,7 +19,8 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.runtime.stage.block_mover import BlockFile, view_bytes
 
-_MEASURED_BYTES = 1 << 26
+_MIN_MEASURED_BYTES, _MAX_MEASURED_BYTES = 1 << 16, 1 << 26
+_MEASURED_SHARE = 1 / 32  # of the free bytes, since a machine's workers measure at once
 _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK_FILE_SYSTEMS = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "gpfs", "lustre", "nfs", "nfs4", "smb3"),
@@ -74,7 +75,10 @@ def measure_disk(folder: str) -> float:
     Both use the system's cache; the disk's own rate counts once that is full. Raises a `PlanError` if the file cannot
     be written.
     """
-    data = view_bytes(torch.zeros(_MEASURED_BYTES, dtype=torch.uint8))
+    file_bytes = min(
+        _MAX_MEASURED_BYTES, max(_MIN_MEASURED_BYTES, int(_MEASURED_SHARE * shutil.disk_usage(folder).free))
+    )
+    data = view_bytes(torch.zeros(file_bytes, dtype=torch.uint8))
     seconds: tuple[list[float], list[float]] = ([], [])
     try:
         with closing(BlockFile(folder)) as file:
@@ -85,10 +89,10 @@ def measure_disk(folder: str) -> float:
                     durations_s.append(time.perf_counter() - start)
     except OSError as error:
         raise PlanError(
-            f"activations were to be offloaded to {folder!r}, but a file of {format_bytes(_MEASURED_BYTES)} there, to "
+            f"activations were to be offloaded to {folder!r}, but a file of {format_bytes(file_bytes)} there, to "
             f"measure its rate, failed: {error.strerror or error}; free some space, or name another folder"
         ) from error
-    return _MEASURED_BYTES / max(map(lower_quartile, seconds))
+    return file_bytes / max(map(lower_quartile, seconds))
 
 
 def find_file_system(folder: str) -> str:
