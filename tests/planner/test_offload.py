@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -106,8 +107,41 @@ def test_a_refusal_says_what_would_fit(method: tuple[str, int | None], less_byte
     assert f"activations on disk (--activations disk:FOLDER; {format_bytes(moved_bytes)}" in text
     # Of one microbatch in flight everything is there in its backward; of eight at most four are in flight.
     assert ("recomputation (--recompute auto)" in text) == (method[0] == "pipedream")
-    fewer = {"1f1b": r"1 samples \(--microbatches 8\)", "auto": r"[124] samples"}.get(method[0], "")
+    fewer = {"1f1b": r"1 samples \(--microbatches 8\)", "auto": r"[1-4] samples"}.get(method[0], "")
     assert bool(re.search(f"microbatches of at most {fewer}", text)) == bool(fewer)
+
+
+@given(share=st.floats(0.1, 1.5), schedule=st.sampled_from(["1f1b", "v_half"]))
+def test_a_refusal_says_the_largest_microbatch(share: float, schedule: str) -> None:
+    profile = replace(CHAIN, batch=12)
+
+    def plan_parts(m: int, memory_bytes: int | None = None) -> Plan:
+        cluster = Cluster.flat(2, memory_bytes=memory_bytes)
+        return pd.plan(profile, cluster, schedule=schedule, microbatches=m, strategy="search")
+
+    limit = round(share * max(stage.peak_bytes for stage in plan_parts(2).stages))
+    try:
+        plan_parts(2, limit)
+    except ShortageError as error:
+        advice = re.search(r"microbatches of at most (\d+) samples \(--microbatches (\d+)\)(?! with)", str(error))
+    else:
+        return
+    fewest = int(advice[2]) if advice else profile.batch + 1
+    if advice:
+        plan_parts(fewest, limit)
+        assert int(advice[1]) == math.ceil(profile.batch / fewest)
+    if fewest > 3:
+        with pytest.raises(ShortageError):
+            plan_parts(fewest - 1, limit)
+
+
+def test_a_methods_own_microbatches_decide_what_fits() -> None:
+    """Not whole minibatches, of which fewer fit."""
+    free = plan_of(None, schedule="1f1b")
+    assert free.microbatches > 1
+    assert (
+        plan_of(max(stage.peak_bytes for stage in free.stages), schedule="1f1b", activations="").stages == free.stages
+    )
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6])

@@ -181,12 +181,10 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
     if not offloaded and len(single_offloads) > 1 and (plan := find_plan(**offloads)):
         offloaded = [plan]
     yield from map(_describe_offloads, offloaded)
-    parts = 2 * (request.microbatches or (MAX_MICROBATCHES if request.schedule == AUTO else 1))
+    too_few = request.microbatches or (MAX_MICROBATCHES if request.schedule == AUTO else 1)
     for changes in ({}, offloads) if offloads and not offloaded else ({},):
-        m = parts
-        while m <= source.batch and not (plan := find_plan(microbatches=m, **changes)):
-            m *= 2
-        if m <= source.batch and plan:
+        m, plan = _split_until_it_fits(partial(find_plan, **changes), too_few, source.batch)
+        if plan:
             with_offloads = f" with {_describe_offloads(plan)}" if changes else ""
             yield f"microbatches of at most {-(-source.batch // m)} samples (--microbatches {m}){with_offloads}"
             break
@@ -203,6 +201,26 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
             f"sequences of about {max(1, length * fitting // _LENGTH_STEPS)} of the {length} that were profiled (an "
             f"estimate, from what layers keep of {length} and {length // 2})"
         )
+
+
+def _split_until_it_fits(find_plan: Callable[..., Plan | None], too_few: int, batch: int) -> tuple[int, Plan | None]:
+    """Returns the fewest microbatches with which there is a plan, and that plan; None if even single samples need more.
+
+    Args:
+        too_few: a number of microbatches with which nothing fits.
+        batch: the samples of a minibatch.
+    """
+    plan, fitting = None, too_few
+    while plan is None and fitting < batch:
+        too_few, fitting = fitting, min(2 * fitting, batch)
+        plan = find_plan(microbatches=fitting)
+    while plan and fitting - too_few > 1:
+        middle = (too_few + fitting) // 2
+        if fewer := find_plan(microbatches=middle):
+            fitting, plan = middle, fewer
+        else:
+            too_few = middle
+    return fitting, plan
 
 
 def _find_fitting(

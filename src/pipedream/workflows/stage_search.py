@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from pipedream import planner, schedules
-from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.plan_costs import NO_GAP
@@ -68,8 +68,14 @@ class StageSearch:
 
         `limit_s` as in `planner.PlanSearch.best`.
         """
-        microbatches = self.request.microbatches
-        plan = self.plan_with_microbatches(microbatches or 1, shape, slower, limit_s)
+        microbatches, is_over = self.request.microbatches, False
+        try:
+            plan = self.plan_with_microbatches(microbatches or 1, shape, slower, limit_s)
+        except ShortageError:
+            if microbatches is not None or not self._method.splits_minibatch:
+                raise
+            # Whole minibatches do not fit; those that the method splits may.
+            plan, is_over = self._without_memory.plan_with_microbatches(1, shape, slower), True
         is_split = microbatches is not None and self._method.splits_minibatch
         if is_split and self._is_automatic(shape) and max(plan.replicas) > (microbatches or 1):
             # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
@@ -79,7 +85,9 @@ class StageSearch:
             return plan
         batch = self.profile.batch
         limit = batch if batch > 1 else plan.microbatches  # 1: perhaps unknown
-        if plan.first_stage_over_memory is not None or plan.microbatches > limit:  # again, with those of the method
+        if (
+            is_over or plan.first_stage_over_memory is not None or plan.microbatches > limit
+        ):  # again, with those of the method
             m = max(min(plan.microbatches, limit), *plan.replicas)
             plan = self.plan_with_microbatches(m, shape, slower)
             plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, m)
@@ -144,7 +152,8 @@ class StageSearch:
         except PipelineError as error:
             errors.append(error)
         if not rows:
-            raise errors[0]
+            shortages = [error for error in errors if isinstance(error, ShortageError)]
+            raise min(shortages, key=lambda error: error.need_bytes) if shortages == errors else errors[0]
         return [*rows.values()], refused
 
     def _copy_over_sites(self) -> Plan | None:
@@ -219,6 +228,11 @@ class StageSearch:
     @cached_property
     def _method(self) -> MethodProperties:
         return schedules.properties_of(self.request.schedule)
+
+    @cached_property
+    def _without_memory(self) -> StageSearch:
+        cluster = self.request.workers_and_links.without_memory_limits()
+        return StageSearch(self.profile, replace(self.request, cluster=cluster))
 
     @property
     def _recompute(self) -> str:
