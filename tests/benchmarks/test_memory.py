@@ -97,14 +97,9 @@ def test_bubbles_of_1f1b_are_those_of_the_paper_of_roundpipe(model: Any) -> None
         assert 100 * score(bubble.make_plan(model, method)).bubble == pytest.approx(published, abs=0.06)
 
 
-def test_roundpipe_has_the_smallest_bubble_with_stages_chosen_for_it() -> None:
-    model, method = bubble.MODELS[0], bubble.METHODS[-1]
-    chosen = bubble.choose_stages(model, method)
-    assert sum(chosen.backwards) == sum(model.backwards)
-    straight, least, unadapted = (
-        score(bubble.make_plan(*pair)).bubble for pair in ((model, "1f1b"), (chosen, method), (model, method))
-    )
-    assert least < unadapted < straight
+@pytest.mark.parametrize("model", bubble.MODELS, ids=lambda model: model.name)
+def test_roundpipe_without_a_flush_idles_as_little_as_in_its_paper(model: Any) -> None:
+    assert 100 * score(bubble.make_plan(model, bubble.METHODS[-1])).bubble < model.published[-1] + 0.7
 
 
 @pytest.mark.processes

@@ -79,7 +79,7 @@ def check_counts(p: int, m: int, schedule: Schedule) -> None:
             assert staleness(timeline, s) == claims.staleness(p, counted, s) == schedule.weights.staleness(s)
         if claims.versions:
             versions = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.stage_replicas(s))
-            versions += min(1, len(schedule.placement.remote_forwards(s)))
+            versions += min(1, len(schedule.placement.passes_on_copies(s, forward=True)))
             assert timeline.peak_versions[s] == claims.versions(p, counted, s) == versions
 
 

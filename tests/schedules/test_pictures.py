@@ -52,7 +52,7 @@ def picture(schedule: Schedule, slots: int) -> list[str]:
     for op, slot in slots_of(schedule, slots).items():
         rank = schedule.placement.ranks[op.stage][op.replica]
         if op.kind is Kind.FORWARD:
-            rank = schedule.placement.forward_rank(op.stage, op.index)
+            rank = schedule.placement.rank_of(op.stage, op.index, forward=True)
         if op.kind is Kind.UPDATE:
             last = max(i for i in range(slots) if rows[rank][i] != ".")
             rows[rank][last] = rows[rank][last].rstrip("'") + "'"

@@ -69,31 +69,41 @@ def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f
         assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, b, 0.0))
 
 
-def dispatched_on(workers: list[int], slots: list[float], m: int, n: int) -> float:
-    """Returns the seconds of n minibatches, each with its slots on these workers, of which none waits for another."""
-    free, ends = [0.0] * (1 + max(workers)), [0.0] * m
-    for _ in range(n):
+def dispatched_on(workers: list[list[int]], slots: list[float], m: int) -> float:
+    """Returns the seconds of minibatches, each with its slots on these workers, of which none waits for another."""
+    free, ends = [0.0] * (1 + max(map(max, workers))), [0.0] * m
+    for row in workers:
         ends = [0.0] * m
-        for worker, seconds in zip(workers, slots, strict=True):
+        for worker, seconds in zip(row, slots, strict=True):
             for k in range(m):
                 free[worker] = ends[k] = max(free[worker], ends[k]) + seconds
     return max(ends)
 
 
-@given(sizes(), st.integers(1, 5))
-def test_without_a_flush_slots_follow_each_other(size: tuple[int, int, int], n: int) -> None:
+@given(sizes(), st.integers(1, 9))
+def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, int], n: int) -> None:
     p, stages, m = size
     plan = plan_of(p, stages)
     schedule = roundpipe(plan, m, forwards=0, delay=1)
-    forward = schedule.placement.forwards  # type: ignore[attr-defined]
+    forward = [row[0] for row in schedule.placement.forwards]
     slots = [list(group) for _, group in groupby(range(stages - 1), key=lambda s: forward[s])]
-    workers = [forward[slot[0]] for slot in slots] + [s % p for s in range(stages)]
+    count = len(slots) + stages
+    workers = [[(slot - len(slots)) % p for slot in range(n * count)][i * count :][:count] for i in range(n)]
+    for i, row in enumerate(workers):
+        for s in range(stages - 1):
+            assert schedule.placement.rank_of(s, i * m, forward=True) == row[[s in slot for slot in slots].index(True)]
+        for s in range(stages):
+            assert schedule.placement.rank_of(s, (i + 1) * m - 1) == row[count - 1 - s]
     seconds = [*(float(len(slot)) for slot in slots), *[3.0] * stages]
     program = lower(schedule)
     assert set(verify(program).staleness) == {1}
     if p > 1 and m >= p:
         timeline = simulate(program, costs(schedule.plan), n * m)
-        assert timeline.makespan_s == pytest.approx(dispatched_on(workers, seconds, m, n))
+        assert timeline.makespan_s == pytest.approx(dispatched_on(workers, seconds, m))
+    assert program.from_json(program.to_json()) == program
+    long = simulate(program, costs(schedule.plan), 3 * len(schedule.placement.forwards[0]) * m)
+    assert long.peak_versions == verify(program).peak_versions
+    verify(lower(evaluation(schedule.plan, schedule.placement)))
 
 
 @given(sizes(), st.lists(st.integers(1, 9), min_size=20, max_size=20))
@@ -111,7 +121,7 @@ def test_slots_of_forwards_by_the_seconds(size: tuple[int, int, int], times: lis
         return -(-(len(sums) + stages) // p) * p * max(longest, *sums)
 
     best = min(period_s(ends) for count in range(last) for ends in combinations(range(1, last), count))
-    chosen = [slot.stop for slot in _choose_slots(plan)]
+    chosen = [slot.stop for slot in _choose_slots(plan, continued=False)]
     assert chosen[-1] == last
     assert period_s(tuple(chosen[:-1])) == best
 
@@ -126,9 +136,9 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
     timeline = simulate(program, costs(schedule.plan), 2 * m)
     assert timeline.peak_versions == proof.peak_versions
     for rank in range(p):
-        remote_forwards = proof.peak_versions[rank] - len(placement.stage_replicas(rank))
-        assert (remote_forwards > 0) == (len(placement.remote_forwards(rank)) > 0)
-        assert remote_forwards <= min(forwards, len(placement.remote_forwards(rank)))
+        copies = proof.peak_versions[rank] - len(placement.stage_replicas(rank))
+        assert (copies > 0) == (len(placement.passes_on_copies(rank, forward=True)) > 0)
+        assert copies <= min(forwards, len(placement.passes_on_copies(rank, forward=True)))
     if forwards == 1:
         claims = schedule.claims
         assert claims.in_flight is not None
@@ -209,7 +219,7 @@ def test_updates_on_the_hosts_of_gpus_take_no_time_of_the_passes(
 
 
 PROGRAM = lower(roundpipe(plan_of(3, 5), 4))
-GUESTS = [(rank, stage) for rank in range(3) for stage, _ in PROGRAM.placement.remote_forwards(rank)]
+GUESTS = [(rank, stage) for rank in range(3) for stage, _ in PROGRAM.placement.passes_on_copies(rank, forward=True)]
 
 
 def channel(carries: str, stage: int) -> int:
@@ -278,13 +288,16 @@ def test_a_program_is_read_again_as_it_was() -> None:
     again = Program.from_json(program.to_json())
     assert again == program
     assert again.placement.shares_weights
-    wrong = program.to_json().replace('"forwards"', '"backwards"')
-    with pytest.raises(ArtifactError, match="backwards"):
+    wrong = program.to_json().replace('"turn"', '"round"')
+    with pytest.raises(ArtifactError, match="round"):
         Program.from_json(wrong)
-    with pytest.raises(ValueError, match="one home and one rank"):
-        Placement(((0,), (1,)), (0,))
+    homes_of_two = ((0,), (1,))
+    with pytest.raises(ValueError, match="one home and ranks for its forwards and its backwards"):
+        Placement(homes_of_two, ((0,),), homes_of_two)
     with pytest.raises(ValueError, match="ranks 0 to 1, found"):
-        Placement(((0,), (1,)), (0, 2))
+        Placement(homes_of_two, ((0,), (2,)), homes_of_two)
+    with pytest.raises(ValueError, match="all stages have as many turns"):
+        Placement(homes_of_two, ((0, 1), (1,)), homes_of_two)
 
 
 # -- plans ----------------------------------------------------------------------------------------------

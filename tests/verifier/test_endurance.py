@@ -111,7 +111,7 @@ def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
     for stage, row in enumerate(placement.ranks):
         for k in range(total):
             expected |= {(letter, stage, k, row[k % len(row)]) for letter in letters if letter != "F"}
-            expected |= {("F", stage, k, placement.forward_rank(stage, k))}
+            expected |= {("F", stage, k, placement.rank_of(stage, k, forward=True))}
         expected |= {("U", stage, n + 1, rank) for n in range(-(-total // per_update[stage])) for rank in row}
     assert set(done) == expected
     gradients: dict[tuple[int, int, int], list[float]] = defaultdict(list)
@@ -121,12 +121,14 @@ def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
         needs = []
         if kind == "F":
             version = weights.forward_version(stage, k)
-            needs += [("F", stage - 1, k, placement.forward_rank(stage - 1, k))] if stage else []
+            needs += [("F", stage - 1, k, placement.rank_of(stage - 1, k, forward=True))] if stage else []
             home = placement.rank_of(stage, k)
             needs += [("U", stage, version, home)] if version else []
             assert 0 <= version <= k // per_update[stage]
         else:
-            needs += [("I", stage, k, rank) if kind == "W" else ("F", stage, k, placement.forward_rank(stage, k))]
+            needs += [
+                ("I", stage, k, rank) if kind == "W" else ("F", stage, k, placement.rank_of(stage, k, forward=True))
+            ]
             needs += [(back, stage + 1, k, placement.rank_of(stage + 1, k))] if stage < last and kind == back else []
         for need in needs:
             assert done[need].end_s <= span.start_s + _TINY, f"{stage}{kind}{k} before {need}"
@@ -138,7 +140,7 @@ def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
             assert min(gradients[stage, n + 1, rank], default=span.end_s) >= span.start_s - _TINY, "another's gradient"
     for rank in range(placement.workers):
         versions = sum(weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
-        assert timeline.peak_versions[rank] <= versions + min(1, len(placement.remote_forwards(rank)))
+        assert timeline.peak_versions[rank] <= versions + min(1, len(placement.passes_on_copies(rank, forward=True)))
     for tag in timeline.gradient_versions:
         assert tag.applied_to == tag.microbatch // per_update[tag.stage]
         assert tag.forward_version == weights.forward_version(tag.stage, tag.microbatch)

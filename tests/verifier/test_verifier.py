@@ -49,7 +49,7 @@ def test_all_methods_pass(case: Case) -> None:
     proof = verify(program)
     weights, placement = program.weights, program.placement
     for rank in range(placement.workers):
-        visiting = min(1, len(placement.remote_forwards(rank)))
+        visiting = min(1, len(placement.passes_on_copies(rank, forward=True)))
         assert proof.peak_versions[rank] <= visiting + sum(
             weights.versions(s) for s, _ in placement.stage_replicas(rank)
         )

@@ -9,23 +9,26 @@ not be a multiple of p. With n equal slots, p divides n and m >= p, the bubble i
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
 
 Weights are in memory that all workers, on one machine, share; a worker copies those of its slot when the slot begins. A
-slot may hold the forwards of several stages, since
-backwards take about three times as long.
+slot may hold the forwards of several stages, since backwards take about three times as long.
 
 A minibatch starts when the one before has ended. In the paper's asynchronous form (`delay=1`) it does not wait: its
-passes read weights that lack one update, w(t+1) = w(t) - lr grad f(w(t-1)), while the host makes it. If p divides the
-number of slots, workers then wait at the two ends of a run alone.
+passes read weights that lack one update, w(t+1) = w(t) - lr grad f(w(t-1)), while the host makes it. Its slots go on
+from the worker after that of the minibatch before, so with equal slots workers wait at the two ends of a run alone. The
+workers then take turns at a stage's backwards, and leave its gradients in shared memory for its home, the worker that
+makes its updates.
 
-Difference from the paper: each minibatch begins with the same worker, so a stage's backwards and its updates are always
-made by one worker, its home, and some wait for one slot in each minibatch if p does not divide the number of slots.
+Differences from the paper: a slot has all m microbatches, not p of them, and a backward repeats its forward when the
+gradient has arrived, not before.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
+from math import gcd
 
 from pipedream.schedules import kit
 
@@ -50,16 +53,65 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
         forwards: number of stages whose forwards are one slot; 0 chooses the slots by the plan's seconds, as the paper.
         delay: staleness of the gradients, 0 or 1.
     """
+    _check(plan, forwards, delay)
     p, last = plan.workers, len(plan.stages) - 1
-    order = plan.worker_order or tuple(range(sum(plan.replicas)))
-    if set(plan.replicas) != {1} or order != homes(p, last + 1):
+    m = microbatches or 4 * p
+    slots = [range(first, min(first + forwards, last)) for first in range(0, last, forwards or 1)]
+    if not forwards and last:
+        slots = _choose_slots(plan, continued=delay > 0)
+    count = len(slots) + last + 1
+    turns = p // gcd(count, p) if delay else 1  # minibatches until one begins again with the same worker
+
+    def find_worker(slot: int, minibatch: int) -> int:
+        # Counted from the last stage's slot, on worker 0 in the first minibatch.
+        return (slot - len(slots) + count * (minibatch % turns)) % p
+
+    def order(rank: int) -> Iterator[kit.Op]:
+        due: list[kit.Op] = []  # updates from gradients of other workers
+        for minibatch in itertools.count():
+            for slot in range(count):
+                stage, is_mine = last - slot + len(slots), find_worker(slot, minibatch) == rank
+                for k in range(minibatch * m, (minibatch + 1) * m) if is_mine else ():
+                    for s in slots[slot] if slot < len(slots) else (last,) * (stage == last):
+                        yield kit.forward((s, 0), k)
+                    if stage <= last:
+                        yield kit.backward((stage, 0), k)
+                if is_mine:  # what another worker began before this slot has ended
+                    yield from due
+                    due = []
+                if stage <= last and find_worker(slot, 0) == rank:
+                    due.append(kit.update((stage, 0), minibatch + 1))
+                    if is_mine:
+                        yield due.pop()
+
+    def find_workers(slot: int) -> tuple[int, ...]:
+        return tuple(find_worker(slot, minibatch) for minibatch in range(turns))
+
+    again = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
+    claims = _make_claims(last) if forwards == 1 and not delay else kit.Claims()
+    schedule = kit.flushing("roundpipe", replace(plan, stages=again), m, order, claims)
+    if delay:
+        schedule = replace(schedule, weights=kit.DoubleBuffer(m), flushes=False, claims=claims)
+    forward_slots = [*(number for number, slot in enumerate(slots) for _ in slot), len(slots)]
+    placement = replace(
+        plan.placement,
+        forwards=tuple(map(find_workers, forward_slots)),
+        backwards=tuple(map(find_workers, range(count - 1, len(slots) - 1, -1))),
+        turn=m if turns > 1 else 1,
+    )
+    return replace(schedule, placement=placement)
+
+
+def _check(plan: kit.Plan, forwards: int, delay: int) -> None:
+    workers, needed = plan.worker_order or tuple(range(sum(plan.replicas))), homes(plan.workers, len(plan.stages))
+    if set(plan.replicas) != {1} or workers != needed:
         raise kit.ScheduleError(
             f"schedule 'roundpipe' needs {dispatched.words}, without replicas; found plan {plan.config} on workers "
-            f"{order}; plan for this method, or name the workers {homes(p, last + 1)} in the plan's order"
+            f"{workers}; plan for this method, or name the workers {needed} in the plan's order"
         )
-    if apart := [worker for worker in order if plan.cluster.reach(order[0], worker)]:
+    if apart := [worker for worker in workers if plan.cluster.reach(workers[0], worker)]:
         raise kit.ScheduleError(
-            f"schedule 'roundpipe' keeps weights in the memory of one machine, but workers {order[0]} and {apart[0]} "
+            f"schedule 'roundpipe' keeps weights in the memory of one machine, but workers {workers[0]} and {apart[0]} "
             "of the cluster are on different ones; plan for one machine, or choose another method"
         )
     if plan.activations or plan.ranks > plan.workers:
@@ -73,37 +125,12 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
             "schedule 'roundpipe': a slot has the forwards of at least 1 stage, or with 0 as many as the plan's seconds"
             f" say, and the delay is 0 or 1; found forwards={forwards} and delay={delay}"
         )
-    m = microbatches or 4 * p
-    slots = [range(first, min(first + forwards, last)) for first in range(0, last, forwards or 1)]
-    if not forwards and last:
-        slots = _choose_slots(plan)
-    # Counted back from the last stage's slot on worker 0; the backwards after it are on workers 1, 2, ...
-    worker = {stage: (number - len(slots)) % p for number, slot in enumerate(slots) for stage in slot}
-    placement = replace(plan.placement, forwards=(*worker.values(), 0))
-
-    def ops(rank: int, mine: range) -> Iterator[kit.Op]:
-        for slot in (slot for slot in slots if worker[slot[0]] == rank):
-            for k in mine:
-                for stage in slot:
-                    yield kit.forward((stage, 0), k)
-        for stage in range(last - rank, -1, -p):
-            for k in mine:
-                if stage == last:
-                    yield kit.forward((stage, 0), k)
-                yield kit.backward((stage, 0), k)
-
-    again = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
-    claims = _make_claims(last) if forwards == 1 and not delay else kit.Claims()
-    schedule = kit.flushing("roundpipe", replace(plan, stages=again), m, kit.minibatch_by_minibatch(m, ops), claims)
-    if delay:
-        schedule = replace(schedule, weights=kit.DoubleBuffer(m), flushes=False, claims=claims)
-    return replace(schedule, placement=placement)
 
 
-def _choose_slots(plan: kit.Plan) -> list[range]:
+def _choose_slots(plan: kit.Plan, *, continued: bool) -> list[range]:
     """Returns the stages of each slot of forwards for which max(slots, p) times the longest slot is shortest.
 
-    The number of slots counts as the next multiple of p, since each minibatch begins with the same worker.
+    The number of slots counts as the next multiple of p unless they are `continued` by the next worker.
     """
     p, stages = plan.workers, plan.stages
     before = list(accumulate((stage.forward_s for stage in stages[:-1]), initial=0.0))
@@ -122,7 +149,8 @@ def _choose_slots(plan: kit.Plan) -> list[range]:
         return min(options)
 
     def period_s(count: int) -> float:
-        slots = -(-(count + len(stages)) // p) * p
+        slots = count + len(stages)
+        slots = slots if continued else -(-slots // p) * p
         return slots * max(longest_s, split(len(stages) - 1, count)[0])
 
     counts = range(len(stages) - 1, 0, -1)  # of equal periods the one with the shorter slots

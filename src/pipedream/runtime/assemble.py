@@ -31,12 +31,14 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.host_store import HostStore, HostVersions, RemoteForward, StageLayout
+from pipedream.runtime.stage.host_store import HostStore, HostVersions, StageLayout
+from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import StageModule, low_precision_weights
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.tied_weights import TiedGradientSum, copy_tied
@@ -149,7 +151,7 @@ def make_local_workers(
     """Returns all workers, joined by queues in one process."""
     program, placement, tied = blueprint.program, blueprint.placement, blueprint.tied
     queues = {number: LocalChannel() for number in range(len(program.channels))}
-    owners = placement.ranks[-1]
+    owners = placement.scorers
     results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
     everyone = LocalGroup(placement.workers)
     replica_groups = [LocalGroup(count) for count in placement.replicas]
@@ -185,11 +187,11 @@ def make_local_workers(
             {other: channel for (owner, other), channel in results.items() if owner == rank},
             {owner: channel for (owner, other), channel in results.items() if other == rank},
         )
-        remote_forwards = make_remote_forwards(blueprint, rank, parameters.__getitem__, store)
+        stateless = make_stateless_stages(blueprint, rank, parameters.__getitem__, store)
         groups = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
         workers.append(
             _make_worker(
-                blueprint, rank, stage_states, remote_forwards, ends, everyone.member(rank), groups, rank, Activity()
+                blueprint, rank, stage_states, stateless, ends, everyone.member(rank), groups, rank, Activity()
             )
         )
     return workers
@@ -199,7 +201,7 @@ def make_distributed_worker(
     blueprint: Blueprint,
     rank: int,
     parameters: Mapping[int, dict[str, nn.Parameter]],
-    remote_forwards: dict[int, RemoteForward],
+    stateless: dict[int, StatelessStage],
     connections: Connections,
     shardings: Mapping[int, StageSharding],
     store: HostStore,
@@ -237,7 +239,7 @@ def make_distributed_worker(
         blueprint,
         rank,
         stage_states,
-        remote_forwards,
+        stateless,
         WorkerChannels(*transport.open_channels(), *transport.open_result_channels()),
         connections.sum_over(connections.everyone),
         tied_groups,
@@ -246,33 +248,42 @@ def make_distributed_worker(
     )
 
 
-def make_remote_forwards(
+def make_stateless_stages(
     blueprint: Blueprint, rank: int, find_trained: Callable[[int], dict[str, nn.Parameter]], store: HostStore
-) -> dict[int, RemoteForward]:
-    """Returns a rank's remote forwards by stage; to be called before layers that share a parameter are separated.
+) -> dict[int, StatelessStage]:
+    """Returns the stages whose passes on a rank copy weights; to be called before layers that share a parameter are
+    separated.
 
     Args:
         find_trained: returns the trained parameters of a stage.
     """
-    remote_forwards = {}
-    settings = blueprint.settings
-    for stage, _ in blueprint.placement.remote_forwards(rank):
+    stateless = {}
+    settings, placement, program = blueprint.settings, blueprint.placement, blueprint.program
+    passes = (placement.passes_on_copies(rank, forward=forward) for forward in (True, False))
+    for stage in sorted({stage for row in passes for stage, _ in row}):
         layers = blueprint.stages[stage]
         trained = dict(find_trained(stage))
         module = StageModule(layers, trained, blueprint.device, settings.seed, settings.autocast, settings.compile)
         layout = _lay_out_stage(blueprint, stage, module)
-        for name, handle in trained.items() if store.is_shared else ():  # which belong to another rank
-            module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
-        remote_forwards[stage] = RemoteForward(module, layout, partial(store.open, stage, layout))
-    return remote_forwards
+        gradients = Gradients([handle.dtype for handle in trained.values()])
+        scale = 1.0 if settings.scaling is None else settings.scaling.scale
+        if store.is_shared and placement.ranks[stage] != (rank,):
+            for name, handle in trained.items():
+                module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
+        per_update, open_stored = program.updates.per_update[stage], partial(store.open, stage, layout)
+        stateless[stage] = StatelessStage(module, layout, gradients, scale, per_update, open_stored)
+        if program.plan.stages[stage].recompute and not placement.is_remote(stage):
+            stateless[stage].recomputation = Recomputation(module)
+    return stateless
 
 
 def _lay_out_stage(blueprint: Blueprint, stage: int, module: StageModule) -> StageLayout:
     settings = blueprint.settings
     low_precision = low_precision_weights(module.layers, module.handles, settings.autocast)
     sets = max(program.weights.versions(stage) for program in blueprint.programs)
-    gradients = blueprint.weights_device != blueprint.device
-    return StageLayout(module, low_precision, sets, ema=settings.ema is not None, gradients=gradients)
+    turns = 1 + blueprint.program.weights.staleness(stage) if blueprint.placement.has_turns else 0
+    gradients = not turns and blueprint.weights_device != blueprint.device
+    return StageLayout(module, low_precision, sets, ema=settings.ema is not None, gradients=gradients, turns=turns)
 
 
 def _copy_layers(
@@ -396,7 +407,7 @@ def _make_worker(
     blueprint: Blueprint,
     rank: int,
     stage_states: dict[int, StageState],
-    remote_forwards: dict[int, RemoteForward],
+    stateless: dict[int, StatelessStage],
     channels: WorkerChannels,
     everyone: Group,
     tied: Sequence[tuple[TiedWeights, Group]],
@@ -421,13 +432,13 @@ def _make_worker(
         reads_late=blueprint.device.type == "cuda",
         process=process,
     )
-    return Worker(
+    worker = Worker(
         rank,
         process=process,
         program=program,
         evaluation=blueprint.evaluation,
         stage_states=stage_states,
-        remote_forwards=remote_forwards,
+        stateless=stateless,
         senders=channels.senders,
         receivers=channels.receivers,
         results=results,
@@ -436,3 +447,7 @@ def _make_worker(
         update_barrier=UpdateBarrier(settings.policy, everyone, stage_states, sums),
         activity=activity,
     )
+    for stage_state in stage_states.values():
+        if stage_state.module.sharding is not None:
+            stage_state.module.sharding.look = worker.recorder.memory.read_heap
+    return worker

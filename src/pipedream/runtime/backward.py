@@ -9,6 +9,7 @@ import torch
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
+from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import DataStream, ForwardRunner
@@ -17,6 +18,7 @@ from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.stateless_stage import StatelessStage
 
 
 class BackwardRunner:
@@ -32,7 +34,6 @@ class BackwardRunner:
     def __init__(
         self,
         rank: int,
-        stage_states: dict[int, StageState],
         forwards: ForwardRunner,
         mailbox: Mailbox,
         results: Results,
@@ -41,7 +42,6 @@ class BackwardRunner:
         is_stop_requested: Callable[[], bool],
     ) -> None:
         self._rank = rank
-        self._stage_states = stage_states
         self._forwards = forwards
         self._saved_forwards = forwards.saved_forwards
         self._mailbox = mailbox
@@ -60,8 +60,27 @@ class BackwardRunner:
     def begin(self, stream: DataStream) -> None:
         self._stream = stream
 
-    def run(self, stage: int, index: int) -> None:
-        """Runs a B: computes the gradients of the weights and of the received tensors."""
+    def run(self, stage: int, index: int) -> Waiting[None] | None:
+        """Runs a B: computes the gradients of the weights and of the received tensors.
+
+        Returns a generator of what it waits for, or None if it has run.
+        """
+        stage_state = self._forwards.find_passes(stage)
+        if self._is_remote[stage] and isinstance(stage_state, StatelessStage):
+            pending = stage_state.begin_pass(index, 0, changes_buffers=True)
+            if not pending.ready():
+                return self._run_after_wait(pending, stage, index)
+            pending.result()
+        self._run(stage, index)
+        return None
+
+    def _run_after_wait(self, pending: Pending[None], stage: int, index: int) -> Waiting[None]:
+        start = self._recorder.mark()
+        yield from wait_for(pending)
+        self._recorder.note("wait", stage, self._stream.offset + index, start)
+        self._run(stage, index)
+
+    def _run(self, stage: int, index: int) -> None:
         stage_state, start = self._begin_backward(Kind.BACKWARD, stage, index, "a backward")
         saved = self._saved_forwards.pop((stage, index))
         message = self._take_gradients(stage, index)
@@ -70,7 +89,7 @@ class BackwardRunner:
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
-                output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
+                output_gradients = saved.output_gradients(message, stage_state.scale)
                 stage_state.observer.before_backward(saved, output_gradients)
                 weight_gradients, input_gradients = stage_state.module.backward(
                     saved, output_gradients, stage_state.gradients.accumulators, hook
@@ -88,7 +107,7 @@ class BackwardRunner:
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
-                output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
+                output_gradients = saved.output_gradients(message, stage_state.scale)
                 stage_state.observer.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
         self._forwards.offload.end_backward(stage, index)
@@ -109,10 +128,12 @@ class BackwardRunner:
         self._add_gradients(stage_state, saved, weight_gradients, is_last=hook is not None)
         self._end_backward("W", stage, index, stage_state, start)
 
-    def _begin_backward(self, kind: Kind, stage: int, index: int, task: str) -> tuple[StageState, Moment]:
+    def _begin_backward(
+        self, kind: Kind, stage: int, index: int, task: str
+    ) -> tuple[StageState | StatelessStage, Moment]:
         self._activity.begin(task)
         self._forwards.offload.begin_backward(kind, stage, index)
-        stage_state = self._stage_states[stage]
+        stage_state = self._forwards.find_passes(stage)
         if self._is_remote[stage]:
             # The forward ran on another rank, which has sent its input; the graph is built here.
             self._saved_forwards[stage, index] = self._forwards.recompute(
@@ -121,27 +142,39 @@ class BackwardRunner:
         return stage_state, self._recorder.mark()
 
     def _choose_ready_hook(
-        self, kind: Kind, stage: int, index: int, stage_state: StageState
+        self, kind: Kind, stage: int, index: int, stage_state: StageState | StatelessStage
     ) -> Callable[[int, torch.Tensor], None] | None:
         """Returns the hook that starts the all-reduce inside the last backward before a replicated stage's update."""
-        if stage_state.optimizer.all_reduce is None:
+        if isinstance(stage_state, StatelessStage) or stage_state.optimizer.all_reduce is None:
             return None
         op = Op(kind, stage, index, self._placement.replica(stage, index))
         return None if self.update_completed_by(op) is None else stage_state.gradient_ready
 
     def _add_gradients(
-        self, stage_state: StageState, saved: SavedForward, gradients: list[torch.Tensor | None], *, is_last: bool
+        self,
+        stage_state: StageState | StatelessStage,
+        saved: SavedForward,
+        gradients: list[torch.Tensor | None],
+        *,
+        is_last: bool,
     ) -> None:
         stage_state.add_gradients(saved, gradients)
-        if is_last:
+        if is_last and isinstance(stage_state, StageState):
             # The sums over the replicas are under way; adds zeros for the gradients that this replica lacks.
             stage_state.optimizer.start_remaining_sums(stage_state.gradients, float(self._is_stop_requested()))
 
-    def _end_backward(self, kind: str, stage: int, index: int, stage_state: StageState, start: Moment) -> None:
+    def _end_backward(
+        self, kind: str, stage: int, index: int, stage_state: StageState | StatelessStage, start: Moment
+    ) -> None:
         self._recorder.note(kind, stage, self._stream.offset + index, start)
         if (index + 1) % self._stream.split == 0:
             stage_state.finish_update(self._recorder)  # it still reads the memory that gradients are copied to
             stage_state.end_passes()
+            if self._placement.has_turns:  # the update is made on another rank
+                for microbatch, *versions in stage_state.gradient_versions:
+                    row = (*versions, index // self._stream.split)
+                    self._recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *row)
+                stage_state.gradient_versions.clear()
         self._activity.end()
 
     def _take_gradients(self, stage: int, index: int) -> Message | None:
@@ -164,7 +197,7 @@ class BackwardRunner:
         """Sends the gradients of a stage's inputs, with the results that travel with them."""
         if not stage:
             return
-        self._stage_states[stage].observer.before_send_back(index, input_gradients)
+        self._forwards.find_passes(stage).observer.before_send_back(index, input_gradients)
         results = self._results.take_carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
         gradients = Message(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,11 +21,11 @@ from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Output, Results
 from pipedream.runtime.results.scoring import Scorer, Targets
-from pipedream.runtime.stage.host_store import RemoteForward
 from pipedream.runtime.stage.offload import Offload
-from pipedream.runtime.stage.recompute import ForwardFunction
+from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.stateless_stage import StatelessStage
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ForwardRunner:
     """Runs the forwards of a rank. Lifecycle: `begin` a stream; then `run` for each microbatch at a stage.
 
     Args:
-        remote_forwards: stage -> forwards of a stage whose home is another rank.
+        stateless: stage -> its passes here, where they copy the weights.
         admit: takes a microbatch from the data; returns None at its end.
 
     Attributes:
@@ -68,7 +68,7 @@ class ForwardRunner:
         self,
         rank: int,
         stage_states: dict[int, StageState],
-        remote_forwards: dict[int, RemoteForward],
+        stateless: dict[int, StatelessStage],
         admit: Callable[[int], Message | None],
         mailbox: Mailbox,
         scorer: Scorer,
@@ -79,7 +79,7 @@ class ForwardRunner:
     ) -> None:
         self._rank = rank
         self._stage_states = stage_states
-        self._remote_forwards = remote_forwards
+        self._stateless = stateless
         self._admit = admit
         self._mailbox = mailbox
         self._scorer = scorer
@@ -105,16 +105,16 @@ class ForwardRunner:
         message = self._mailbox.take(Carries.ACTIVATION, stage, index) if stage else self._admit(index)
         if message is None:
             return None
-        if stage in self._remote_forwards and self._stream.trains:
-            pending = self._remote_forwards[stage].stored.await_version(
-                self._program.weights.forward_version(stage, index)
-            )
-            if not pending.ready():
-                return self._run_after_wait(pending, stage, index, message)
-            pending.result()
-        elif self._stream.trains:
+        if self._stream.trains:
             version = self._program.weights.forward_version(stage, index)
-            self._stage_states[stage].finish_update(self._recorder, version)
+            if stage in self._stage_states:
+                self._stage_states[stage].finish_update(self._recorder, version)
+            if stage in self._stateless:
+                is_remote = self._program.placement.is_remote(stage)
+                pending = self._stateless[stage].begin_pass(index, version, changes_buffers=not is_remote)
+                if not pending.ready():
+                    return self._run_after_wait(pending, stage, index, message)
+                pending.result()
         return self._run_forward(stage, index, message)
 
     def _run_after_wait(self, pending: Pending[None], stage: int, index: int, message: Message) -> Waiting[Any]:
@@ -127,22 +127,21 @@ class ForwardRunner:
         stream = self._stream
         start = self._recorder.mark()
         self._activity.begin("a forward" if stream.trains else "a forward without training")
-        remote_forward = self._remote_forwards.get(stage)
-        stage_state = remote_forward or self._stage_states[stage]
+        stage_state = self.find_passes(stage)
         if not stream.trains:
             is_empty = message.content is Content.EMPTY
             result = message if is_empty else self._run_without_backward(stage, index, stage_state, message)
             stage_state.end_passes()
-        elif remote_forward is None:
-            result = self._run_local(stage, index, self._stage_states[stage], message)
+        elif self._program.placement.is_remote(stage):
+            result = self._run_remote(stage, index, stage_state, message)
         else:
-            result = self._run_remote(stage, index, remote_forward, message)
+            result = self._run_local(stage, index, stage_state, message)
         if stage < self._last_stage:
             self._mailbox.put(Carries.ACTIVATION, stage + 1, result)
         else:
             self._mailbox.drop(Carries.INPUT, stage, index)
         self._activity.end()
-        stage_state.next_forward = index + self._replicas[stage]
+        stage_state.next_forward = self._program.placement.next_forward(stage, index)
         self._recorder.note("F", stage, stream.offset + index, start)
         if stage == self._last_stage and stream.trains:
             minibatch = stream.minibatch(index)
@@ -154,13 +153,20 @@ class ForwardRunner:
             return self._yield_output()
         return None
 
+    def find_passes(self, stage: int) -> StageState | StatelessStage:
+        """Returns what runs the passes of a stage on this rank."""
+        return self._stateless.get(stage) or self._stage_states[stage]
+
     def receive_output(self) -> Waiting[Output]:
         """Receives the next output of a prediction."""
         index = self.received_outputs
         self.received_outputs += 1
-        return self._results.receive_output(index, self._program.placement.rank_of(self._last_stage, index))
+        owner = self._program.placement.rank_of(self._last_stage, index, forward=True)
+        return self._results.receive_output(index, owner)
 
-    def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
+    def recompute(
+        self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
+    ) -> SavedForward:
         """Returns the saved forward of a stage that ran on another rank; the backward repeats it from `message`."""
         stage_state.next_forward = index + 1
         if message.content is Content.EMPTY:
@@ -172,7 +178,7 @@ class ForwardRunner:
     def _yield_output(self) -> Generator[Any, None, None]:
         yield (yield from self.receive_output())
 
-    def _run_local(self, stage: int, index: int, stage_state: StageState, message: Message) -> Message:
+    def _run_local(self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message) -> Message:
         """Runs a forward of a stage of this rank, and saves what its backward needs."""
         if message.content is Content.EMPTY:
             self.saved_forwards[stage, index] = SavedForward(None, (), (), (), index)
@@ -192,23 +198,25 @@ class ForwardRunner:
             stage_state.end_passes()
         return result
 
-    def _run_remote(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
-        """Runs a forward on copied weights; sends its input to the stage's own rank, whose backward repeats it."""
+    def _run_remote(
+        self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
+    ) -> Message:
+        """Runs a forward on copied weights; sends its input to the rank of the backward, which repeats it."""
         result = message
         if message.content is not Content.EMPTY:
-            saved, run = self._prepare(stage, index, remote_forward, message)
-            with remote_forward.forward_context():
-                result = remote_forward.recomputation.forward(saved, message, run)
+            saved, run = self._prepare(stage, index, stage_state, message)
+            with stage_state.forward_context(saved):
+                result = run_without_graph(run, message)
         self._mailbox.put(Carries.STAGE_INPUT, stage, message)
         if self._ends_minibatch(index):
-            remote_forward.end_passes()
+            stage_state.end_passes()
         return result
 
     def _ends_minibatch(self, index: int) -> bool:
         return (index + 1) % self._stream.split == 0
 
     def _prepare(
-        self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
+        self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
         """Returns the saved forward, and the function that runs the forward and fills it in."""
         weights, version = stage_state.read(self._program.weights.forward_version(stage, index))
@@ -226,7 +234,7 @@ class ForwardRunner:
                     crossing.reversed() for crossing, wants in zip(crossings, message.wants, strict=False) if wants
                 ]
                 saved.gradient_crossings = with_crossings("", gradient_crossings)
-            if index == 0 and not recomputes and isinstance(stage_state, StageState):
+            if index == 0 and not recomputes:
                 # Before the stage's own forward, which may write into its input and its buffers.
                 stage_state.observer.before_forward(value, self._stream.offset + index, stage == 0, message, targets)
             read_weights = stage_state.read_for_recomputation(saved) if recomputes else weights
@@ -250,14 +258,9 @@ class ForwardRunner:
         return saved, run
 
     def _run_without_backward(
-        self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
+        self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
     ) -> Message:
-        context: AbstractContextManager[None]
-        if isinstance(stage_state, RemoteForward):
-            weights, _ = stage_state.read(0, self._stream.ema)
-            leaves, context = weights.leaves, stage_state.evaluating()
-        else:
-            leaves, context = stage_state.versions.reading(stage_state.optimizer.ema if self._stream.ema else {})
+        leaves, context = stage_state.reading(self._stream.ema)
         is_scored = stage == self._last_stage and not self._stream.predicts
         with torch.no_grad(), context:
             module = stage_state.module

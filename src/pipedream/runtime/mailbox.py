@@ -27,14 +27,14 @@ class Mailbox:
         senders: Mapping[int, Sender],
     ) -> None:
         self._rank = rank
-        self._placement = placement
         self._channels = channels
         self._senders = senders
-        self._is_local: dict[tuple[str, int, int], bool] = {}
-        self.begin()
+        self.begin(placement)
 
-    def begin(self, trains: bool = False) -> None:
+    def begin(self, placement: Placement, trains: bool = False) -> None:
         """`trains`: backwards follow."""
+        self._placement = placement
+        self._is_local: dict[tuple[str, int, int], bool] = {}
         self._trains = trains
         self._inbox: dict[tuple[str, int, int], Message] = {}
         self._outbox: dict[tuple[str, int, int], Message] = {}

@@ -16,11 +16,12 @@ from pipedream.core.schedule.compensation import GapAware
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
-from pipedream.runtime.comm.channel import Waiting
+from pipedream.runtime.comm.channel import Waiting, wait_for
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
+from pipedream.runtime.stage.host_store import HostVersions
 from pipedream.runtime.stage.predictions import WeightPredictions, check_velocity
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import CopiedAttributes, EqualReplicas
@@ -171,6 +172,15 @@ class StageState:
             between_averages = self.optimizer.average is not None and self.optimizer.average.updates > 0
             yield from self.replicas.check(weights=not between_averages)
         self.versions.rewind()
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return self.optimizer.scale
+
+    def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
+        """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
+        return self.versions.reading(self.optimizer.ema if ema else {})
 
     def read(self, version: int) -> tuple[WeightSet, int]:
         """Returns the weights for a forward, and their version; for predicted weights, the one they are predicted from.
@@ -338,6 +348,16 @@ class StageState:
                 raise
 
         self.overlapped = thread.begin(op, number, make)
+
+    def take_turn(self, recorder: Recorder, stage: int, members: range, update: int) -> Waiting[None]:
+        """Takes an update's gradients from the rank of its members' backwards, through the host store."""
+        self.finish_update(recorder)  # which still reads those of the update before
+        start = recorder.mark()
+        assert isinstance(self.versions, HostVersions)
+        yield from wait_for(self.versions.wait_for_turn(update))
+        recorder.note("wait", stage, update, start)
+        self.versions.take_turn(update, self.gradients)
+        self.next_forward = members.stop
 
     def average_replicas(self, recorder: Recorder, stage: int, index: int) -> Waiting[None]:
         """Averages the weights over the replicas if a period of updates has ended; yields where it would wait."""

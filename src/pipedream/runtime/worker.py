@@ -28,8 +28,8 @@ from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.host_store import RemoteForward
 from pipedream.runtime.stage_state import StageState, check_finite, find_failed_update, find_not_finite, finish_updates
+from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update_barrier import UpdateBarrier
 
 _ADVICE = {
@@ -89,7 +89,7 @@ class Worker:
         process: this rank among all ranks of the job, for errors.
         program: of the first phase, verified.
         evaluation: a program without backwards.
-        remote_forwards: stage -> forwards of a stage whose home is another rank.
+        stateless: stage -> its passes here, where they copy the weights.
 
     Attributes:
         input_updates: updates that the input stage has made with this program.
@@ -104,7 +104,7 @@ class Worker:
         program: Program,
         evaluation: Program,
         stage_states: dict[int, StageState],
-        remote_forwards: dict[int, RemoteForward],
+        stateless: dict[int, StatelessStage],
         senders: dict[int, Sender],
         receivers: dict[int, Receiver],
         results: Results,
@@ -116,18 +116,14 @@ class Worker:
         self.rank = rank
         self._process = process
         self.stage_states = stage_states
-        self.remote_forwards = remote_forwards
+        self.stateless = stateless
         self._evaluation = evaluation
         self.senders = senders
         self.receivers = receivers
         self.results = results
         self._scorer = scorer
         self.update_barrier = update_barrier
-        self._last_stage = program.placement.stages - 1
         self.recorder = Recorder(rank, device)
-        for sharding in (stage_state.module.sharding for stage_state in stage_states.values()):
-            if sharding is not None:
-                sharding.look = self.recorder.memory.read_heap
         self._activity = activity
         self.stop_requested: Callable[[], bool] = lambda: False
         self.stop_reason = StopReason.DATA
@@ -139,11 +135,11 @@ class Worker:
         results.where = lambda: self.where
         mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders)
         forwards = self._forwards = ForwardRunner(
-            rank, stage_states, remote_forwards, self._admit, mailbox, scorer, results, self.recorder, activity, device
+            rank, stage_states, stateless, self._admit, mailbox, scorer, results, self.recorder, activity, device
         )
         self.offload = forwards.offload
         backwards = self._backwards = BackwardRunner(
-            rank, stage_states, forwards, mailbox, results, self.recorder, activity, lambda: self.stop_requested()
+            rank, forwards, mailbox, results, self.recorder, activity, lambda: self.stop_requested()
         )
         self._actions: _Actions = {
             Kind.FORWARD: forwards.run,
@@ -188,7 +184,6 @@ class Worker:
         not_finite = find_not_finite(self.stage_states) if self.results.raises_on_nan else {}
         stream = DataStream(self.program.microbatches, self.done_minibatches * self.program.microbatches, trains=True)
         self._begin_stream(stream, data, self.program.round_minibatches, until)
-        self._mailbox.begin(trains=True)
         for stage_state in self.stage_states.values():
             stage_state.begin()
         yield from self.update_barrier.begin(self.program.placement)
@@ -213,7 +208,7 @@ class Worker:
         self._begin_stream(DataStream(ema=ema), data)
         yield from self.update_barrier.begin(self.program.placement)
         yield from self._run(self._evaluation)
-        if self._last_stage in self.stage_states:
+        if self.rank in self._evaluation.placement.scorers:
             self.results.complete(0)
         yield (yield from self.results.collect(0, self.rate))
 
@@ -275,6 +270,8 @@ class Worker:
         except BaseException as error:
             advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), "")
             raise WorkerError(self._process, self.where, with_place(error), advice) from error
+        if self._data is not None:
+            self._data.end()
         # The end arrives once on each channel that serves forwards; receive what is missing.
         while unread := self._mailbox.list_unended(program.channels):
             yield from self._receive(unread[0], self._microbatches or 0) or ()
@@ -293,11 +290,13 @@ class Worker:
             self._end_stream(self._data.ended_at * self._stream.split, messages)
             return None
         inputs, targets = messages
-        self._mailbox.put(Carries.INPUT, self._last_stage, targets)
+        self._mailbox.put(Carries.INPUT, self.program.placement.stages - 1, targets)
         return inputs
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state, wait_start = self.stage_states[stage], self.recorder.mark()
+        if self.program.placement.has_turns:
+            yield from stage_state.take_turn(self.recorder, stage, self.program.updates.members(stage, index), index)
         overlaps = self.program.overlaps_updates and stage_state.can_overlap
         prepared = None
         if not overlaps or self.update_barrier.couples_stages:
@@ -369,12 +368,13 @@ class Worker:
     def _begin_stream(self, stream: DataStream, data: Source | None, cycle: int = 1, until: int | None = None) -> None:
         self._data = data
         if data is not None:
-            replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)
-            data.begin(stream.split, replica, stream.offset // stream.split, cycle, until)
+            reader = self.program.placement.readers.index(self.rank)
+            data.begin(stream.split, reader, stream.offset // stream.split, cycle, until)
         self._stream = stream
         self._microbatches = None
-        self._mailbox.begin()
-        self._forwards.begin(self.program, stream)
+        program = self.program if stream.trains else self._evaluation
+        self._mailbox.begin(program.placement, trains=stream.trains)
+        self._forwards.begin(program, stream)
         self._backwards.begin(stream)
         self.results.begin(stream.split if stream.trains else 0)
         self._uncollected: deque[tuple[int, float]] = deque()

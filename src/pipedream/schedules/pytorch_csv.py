@@ -135,9 +135,10 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
         )
     placement = schedule.placement
     for stage in filter(placement.is_remote, range(placement.stages)):
+        ranks = placement.rank_of(stage, 0, forward=True), placement.rank_of(stage, 0)
         raise ScheduleError(
-            f"schedule {name} has the forwards of stage {stage} on rank {placement.forward_rank(stage, 0)} and its "
-            f"backwards on rank {placement.rank_of(stage, 0)}, and PyTorch's notation one rank for each stage; write a "
+            f"schedule {name} has the forwards of stage {stage} on rank {ranks[0]} and its "
+            f"backwards on rank {ranks[1]}, and PyTorch's notation one rank for each stage; write a "
             "method whose stages stay where they are"
         )
     m = schedule.microbatches

@@ -169,9 +169,10 @@ class _Clock:
             rank.instructions = self._add_seconds(instructions, rank.slowness)
         self.member_counts = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied_weights)]
         self.barriers: dict[tuple[int, int], _Barrier] = {}
-        self.remote = {stage for rank in self.ranks for stage, _ in placement.remote_forwards(rank.number)}
-        self.weights_made_s = {(stage, 0): 0.0 for stage in self.remote}
-        self.weight_readers: dict[tuple[int, int], list[_Rank]] = defaultdict(list)
+        self.shared = range(placement.stages if placement.shares_weights else 0)
+        self.left_s = {("U", stage, 0): 0.0 for stage in self.shared}  # when an op's result was in shared memory
+        self.readers: dict[tuple[str, int, int], list[_Rank]] = defaultdict(list)
+        self.ends_turn = placement.turn if placement.has_turns else 0
         # On a CPU passes and updates share the cores: updates in a thread save no time.
         self.overlaps = program.overlaps_updates and costs.runtime.overlap_device
         self.last_updates = [
@@ -238,8 +239,8 @@ class _Clock:
                     now, end = self._overlap(rank, letter, what, index, now, end)
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
-                if letter == "U":
-                    self._note_update(what, index, now)
+                if letter == "U" or self.ends_turn:
+                    self._note_done(letter, what, index, now)
                 if received:
                     self._post_receives(received, now)
                 missing -= 1
@@ -266,8 +267,8 @@ class _Clock:
                 backward_s = now - spans[-1].start_s
                 self._join_barrier(rank, stage, update + turn * updates, now, backward_s)
             else:
-                stage, what = what if code == TIED else (what if code in (SYNC, READ) else _COUPLED, what)
-                over_s = (self._await_weights if code == READ else self._await_barrier)(rank, stage, index, now)
+                stage, what = what if code in (TIED, READ) else (what if code == SYNC else _COUPLED, what)
+                over_s = self._await(rank, code, stage, index, now)
                 if over_s is None:
                     break
                 if over_s > now:
@@ -287,26 +288,47 @@ class _Clock:
         start_s = max([now, *(ended_s for _, ended_s in rank.stepping.values())])
         rank.stepping[stage] = index, start_s + end - now
         rank.sends.append(_new(Span, (rank.number, "step", stage, index, start_s, start_s + end - now)))
-        if stage in self.remote:
-            self._note_weights(stage, index, start_s + end - now)
+        self._note_left("U", stage, index, start_s + end - now)
         return now, now
 
+    def _note_done(self, letter: str, stage: int, index: int, now: float) -> None:
+        if letter == "U":
+            self._note_update(stage, index, now)
+        elif letter == "B" and not (index + 1) % self.ends_turn:
+            self._note_left("B", stage, index, now)
+
     def _note_update(self, stage: int, update: int, now: float) -> None:
-        if stage in self.remote and not self.overlaps:
-            self._note_weights(stage, update, now)
+        if stage in self.shared and not self.overlaps:
+            self._note_left("U", stage, update, now)
 
-    def _note_weights(self, stage: int, update: int, now: float) -> None:
-        self.weights_made_s[stage, update] = now
-        self.ready += self.weight_readers.pop((stage, update), [])
+    def _note_left(self, letter: str, stage: int, index: int, now: float) -> None:
+        self.left_s[letter, stage, index] = now
+        self.ready += self.readers.pop((letter, stage, index), [])
 
-    def _await_weights(self, rank: _Rank, stage: int, index: int, now: float) -> float | None:
-        """Returns when the weights of a remote forward have arrived; None while unknown."""
-        version = self.program.weights.forward_version(stage, index) if self.program.trains else 0
-        made_s = self.weights_made_s.get((stage, version))
-        if made_s is None:
-            self.weight_readers[stage, version].append(rank)
+    def _await(self, rank: _Rank, code: int, what: Any, index: int, now: float) -> float | None:
+        return (self._await_shared if code == READ else self._await_barrier)(rank, what, index, now)
+
+    def _await_shared(self, rank: _Rank, op: tuple[str, int], index: int, now: float) -> float | None:
+        """Returns when what an op of a (letter, stage) reads from shared memory has arrived; None while unknown.
+
+        A forward reads weights; an update, and the first backward of a turn, the gradients of the turn before.
+        """
+        letter, stage = op
+        program, placement = self.program, self.program.placement
+        if letter == "F":
+            key = "U", stage, program.weights.forward_version(stage, index) if program.trains else 0
+            source = placement.ranks[stage][0]
+        elif letter == "B" and not index:
+            return now
+        else:
+            last = index - 1 if letter == "B" else min(index * program.updates.per_update[stage], self.total) - 1
+            key, source = ("B", stage, last), placement.rank_of(stage, last)
+        left_s = self.left_s.get(key)
+        if left_s is None:
+            self.readers[key].append(rank)
             return None
-        return made_s + self.costs.copy_s(stage, self.program.placement.rank_of(stage, index), rank.number)
+        is_local = letter != "F" and source == rank.number
+        return left_s if is_local else left_s + self.costs.copy_s(stage, source, rank.number)
 
     def _post_receives(self, received: list[Wire], now: float) -> None:
         for wire in received:
@@ -411,8 +433,8 @@ class _Clock:
                 text += f": {describe_message(self.messages.wires[instruction.channel].channel, instruction.index)}"
             elif isinstance(instruction, Transfer):
                 text += f": the other replicas of stage {instruction.channel}"
-            elif instruction.kind is Kind.FORWARD:
-                text += ": the weights, which another rank updates"
+            elif rank.text.instructions[rank.position].code == READ:
+                text += ": what another rank leaves in shared memory"
             else:
                 text += ": the update of the other ranks"
             rows.append(f"  rank {rank.number} waits at {text}")

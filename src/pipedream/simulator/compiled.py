@@ -1,8 +1,8 @@
 """A rank's instructions for the clock: flat tuples, made once, with indices that advance by a stride each turn.
 
 They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum. COUPLE
-precedes an update that waits for all ranks, TIED one that waits for the other holders of its weights, READ a forward
-with weights of another rank. The instructions end with TURN or STOP.
+precedes an update that waits for all ranks, TIED one that waits for the other holders of its weights, READ an op that
+reads weights, or gradients, which another rank has left in shared memory. The instructions end with TURN or STOP.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collect
     tied_numbers = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
     summed: set[int] = set()  # updates before which the sums of tied weights are compiled
     couples = program.couples_updates and not program.norm_delay  # a delayed norm is known in time
-    remote = {stage for stage in range(stages) if program.placement.is_remote(stage)}
+    placement = program.placement
+    reading = {("F", stage) for stage, _ in placement.passes_on_copies(rank, forward=True)}
     instructions: list[CompiledInstruction] = []
     period_start = 0
     for position, instruction in enumerate(text):
@@ -99,8 +100,9 @@ def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collect
                 summed.add(compiled.first)
             if couples:
                 instructions.append(compiled._replace(code=COUPLE))
-        if remote and compiled.letter == "F" and compiled.what in remote:
-            instructions.append(compiled._replace(code=READ))
+        takes_turn = compiled.letter == "U" or (compiled.letter == "B" and compiled.first % placement.turn == 0)
+        if (compiled.letter, compiled.what) in reading or (takes_turn and placement.has_turns):
+            instructions.append(compiled._replace(code=READ, what=((compiled.letter, compiled.what), compiled.what)))
         instructions.append(compiled)
         if find_update and isinstance(instruction, Op) and instruction.stage in early_sums:
             update = find_update(instruction)

@@ -33,56 +33,68 @@ def _is_on_host(program: Program) -> bool:
     return program.placement.shares_weights and program.plan.costs.on_gpus
 
 
-class _RemoteForwards:
-    """A stage on the rank of its forwards, where another rank runs its backwards.
+class _CopiedPasses:
+    """Passes of a stage with weights that are copied from the machine's memory.
 
-    The rank holds a copy of the weights, from the first of an update's forwards to the last, and inputs, from their
-    forward to the first one of the next update.
+    The rank holds a copy of the weights, from the first of an update's forwards, or backwards, to the last. Inputs of
+    forwards wait until they have been sent: until the first forward of the next update here.
     """
 
     def __init__(self, program: Program, stage: int, total: int) -> None:
         sizes = _size_stage(program, stage)
+        planned = program.plan.stages[stage]
         self._trains = program.trains
         self._per_update = program.updates.per_update[stage]
         self._total = total
-        self._weights_bytes: int = program.plan.stages[stage].parameter_bytes * (1 + _is_on_host(program))
-        self._input_bytes = int(sizes.input_bytes)
-        self._pass_bytes = int(sizes.activation_bytes + sizes.working_bytes)
+        self._is_remote = program.placement.is_remote(stage)
+        self._weights_bytes: int = planned.parameter_bytes * (1 + _is_on_host(program))
+        self._trained_bytes = planned.trained_bytes
+        self._input_bytes = int(sizes.input_bytes if self._is_remote else sizes.activation_bytes)
+        self._forward_bytes = int(sizes.activation_bytes + sizes.working_bytes)
         self._kept_inputs = 0
+        self._has_sums = False
         self.has_weights = not self._trains
 
     @property
     def held_bytes(self) -> int:
-        return self.has_weights * self._weights_bytes + self._kept_inputs * self._input_bytes
+        weights_bytes = self.has_weights * self._weights_bytes + self._has_sums * self._trained_bytes
+        return weights_bytes + self._kept_inputs * self._input_bytes
 
-    def forward(self, index: int) -> int:
-        """Returns the most bytes during a forward; after the last one of an update the weights are dropped."""
+    def run(self, kind: str, index: int) -> int:
+        """Returns the most bytes during a pass; after the last one of an update the weights are dropped."""
         if not self._trains:
             return self.held_bytes
-        self._kept_inputs = 1 if index % self._per_update == 0 else self._kept_inputs + 1
+        ends = (index + 1) % self._per_update == 0 or index + 1 == self._total
+        if kind == "F":
+            self._kept_inputs = self._kept_inputs + 1 if self._is_remote and index % self._per_update else 1
         self.has_weights = True
-        most_bytes = self.held_bytes + self._pass_bytes
-        self.has_weights = (index + 1) % self._per_update > 0 and index + 1 < self._total
+        most_bytes = self.held_bytes + self._forward_bytes
+        if kind == "B":
+            most_bytes += self._trained_bytes
+            self._has_sums = not ends
+            self._kept_inputs *= self._is_remote
+        self.has_weights = not ends or (kind == "F" and not self._is_remote)
         return most_bytes
 
 
-class RemoteForwardsTrace:
-    """All stages of which a rank runs only the forwards."""
+class CopiedPassesTrace:
+    """All passes of a rank with copied weights."""
 
     def __init__(self, program: Program, rank: int, total: int) -> None:
-        remote = program.placement.remote_forwards(rank)
-        self.stages = {stage: _RemoteForwards(program, stage, total) for stage, _ in remote}
+        passes = [program.placement.passes_on_copies(rank, forward=forward) for forward in (True, False)]
+        self.passes = {(kind, stage) for kind, row in zip("FB", passes, strict=True) for stage, _ in row}
+        self._stages = {stage: _CopiedPasses(program, stage, total) for _, stage in sorted(self.passes)}
         self.peak_versions = 0
 
     @property
     def held_bytes(self) -> int:
-        return sum(stage.held_bytes for stage in self.stages.values())
+        return sum(stage.held_bytes for stage in self._stages.values())
 
-    def forward(self, stage: int, index: int) -> int:
-        """Returns the most bytes of all these stages during a forward."""
-        others = [other for other_stage, other in self.stages.items() if other_stage != stage]
+    def run(self, kind: str, stage: int, index: int) -> int:
+        """Returns the most bytes of all these stages during a pass."""
+        others = [other for other_stage, other in self._stages.items() if other_stage != stage]
         self.peak_versions = max(self.peak_versions, 1 + sum(other.has_weights for other in others))
-        return self.stages[stage].forward(index) + sum(other.held_bytes for other in others)
+        return self._stages[stage].run(kind, index) + sum(other.held_bytes for other in others)
 
 
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
@@ -124,13 +136,16 @@ class _StageTrace:
         self.is_remote = program.placement.is_remote(stage)
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
+        self.last_updates: dict[int, int] = {}  # version -> update of its last reader, if the passes copy it
+        if program.placement.has_turns:
+            self.last_updates = {v: program.updates.update_of(stage, k) for k, v in enumerate(self.read)}
         self.prediction_until = program.weights.kept_until(stage)
         self.held_until = program.weights.held_until
         self.forwarded = 0
         self.predicted: int | None = None
         self.newest = 0
         self.versions = self.peak = 1
-        self.order: list[int] = []
+        self.order = list(range(total)) if program.placement.has_turns else []
         sizes = _size_stage(program, stage)
         self.in_flight = self.deferred = 0
         self.has_sums = False
@@ -223,7 +238,10 @@ class _StageTrace:
             self.versions -= 1
 
     def update(self, index: int) -> int:
-        if self.held_until is not None and self.prediction_until is None and self.readers[self.newest]:
+        if self.last_updates:
+            self.versions = 1 + sum(version < index < last for version, last in self.last_updates.items())
+            self.peak = max(self.peak, self.versions)
+        elif self.held_until is not None and self.prediction_until is None and self.readers[self.newest]:
             self.versions += 1
             self.peak = max(self.peak, self.versions)
         self.newest = index
@@ -249,14 +267,14 @@ def trace_memory(
         stage: _StageTrace(program, stage, replica, total, in_flight)
         for stage, replica in program.placement.stage_replicas(rank)
     }
-    remote = RemoteForwardsTrace(program, rank, total)
-    memory = [sum(trace.start_bytes for trace in stages.values()) + remote.held_bytes]
+    copied = CopiedPassesTrace(program, rank, total)
+    memory = [sum(trace.start_bytes for trace in stages.values()) + copied.held_bytes]
     has_several_stages = len(stages) > 1
     for _, kind, stage, index, _, _ in spans:
         if kind == "wait":
             continue
-        if kind == "F" and stage in remote.stages:
-            memory.append(remote.forward(stage, index) + sum(trace.held_bytes for trace in stages.values()))
+        if (kind, stage) in copied.passes:
+            memory.append(copied.run(kind, stage, index) + sum(trace.held_bytes for trace in stages.values()))
             continue
         trace = stages[stage]
         if kind == "F":
@@ -273,9 +291,9 @@ def trace_memory(
             most_bytes = trace.held_bytes
         if has_several_stages:
             most_bytes += sum(other.held_bytes for other in stages.values() if other is not trace)
-        memory.append(most_bytes + remote.held_bytes if remote.stages else most_bytes)
+        memory.append(most_bytes + copied.held_bytes if copied.passes else most_bytes)
     return MemoryTrace(
-        peak_versions=sum(trace.peak for trace in stages.values()) + remote.peak_versions,
+        peak_versions=sum(trace.peak for trace in stages.values()) + copied.peak_versions,
         gradient_versions=tuple(
             gradient for stage, trace in stages.items() for gradient in trace.gradients(program, stage)
         ),

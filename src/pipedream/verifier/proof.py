@@ -151,7 +151,9 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
             0.0 if len(program.kinds) == 1 else program.weights.mean_staleness(stage)
             for stage in range(program.placement.stages)
         ),
-        remote_forwards=tuple(tuple(stage for stage, _ in program.placement.remote_forwards(rank)) for rank in ranks),
+        remote_forwards=tuple(
+            tuple(stage for stage, _ in program.placement.passes_on_copies(rank, forward=True)) for rank in ranks
+        ),
     )
 
 
@@ -197,7 +199,7 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     stage_replicas = program.placement.stage_replicas(rank)
     if len(program.kinds) == 1:
         return [
-            (0, len(stage_replicas) + len(program.placement.remote_forwards(rank))),
+            (0, len(stage_replicas) + len(program.placement.passes_on_copies(rank, forward=True))),
             *[(0, 1)] * len(stage_replicas),
         ]
     all_pass_spans: list[tuple[int, int]] = []
@@ -215,12 +217,13 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
                 f"{versions} versions of stage {stage}'s weights exist at once, its weight rule "
                 f"{program.weights.name!r} keeps {allowed}",
             )
+        microbatches = range(replica, run.total, program.placement.replicas[stage])
         pass_spans = [
             (
                 _find_start(run, stage, replica, k),
                 run.ops[Op(last_kind, stage, k, replica)][1] + program.placement.is_remote(stage),
             )
-            for k in range(replica, run.total, program.placement.replicas[stage])
+            for k in (() if program.placement.has_turns else microbatches)
         ]
         peaks.append((_find_peak(pass_spans)[0], versions))
         all_version_spans += version_spans
@@ -244,6 +247,12 @@ def _find_version_spans(run: Unrolled, stage: int, replica: int) -> Iterable[tup
     ]
     ends = [*starts[1:], len(run.streams[program.placement.ranks[stage][replica]])]
     last_kind = find_last_kind(program.kinds)
+    if program.placement.has_turns:  # the passes copy; their last reader's update follows them
+        for k in range(run.total):
+            version = program.weights.forward_version(stage, k)
+            update = program.updates.update_of(stage, k)
+            ends[version] = max(ends[version], starts[update])
+        return zip(starts, ends, strict=True)
     prediction_until = program.weights.kept_until(stage)
     predictions: dict[int, tuple[int, int]] = {}
     for k in range(replica, run.total, program.placement.replicas[stage]):

@@ -123,15 +123,18 @@ def _check_complete(program: Program, rank: int, total: int, present: Collection
 
 def _index_stream(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
-    stage_replicas, forwards = set(placement.stage_replicas(rank)), set(placement.passes(rank, forward=True))
+    stage_replicas = set(placement.stage_replicas(rank))
+    passes = {is_forward: set(placement.passes(rank, forward=is_forward)) for is_forward in (True, False)}
     for position, instruction in enumerate(run.streams[rank]):
         if isinstance(instruction, Op):
             kind, stage, index, replica = instruction
             if kind is not Kind.UPDATE and kind not in run.program.kinds:
                 raise run.error(rank, position, "an op of a kind that this schedule does not have")
             expected = replica if kind is Kind.UPDATE else placement.replica(stage, index)
-            allowed = forwards if kind is Kind.FORWARD else stage_replicas
-            if (stage, replica) not in allowed or replica != expected:
+            is_forward = kind is Kind.FORWARD
+            allowed = stage_replicas if kind is Kind.UPDATE else passes[is_forward]
+            in_turn = kind is Kind.UPDATE or placement.rank_of(stage, index, forward=is_forward) == rank
+            if (stage, replica) not in allowed or replica != expected or not in_turn:
                 raise run.error(rank, position, f"an op of another rank or replica ({replica} of stage {stage})")
             if instruction in run.ops:
                 raise run.error(rank, position, f"done before, at instruction {run.ops[instruction][1]}")
@@ -204,8 +207,13 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
         if place[0] == rank:
             if place[1] > last_allowed:
                 raise run.error(rank, position, f"needs {required}, which comes later, at instruction {place[1]}")
-        elif op.kind is not Kind.UPDATE and required.kind is not Kind.UPDATE:  # weights are in shared memory
+        elif not is_in_shared_memory(op, required):
             check_arrival(run, op, required, place[0], _choose_cargo(op, required))
+
+
+def is_in_shared_memory(op: Op, need: Op) -> bool:
+    """Returns whether an op reads what another rank's op has made without a message: weights, or their gradients."""
+    return Kind.UPDATE in (op.kind, need.kind) or op.index != need.index
 
 
 def _choose_cargo(op: Op, need: Op) -> Carries:
@@ -306,14 +314,23 @@ def _check_versions(run: Unrolled, stage: int) -> None:
 
 
 def iterate_remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
-    """Yields, for each update of a stage of which only forwards run here, the spans of their inputs, which end at the
-    forwards of the next update, and the span of the weights.
+    """Yields, for the passes of each update of a stage with weights copied from the machine's memory, the spans of
+    their inputs and that of the copy. Inputs of forwards last until the next update's forwards here.
     """
-    for stage, replica in run.program.placement.remote_forwards(rank):
-        positions_by_update: dict[int, list[int]] = {}
-        for k in range(run.total):
-            position = run.ops[Op(Kind.FORWARD, stage, k, replica)][1]
-            positions_by_update.setdefault(run.program.updates.update_of(stage, k), []).append(position)
-        ends = [*[positions[0] for positions in positions_by_update.values()][1:], len(run.streams[rank])]
-        for end, positions in zip(ends, positions_by_update.values(), strict=True):
-            yield [(position, end) for position in positions], (positions[0], positions[-1] + 1)
+    placement = run.program.placement
+    for kind in (Kind.FORWARD, Kind.BACKWARD)[: len(run.program.kinds)]:
+        for stage, replica in placement.passes_on_copies(rank, forward=kind is Kind.FORWARD):
+            is_remote = placement.is_remote(stage)
+            if kind is Kind.FORWARD and not is_remote and len(run.program.kinds) > 1:
+                continue  # its backwards follow, with the same copy
+            positions_by_update: dict[int, list[int]] = {}
+            for k in placement.microbatches(rank, stage, run.total, forward=kind is Kind.FORWARD):
+                position = run.ops[Op(kind, stage, k, replica)][1]
+                positions_by_update.setdefault(run.program.updates.update_of(stage, k), []).append(position)
+            ends = [positions[0] for positions in positions_by_update.values()] + [len(run.streams[rank])]
+            for end, positions in zip(ends[1:], positions_by_update.values(), strict=True):
+                if kind is Kind.FORWARD:
+                    inputs = [(position, end) for position in positions]
+                else:
+                    inputs = [(position - (not is_remote), position + is_remote) for position in positions]
+                yield inputs, (positions[0] - (not is_remote), positions[-1] + 1)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable
 from pipedream.core.errors import DeadlockError
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Channel, Instruction, Move, Transfer
-from pipedream.verifier.unrolled import Message, Unrolled
+from pipedream.verifier.unrolled import Message, Unrolled, is_in_shared_memory
 
 _Lane = tuple[int, Hashable]  # (rank, lane)
 _Barrier = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or number in `Plan.tied_weights`, update)
@@ -72,18 +72,17 @@ class _Waits:
                 self.consumers[run.consumer((number, k))].append((number, k))
                 if i >= depth:
                     self.previous_in_place[number, k] = (number, order[i - depth])
-        self.required_updates: dict[Op, Op] = {}  # forward -> update on another rank
-        self.done_updates: set[Op] = set()
+        self.needs: dict[Op, list[Op]] = {}  # op -> ops on other ranks whose results are in shared memory
+        self.done: set[Op] = set()
         self.readers: dict[Op, list[int]] = defaultdict(list)
         self.members: dict[_Barrier, set[int]] = defaultdict(set)
         for rank, stage, update in run.synced:
             self.members["sum", stage, update].add(rank)
         placement = run.program.placement
-        for forward in (op for op in run.ops if op.kind is Kind.FORWARD and placement.is_remote(op.stage)):
-            for need in run.program.requires(forward):
-                if need.kind is Kind.UPDATE:
-                    self.required_updates[forward] = need
-        self.updates = set(self.required_updates.values())
+        for op, (rank, _) in run.ops.items() if placement.shares_weights else ():
+            needs = [need for need in run.program.requires(op, run.total) if is_in_shared_memory(op, need)]
+            self.needs[op] = [need for need in needs if run.ops[need][0] != rank]
+        self.needed = {need for needs in self.needs.values() for need in needs}
         self.tied = (
             [weights.ranks(placement) for weights in run.program.plan.tied_weights] if run.program.trains else []
         )
@@ -124,17 +123,20 @@ class _Waits:
             norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
             if self.arrived[norm_of] != self.members[norm_of]:
                 return False
-        required = self.required_updates.get(instruction)
-        if required is not None and required not in self.done_updates:
-            self.readers[required].append(rank)
+        missing = self._find_missing(instruction)
+        if missing is not None:
+            self.readers[missing].append(rank)
             return False
-        if instruction in self.updates:
-            self.done_updates.add(instruction)
+        if instruction in self.needed:
+            self.done.add(instruction)
             self.ready.extend(self.readers.pop(instruction, ()))
         if instruction in self.consumers:
             self.consumed.update(self.consumers[instruction])
             self._post(rank)
         return True
+
+    def _find_missing(self, op: Op) -> Op | None:
+        return next((need for need in self.needs.get(op, ()) if need not in self.done), None)
 
     def _meet_holders(self, rank: int, update: int) -> bool:
         """Returns whether all holders of the rank's tied weights have reached an update."""
@@ -217,9 +219,8 @@ class _Waits:
             if rank in self.members[tied] and self.arrived[tied] != self.members[tied]:
                 barrier = tied
                 break
-        if isinstance(instruction, Op) and instruction in self.required_updates:
-            update = self.required_updates[instruction]
-            return f"{head}{update}", self.run.ops[update][0]
+        if isinstance(instruction, Op) and (missing := self._find_missing(instruction)) is not None:
+            return f"{head}{missing}", self.run.ops[missing][0]
         if isinstance(instruction, Transfer):
             barrier = ("sum", instruction.channel, instruction.index)
         other = min(self.members[barrier] - self.arrived[barrier])

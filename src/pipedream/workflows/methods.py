@@ -198,14 +198,14 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
 def check_no_remote_stages(built: Schedule) -> None:
     """Raises PlanError if a worker lacks the memory for remote forwards; the stages must have their bytes."""
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
-    if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
+    if not built.placement.shares_weights:
         return
     peaks = simulator.simulate(lower(built), simulator.costs(plan, split=m), m).peak_bytes
     for rank, (worker, peak) in enumerate(zip(sorted(set(plan.worker_order)), peaks, strict=True)):
         limit = memories[worker]
         if limit is not None and peak > limit:
-            passes = {*built.placement.passes(rank, forward=True), *built.placement.stage_replicas(rank)}
-            stages = sorted(stage for stage, _ in passes)
+            passes = (built.placement.passes(rank, forward=forward) for forward in (True, False))
+            stages = sorted({stage for row in passes for stage, _ in row})
             raise PlanError(
                 f"worker {worker} needs up to {format_bytes(peak)} for the passes of the stages "
                 f"{', '.join(map(str, stages))}, and has {format_bytes(limit)}; use smaller microbatches, more workers "

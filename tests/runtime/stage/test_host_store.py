@@ -33,11 +33,15 @@ from pipedream.core.schedule.rules import Rules
 from pipedream.experimental.roundpipe import homes
 from pipedream.runtime import assemble
 from pipedream.runtime.stage import host_store
-from pipedream.runtime.stage.host_store import DeviceCopies, HostStore, HostVersions, RemoteForward, StageLayout
-from pipedream.runtime.stage.stage_module import StageModule
+from pipedream.runtime.stage.host_store import DeviceCopies, HostStore, HostVersions, StageLayout
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stateless_stage import StatelessStage
+from pipedream.runtime.update.optimizer import Gradients
 from pipedream.runtime.update.overlapped import UpdateThread
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+RUNS = [("roundpipe", 3), ("roundpipe[delay=1]", 3), ("roundpipe[delay=1]", 4)]
+"""In the last one workers take turns."""
 NAMES = [str(i) for i in range(8)]
 CPU = torch.device("cpu")
 
@@ -57,7 +61,10 @@ class Counted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.count += 1
-        return torch.tanh(self.inner(x) * self.frozen * self.mask) / (1.0 + 0.1 * self.also) + x
+        return torch.tanh(self.inner(x) * self.frozen * self.mask) / self.divisor() + x
+
+    def divisor(self) -> Tensor | float:
+        return 1.0 + 0.1 * self.also
 
 
 def make() -> nn.Sequential:
@@ -92,6 +99,7 @@ def train(
     save: Path | None = None,
     resume: Path | None = None,
     schedule: str = "roundpipe",
+    evaluate_after: int = 5,
     **options: object,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
     """Returns losses, the state, and what an evaluation in the middle found."""
@@ -105,7 +113,7 @@ def train(
         losses = []
         for done in pipeline.train(Fresh(batches()), epochs=epochs - pipeline.position[0]):
             losses.append(done.loss)
-            if done.number == 5:
+            if done.number == evaluate_after:
                 means = pipeline.evaluate(Fresh(batches()))
                 assert pipeline.evaluate(Fresh(batches())) == means
                 outputs = list(pipeline.predict(Fresh(batches())))
@@ -131,20 +139,32 @@ def test_buffers_frozen_weights_and_masks_are_those_of_one_process(workers: int)
     assert evaluated["loss"] == pytest.approx(reference.mean_loss(expected.at_drains[6], batches(), total), rel=1e-10)
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_that_take_turns_give_to_the_bit_what_one_gives(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A forward here would read a count that lacks the minibatch before, whose backward changes it.
+    monkeypatch.setattr(Counted, "divisor", lambda self: 1.0)
+    expected = train(1, schedule="roundpipe[delay=1]", evaluate_after=11)
+    losses, state, evaluated = train(workers, schedule="roundpipe[delay=1]", evaluate_after=11)
+    assert (losses, evaluated) == (expected[0], expected[2])
+    assert all(torch.equal(state[name], value) for name, value in expected[1].items()), "buffers, too"
+    assert state["1.count"] == 36.0, "each microbatch is seen once"
+
+
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
-    whole = train(3, save=tmp_path)
-    rest = train(3, resume=tmp_path)
+@pytest.mark.parametrize(("schedule", "workers"), [("roundpipe", 3), ("roundpipe[delay=1]", 4)])
+def test_a_checkpoint_goes_on_to_the_bit(schedule: str, workers: int, tmp_path: Path) -> None:
+    whole = train(workers, save=tmp_path, schedule=schedule)
+    rest = train(workers, resume=tmp_path, schedule=schedule)
     assert rest[0] == whole[0][8:]
     assert all(torch.equal(rest[1][name], value) for name, value in whole[1].items())
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["roundpipe", "roundpipe[delay=1]"])
-def test_processes_give_to_the_bit_what_one_gives(schedule: str) -> None:
-    alone = train(3, schedule=schedule)
-    of_ranks = processes.team(3).results(partial(train, schedule=schedule), 3)
+@pytest.mark.parametrize(("schedule", "workers"), RUNS)
+def test_processes_give_to_the_bit_what_one_gives(schedule: str, workers: int) -> None:
+    alone = train(workers, schedule=schedule)
+    of_ranks = processes.team(workers).results(partial(train, schedule=schedule), workers)
     for losses, _, evaluated in of_ranks:
         assert losses == alone[0]
         assert evaluated == alone[2]
@@ -187,9 +207,11 @@ class Apart(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("schedule", ["roundpipe", "roundpipe[delay=1]"])
-def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train(3, schedule=schedule)
+@pytest.mark.parametrize(("schedule", "workers"), RUNS)
+def test_weights_in_the_store_never_meet_their_copies(
+    schedule: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(workers, schedule=schedule)
     apart, addresses = Apart(), list[int]()
 
     def bring(copies: DeviceCopies, part: Tensor) -> Tensor:
@@ -223,8 +245,8 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, monkeypatch
 
     monkeypatch.setattr(UpdateThread, "begin", begin)
     with apart:
-        losses, state, evaluated = train(3, schedule=schedule)
-    assert addresses
+        losses, state, evaluated = train(workers, schedule=schedule)
+    assert bool(addresses) == (workers == 3), "gradients that others take are left in places of their own"
     assert (losses, evaluated) == (expected[0], expected[2])
     assert all(torch.equal(state[name], value) for name, value in expected[1].items())
 
@@ -326,7 +348,6 @@ def test_the_next_minibatch_begins_before_the_update_ends(workers: int) -> None:
     assert sorted(steps) == [1, 2, 3]
     for update in (1, 2):
         begun = forwards[3 * update]
-        assert steps[update].start_s < begun.end_s
         assert begun.start_s < steps[update].end_s
 
 
@@ -469,8 +490,8 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
     versions.publish()
     before = [tensor.detach().clone() for tensor in tensors(there)]
     layout = lay_out(there)
-    remote_forward = RemoteForward(there, layout, lambda: store.open(0, layout))
-    weights, version = remote_forward.read(0)
+    stateless = StatelessStage(there, layout, Gradients([]), 1.0, 1, lambda: store.open(0, layout))
+    weights, version = stateless.read(0)
     assert (weights.leaves.keys(), version) == (home.handles.keys(), 0)
     for name, leaf in weights.leaves.items():
         handle = home.handles[name]
@@ -480,7 +501,7 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
         assert torch.equal(leaf, handle.detach().to(leaf.dtype))
         assert leaf.data_ptr() != versions.peek().leaves[name].data_ptr()
     layer = there.layers[0][1]
-    with remote_forward.forward_context():
+    with stateless.forward_context(SavedForward(None, (), (), (), 0)):
         assert layer.count is layer.also
         assert layer.count == 4.0
         assert torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
@@ -488,7 +509,7 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
         layer.mask = ~layer.mask  # type: ignore[operator]
     assert layer.count is layer.also
     assert all(torch.equal(now, then) for now, then in zip(tensors(there), before, strict=True)), "nothing is left"
-    with remote_forward.forward_context():
+    with stateless.forward_context(SavedForward(None, (), (), (), 0)):
         assert layer.count == 5.0, "what a forward wrote is there for the next one"
         assert not torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
     assert home.layers[0][1].count == 4.0
@@ -521,14 +542,14 @@ def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
     versions.publish()
     expected = {0: home.handles["1.bias"].detach().clone()}
     for version in range(1, 5):
-        assert not stored.await_version(version).ready()
+        assert not stored.wait(version).ready()
         versions.choose_storage({version - 1})
         versions.move_handles()
         with torch.no_grad():
             home.handles["1.bias"] += 1.0
         versions.end_update()
         expected[version] = expected[version - 1] + 1.0
-        assert stored.await_version(version).ready()
+        assert stored.wait(version).ready()
         for readable in (version - 1, version):
             leaves, _ = stored.copy(readable)
             assert torch.equal(leaves["1.bias"].detach(), expected[readable])
@@ -565,7 +586,7 @@ def test_a_stage_without_anything_is_stored_too() -> None:
     assert os.listdir("/proc/self/fd") == before, "the memory needs no descriptor"
 
 
-def test_an_error_of_a_remote_forward_names_its_rank_and_stage() -> None:
+def test_an_error_of_a_stateless_names_its_rank_and_stage() -> None:
     class Breaks(nn.Module):
         calls = 0
 

@@ -2,7 +2,10 @@
 
 Replicated stages, several chunks per rank, the V shape and two mirrored pipelines are all one table
 ``ranks[stage][replica]`` and one rule, round robin: microbatch k of stage s runs on replica k mod r_s
-(PipeDream, SOSP 2019, section 3.2: 1F1B-RR). A second table may have the ranks of the forwards.
+(PipeDream, SOSP 2019, section 3.2: 1F1B-RR).
+
+Where weights are in memory that all ranks share, a stage's passes may run on any: two more tables have the ranks that
+take turns at them.
 """
 
 from __future__ import annotations
@@ -41,14 +44,17 @@ class Placement(Artifact):
 
     Attributes:
         ranks: ``ranks[stage][replica]``; they are 0 to n - 1 without a gap.
-        forwards: the rank of each stage's forwards; () if they are on `ranks`. Otherwise all ranks share the weights,
-            and a stage has one rank for its backwards and updates, its *home*.
+        forwards, backwards: the ranks that take turns at a stage's forwards, and at its backwards; () if passes run on
+            `ranks`. Otherwise all ranks share the weights, and a stage has one rank for its updates, its *home*.
+        turn: microbatches in a turn.
     """
 
-    FORMAT = 1
+    FORMAT = 2
 
     ranks: tuple[tuple[int, ...], ...]
-    forwards: tuple[int, ...] = ()
+    forwards: tuple[tuple[int, ...], ...] = ()
+    backwards: tuple[tuple[int, ...], ...] = ()
+    turn: int = 1
 
     def __post_init__(self) -> None:
         if not self.ranks or not all(self.ranks):
@@ -59,12 +65,16 @@ class Placement(Artifact):
         for stage, row in enumerate(self.ranks):
             if len(set(row)) != len(row):
                 raise ValueError(f"stage {stage} has two replicas on one rank: {row}")
-        if self.forwards and (set(self.replicas) != {1} or len(self.forwards) != len(self.ranks)):
-            raise ValueError(
-                f"each stage has one home and one rank of its forwards, found homes {self.ranks} and {self.forwards}"
-            )
-        if not set(self.forwards) <= set(used):
-            raise ValueError(f"forwards run on the ranks 0 to {used[-1]}, found {self.forwards}")
+        if self.forwards or self.backwards:
+            if {*self.replicas} != {1} or not len(self.forwards) == len(self.backwards) == len(self.ranks):
+                raise ValueError(
+                    "each stage has one home and ranks for its forwards and its backwards, found homes "
+                    f"{self.ranks}, forwards {self.forwards}, backwards {self.backwards}"
+                )
+            if len({len(row) for row in (*self.forwards, *self.backwards)}) > 1 or self.turn < 1:
+                raise ValueError(f"all stages have as many turns, of at least 1 microbatch, found {self}")
+            if not {rank for row in (*self.forwards, *self.backwards) for rank in row} <= set(used):
+                raise ValueError(f"passes run on the ranks 0 to {used[-1]}, found {self}")
 
     @classmethod
     def replicated(cls, replicas: tuple[int, ...]) -> Placement:
@@ -90,14 +100,26 @@ class Placement(Artifact):
     @cached_property
     def cycle(self) -> int:
         """Microbatches in a common round of all stages."""
-        return lcm(*self.replicas)
+        return self.turn * len(self.forwards[0]) if self.forwards else lcm(*self.replicas)
 
     def replica(self, stage: int, microbatch: int) -> int:
         return microbatch % len(self.ranks[stage])
 
-    def rank_of(self, stage: int, microbatch: int) -> int:
-        row = self.ranks[stage]
-        return row[microbatch % len(row)]
+    def rank_of(self, stage: int, microbatch: int, *, forward: bool = False) -> int:
+        """Returns the rank of a microbatch's backward, or of its forward."""
+        row = self._turns(forward)[stage]
+        return row[microbatch // self.turn % len(row)]
+
+    def _turns(self, forward: bool) -> tuple[tuple[int, ...], ...]:
+        return (self.forwards if forward else self.backwards) or self.ranks
+
+    def microbatches(self, rank: int, stage: int, total: int, *, forward: bool) -> Sequence[int]:
+        """Returns a stage's microbatches, of `total`, whose forwards or backwards are on a rank."""
+        row = self._turns(forward)[stage]
+        if len(row) == 1 or self.turn == 1:
+            first = [turn for turn, member in enumerate(row) if member == rank]
+            return range(first[0], total, len(row)) if len(first) == 1 else range(0)
+        return [k for k in range(total) if row[k // self.turn % len(row)] == rank]
 
     def stage_replicas(self, rank: int) -> tuple[StageReplica, ...]:
         return tuple(
@@ -128,35 +150,67 @@ class Placement(Artifact):
         """Whether the ranks share the stages' weights, in the memory of their machine."""
         return bool(self.forwards)
 
-    def forward_rank(self, stage: int, microbatch: int) -> int:
-        return self.forwards[stage] if self.forwards else self.rank_of(stage, microbatch)
+    @property
+    def has_turns(self) -> bool:
+        """Whether several ranks take turns at a stage's passes."""
+        return self.shares_weights and len(self.forwards[0]) > 1
 
     def is_remote(self, stage: int) -> bool:
-        """Returns whether a stage's forwards run on another rank than its backwards."""
-        return bool(self.forwards) and self.forwards[stage] != self.ranks[stage][0]
+        """Returns whether a stage's backwards may run on another rank than its forwards, and repeat these."""
+        passes_on = self._turns(True)[stage], self._turns(False)[stage]
+        return passes_on[0] != passes_on[1] or (self.has_turns and stage + 1 < self.stages)
 
     @property
     def readers(self) -> tuple[int, ...]:
-        return self.forwards[:1] or self.ranks[0]
+        """The ranks that take turns at the first stage's forwards, and read data."""
+        return self._turns(True)[0]
+
+    @property
+    def scorers(self) -> tuple[int, ...]:
+        """The ranks that take turns at the last stage's forwards, and compute losses."""
+        return self._turns(True)[-1]
+
+    def next_forward(self, stage: int, microbatch: int) -> int:
+        """Returns the next microbatch of a stage whose forward is on the same rank."""
+        row, turn = self._turns(True)[stage], microbatch // self.turn
+        if (microbatch + 1) % self.turn:
+            return microbatch + 1
+        rank = row[turn % len(row)]
+        return self.turn * next(t for t in range(turn + 1, turn + 1 + len(row)) if row[t % len(row)] == rank)
+
+    def begins_turn(self, microbatch: int) -> bool:
+        """Returns whether a microbatch is the first after a change of ranks."""
+        return self.has_turns and microbatch > 0 and microbatch % self.turn == 0
 
     def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
         """Returns sender and receiver of a channel's message (`program.Channel`)."""
-        find_sender = self.rank_of if carries == Carries.GRADIENT else self.forward_rank
-        find_receiver = self.rank_of if carries in (Carries.GRADIENT, Carries.STAGE_INPUT) else self.forward_rank
-        return find_sender(source, microbatch), find_receiver(target, microbatch)
+        from_backward, to_backward = carries == Carries.GRADIENT, carries in (Carries.GRADIENT, Carries.STAGE_INPUT)
+        return (
+            self.rank_of(source, microbatch, forward=not from_backward),
+            self.rank_of(target, microbatch, forward=not to_backward),
+        )
 
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
-        if not (forward and self.forwards):
+        if not self.shares_weights:
             return self.stage_replicas(rank)
-        return tuple(StageReplica(stage, 0) for stage, owner in enumerate(self.forwards) if owner == rank)
+        return tuple(StageReplica(stage, 0) for stage, row in enumerate(self._turns(forward)) if rank in row)
 
-    def remote_forwards(self, rank: int) -> tuple[StageReplica, ...]:
-        return tuple(replica for replica in self.passes(rank, forward=True) if self.is_remote(replica.stage))
+    def passes_on_copies(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
+        """Returns the passes of a rank that copy the weights, although it may be the home of the stage."""
+        if not self.shares_weights:
+            return ()
+        passes = self.passes(rank, forward=forward)
+        return tuple(replica for replica in passes if self.has_turns or self.ranks[replica.stage] != (rank,))
 
     def __str__(self) -> str:
-        if self.forwards:
-            rows = enumerate(zip(self.ranks, self.forwards, strict=True))
-            return "\n".join(
-                f"stage {s}: home on rank {home}, forwards on rank {other}" for s, ((home,), other) in rows
-            )
-        return "\n".join(f"stage {s}: rank {', '.join(map(str, row))}" for s, row in enumerate(self.ranks))
+        rows = []
+        for stage, ranks in enumerate(self.ranks):
+            text = f"stage {stage}: rank {_join(ranks)}"
+            if self.shares_weights:
+                text += f", forwards on {_join(self.forwards[stage])}, backwards on {_join(self.backwards[stage])}"
+            rows.append(text)
+        return "\n".join(rows)
+
+
+def _join(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

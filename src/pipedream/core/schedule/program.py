@@ -331,7 +331,8 @@ def format_instructions(instructions: tuple[Instruction, ...]) -> str:
 
 
 def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Instruction, ...]:
-    replica_of = dict(placement.passes(rank, forward=True)) | dict(placement.stage_replicas(rank))
+    replica_of = {**dict(placement.passes(rank, forward=True)), **dict(placement.passes(rank, forward=False))}
+    replica_of |= dict(placement.stage_replicas(rank))
     instructions: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)

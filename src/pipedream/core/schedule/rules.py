@@ -71,7 +71,7 @@ class OpRange(NamedTuple):
     kind: Kind
     stage: int
     replica: int
-    indices: range
+    indices: Sequence[int]
 
     def ops(self) -> tuple[Op, ...]:
         return tuple(Op(self.kind, self.stage, index, self.replica) for index in self.indices)
@@ -123,7 +123,7 @@ class Rules:
     def expected_ops(self, rank: int, total: int) -> tuple[OpRange, ...]:
         """Returns the ops of a rank, in no particular order."""
         ranges = [
-            OpRange(kind, stage, replica, range(replica, total, self.placement.replicas[stage]))
+            OpRange(kind, stage, replica, self.placement.microbatches(rank, stage, total, forward=kind is Kind.FORWARD))
             for kind in self.kinds
             for stage, replica in self.placement.passes(rank, forward=kind is Kind.FORWARD)
         ]
@@ -138,7 +138,7 @@ class Rules:
         """Returns the ops that must be done before an op.
 
         A pass needs what it reads, and the update that makes its version. An update needs the gradients of all its
-        microbatches, and the previous update.
+        microbatches, and the previous update. The first backward of a rank's turn continues from that of another rank.
         """
         kind, stage, index, replica = op
         if kind is Kind.UPDATE:
@@ -147,6 +147,10 @@ class Rules:
             gradients = tuple(Op(last_kind, stage, k, self.placement.replica(stage, k)) for k in members)
             return (*gradients, Op(kind, stage, index - 1, replica)) if index > 1 else gradients
         inputs = data_requirements(op, self.placement, self.kinds)
+        # Gradients, and buffers, which at the last stage the forward changes.
+        changes = kind is Kind.BACKWARD or (kind is Kind.FORWARD and not self.placement.is_remote(stage))
+        if changes and self.trains and self.placement.begins_turn(index):
+            inputs = (*inputs, Op(Kind.BACKWARD, stage, index - 1, replica))
         version = self._find_awaited_version(op)
         return (*inputs, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else inputs
 

@@ -109,7 +109,7 @@ class Transport:
         connections, placement, worker = self._connections, self._placement, self._connections.worker_number
         senders: dict[int, Sender] = {}
         receivers: dict[int, Receiver] = {}
-        for owner in placement.ranks[-1]:
+        for owner in placement.scorers:
             for other in range(placement.workers):
                 if owner == other or worker not in (owner, other):
                     continue

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Receiver, Sender
+from pipedream.runtime.comm.channel import LocalChannel, Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
 from pipedream.runtime.comm.process_group import gather_json, read_machine
 from pipedream.runtime.comm.values import compute_crc32, flatten, tensors_in
@@ -97,6 +97,10 @@ class Source(ABC):
 
     def stop(self, stop_reason: StopReason) -> None:
         """Ends the stream with what has been read, if this rank reads."""
+        return
+
+    def end(self) -> None:
+        """Ends the stream, whose end this rank may know from another one."""
         return
 
     def resume(self) -> None:
@@ -187,19 +191,69 @@ class ReadingSource(Source):
         return Message(self._reader.ended_at, Content.END, flags=int(stop_reason))
 
 
+class TurnSource(ReadingSource):
+    """Minibatches that this process reads for all the ranks that take turns at them."""
+
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
+        super().begin(per_minibatch, replica, base, cycle, until)
+        self._next = 0
+        self._ended: StopReason | None = None
+
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
+        number, part = divmod(microbatch, self._per_minibatch)
+        while self._next <= number and self._ended is None:
+            self.read_round()
+        return self._parts[part] if number == self._number or self._ended is None else self._ended
+
+    def read_round(self) -> None:
+        """Reads a minibatch for each rank, and sends them."""
+        for turn in range(self._replicas):
+            minibatch = self._reader.read(self._next)
+            if isinstance(minibatch, StopReason):
+                self._ended, self.ended_at = minibatch, self._reader.ended_at
+                for later in list(self._open_senders):
+                    self._send_end(later, minibatch)
+                return
+            parts = self.splitter.split(self._next, minibatch)
+            if turn == 0:
+                self._parts, self._number = parts, self._next
+            for inputs, targets in parts if turn else ():
+                self._open_senders[turn].send(_join(inputs, targets))
+            self._next += 1
+
+
+class _PullingReceiver(Receiver):
+    """The end of a channel whose sender, in this process, reads further minibatches when none is there."""
+
+    def __init__(self, channel: LocalChannel, source: TurnSource) -> None:
+        self._channel, self._source = channel, source
+
+    def receive(self) -> Pending[Message]:
+        pending = self._channel.receive()
+        while not pending.ready():
+            self._source.read_round()
+        return pending
+
+
 class ReceivingSource(Source):
     """Microbatches that another rank reads and sends."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, takes_turns: bool = False) -> None:
         self._receiver = receiver
+        self._takes_turns = takes_turns
 
     def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
         self.ended_at = 0
+        self._is_ended = not self._takes_turns
+
+    def end(self) -> None:
+        while not self._is_ended:
+            self._is_ended = self._receiver.receive().result().content is Content.END
 
     def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
         message = self._receiver.receive().result()
         if message.content is Content.END:
-            self.ended_at = message.microbatch
+            self.ended_at, self._is_ended = message.microbatch, True
             return StopReason(message.flags)
         assert message.microbatch == microbatch, f"received microbatch {message.microbatch} instead of {microbatch}"
         header = message.without_tensors()
@@ -260,6 +314,7 @@ class DataSources:
         planned_samples: int = 1,
     ) -> None:
         self._input_ranks = programs[0].placement.readers
+        self._takes_turns = programs[0].placement.has_turns
         self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
         self._batch_dim, self._planned_samples = batch_dim, planned_samples
         self._training = _OpenLoader({program.microbatches > 1 for program in programs})
@@ -311,6 +366,12 @@ class DataSources:
         if channels.mesh_receiver is not None:
             return {channels.worker: ReceivingSource(channels.mesh_receiver)}
         sources: dict[int, Source]
+        if self._takes_turns and target is self._training and channels.group is None:
+            ends = {number: LocalChannel() for number in range(1, len(self._input_ranks))}
+            splitter = Splitter(request.adapt, self._batch_dim)
+            source = TurnSource(target.open(request), splitter, ends, replicas=len(self._input_ranks))
+            receivers = (ReceivingSource(_PullingReceiver(end, source), takes_turns=True) for end in ends.values())
+            return dict(zip(self._input_ranks, (source, *receivers), strict=True))
         if channels.group is None or len(self._input_ranks) == 1:
             readers = tee(target.open(request), len(self._ranks_here)) if self._ranks_here else []
             sources = {
@@ -337,7 +398,8 @@ class DataSources:
         first = self._input_ranks[0]
         can_shard, _, state = rows[first]
         request = replace(request, state=state)
-        sharded = can_shard and True not in target.splits
+        takes_turns = self._takes_turns and target is self._training
+        sharded = can_shard and True not in target.splits and not takes_turns
         readers = [] if sharded else self._choose_readers(target, request, rows)
         if replica is None:
             return {}
@@ -353,12 +415,14 @@ class DataSources:
         if sharded:
             return {rank: ReadingSource(target.open(request, replica, replicas), splitter)}
         if readers[replica] != replica:
-            return {rank: ReceivingSource(self.channels.receivers[readers[replica]])}
+            return {rank: ReceivingSource(self.channels.receivers[readers[replica]], takes_turns)}
         senders = {other: sender for other, sender in self.channels.senders.items() if readers[other] == replica}
         reader = target.reader or target.open(request)
         if replica:
             follower = FollowingReader(reader, self.channels.receivers[0], rank)
             return {rank: ReadingSource(follower, splitter, senders, replicas=replicas)}
+        if takes_turns:
+            return {rank: TurnSource(reader, splitter, senders, replicas=replicas)}
         followers = [self.channels.senders[other] for other in sorted({*readers} - {0})]
         return {rank: ReadingSource(reader, splitter, senders, followers, replicas)}
 

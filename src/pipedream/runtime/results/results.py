@@ -159,7 +159,7 @@ class Results:
         self._rank = rank
         self._process = rank if process is None else process
         self._placement = placement
-        self._last_stage_ranks = placement.ranks[-1]
+        self._last_stage_ranks = placement.scorers
         self._first_stages = [min(placement.stage_replicas(r))[0] for r in range(placement.workers)]
         self.senders = senders
         self.receivers = receivers
@@ -173,7 +173,8 @@ class Results:
     def begin(self, microbatches: int = 0) -> None:
         """Begins a stream. `microbatches`: of a minibatch; 0 without backwards."""
         self._split = microbatches
-        self.delay = max(1, -(-len(self._last_stage_ranks) // microbatches)) if self._reads_late and microbatches else 0
+        round_microbatches = len(self._last_stage_ranks) * self._placement.turn
+        self.delay = max(1, -(-round_microbatches // microbatches)) if self._reads_late and microbatches else 0
         self._open_sums: dict[int, MinibatchSums] = {}
         self._unsent: tuple[int, MinibatchSums] | None = None
         self._parts: dict[tuple[int, int], MinibatchSums] = {}
@@ -255,9 +256,10 @@ class Results:
         """Takes the results that came with the gradients of a microbatch, if they are for this rank."""
         if self._rank not in self._find_reached(index):
             return
-        replica = index % len(self._last_stage_ranks)
-        first = self._find_first(replica, index // self._split)
-        key = (first - len(self._last_stage_ranks)) // self._split if self.delay else index // self._split
+        replica = self._find_owner(index)
+        key = index // self._split
+        if self.delay:
+            key = (self._find_first(replica, key) - len(self._last_stage_ranks) * self._placement.turn) // self._split
         self._parts[replica, key] = MinibatchSums.of(message)
 
     def _find_reached(self, index: int) -> frozenset[int]:
@@ -272,18 +274,23 @@ class Results:
             reached = self._reached_ranks[turn] = frozenset(ranks) - {rank_of(-1, turn)}
         return reached
 
+    def _find_owner(self, index: int) -> int:
+        """Returns which of the last stage's ranks has a microbatch."""
+        return index // self._placement.turn % len(self._last_stage_ranks)
+
     def _find_first(self, replica: int, key: int) -> int:
-        """Returns the first microbatch of a replica of the last stage from the minibatch `key` on."""
-        begin = key * self._split
-        return begin + (replica - begin) % len(self._last_stage_ranks)
+        """Returns the first microbatch of a rank of the last stage from the minibatch `key` on."""
+        begin, turn = key * self._split, self._placement.turn
+        turns = (replica - begin // turn) % len(self._last_stage_ranks)
+        return (begin // turn + turns) * turn if turns else begin
 
     def _find_carrier(self, replica: int, key: int) -> int:
         """Returns the microbatch whose gradients carry a replica's part of a minibatch."""
-        count = len(self._last_stage_ranks)
         if self.delay:
             key = self._find_first(replica, key + 1) // self._split
-        last = (key + 1) * self._split - 1
-        return last - (last - replica) % count
+        last, turn = (key + 1) * self._split - 1, self._placement.turn
+        turns = (last // turn - replica) % len(self._last_stage_ranks)
+        return (last // turn - turns + 1) * turn - 1 if turns else last
 
     # -- at every rank ------------------------------------------------------------------------------
 
@@ -292,7 +299,7 @@ class Results:
         count = len(self._last_stage_ranks)
         if not self._split:
             return range(count)
-        return sorted({k % count for k in range(key * self._split, (key + 1) * self._split)})
+        return sorted({self._find_owner(k) for k in range(key * self._split, (key + 1) * self._split)})
 
     def collect(self, key: int, rate: float, total: int | None = None) -> Waiting[Done]:
         """Returns a minibatch's results, added in the order of the replicas, so that all ranks get the same.

@@ -139,7 +139,7 @@ class Comparison:
             return
         for stage, replica in placement.stage_replicas(local.worker_rank):
             stage_state = local.lead.stage_states[stage]
-            if not replica and not placement.is_remote(stage):
+            if not replica and not placement.is_remote(stage) and not placement.has_turns:
                 names = list(stage_state.versions.handles)
                 stage_state.observer = LayersCheck(self._make_reference_run(), stage, stage_state.module, names)
 
@@ -147,7 +147,8 @@ class Comparison:
         local, placement = self._local, self._local.program.placement
         whole_update = local.program.updates.per_update[stage] == run.split
         buffers: list[str] = []
-        if not placement.is_remote(stage) and (placement.replicas[stage] == 1 or (run.split == 1 and not replica)):
+        runs_here = not placement.is_remote(stage) and not placement.has_turns
+        if runs_here and (placement.replicas[stage] == 1 or (run.split == 1 and not replica)):
             buffers_here = dict(local.model.named_buffers(remove_duplicate=False))
             buffers = [name for name in local.names.by_stage[stage] if name in buffers_here]
         sharding = local.shardings.get(stage)

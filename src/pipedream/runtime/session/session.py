@@ -27,7 +27,7 @@ from pipedream.runtime.assemble import (
     connect,
     make_distributed_worker,
     make_local_workers,
-    make_remote_forwards,
+    make_stateless_stages,
 )
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
@@ -268,7 +268,7 @@ def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connectio
     _fill_initial_values(local, connections, weights)
     local.store = HostStore(connections.everyone if blueprint.placement.shares_weights else None, blueprint.device)
     # First: once foreign parameters are dropped, layers of different stages no longer share them.
-    remote_forwards = make_remote_forwards(
+    stateless = make_stateless_stages(
         blueprint, local.worker_rank, lambda stage: parameters.select_trained(model, by_stage[stage]), local.store
     )
     parameters.drop_foreign(model, local.names.local | set(local.names.unused))
@@ -280,7 +280,7 @@ def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connectio
         blueprint,
         local.worker_rank,
         trained,
-        remote_forwards,
+        stateless,
         connections,
         local.shardings,
         local.store,

@@ -9,9 +9,12 @@ With a GPU, weights and buffers stay in the memory of the host, which is pinned,
 gradients that its GPU has copied into the store. Copies have a stream of their own: as the host runs ahead of its GPU,
 a slot's weights arrive while the GPU still computes the slot before (`DeviceCopies`).
 
-A forward on another rank keeps nothing. Its input is sent home, where the backward repeats the forward with the same
-numbers (`recompute`); this second forward is the one that changes the buffers. Both process the microbatches in order,
-from the buffers at the update that made the version.
+A forward on another rank keeps nothing. Its input is sent to the rank of the backward, which repeats the forward with
+the same numbers (`recompute`); this second forward is the one that changes the buffers. Both process the microbatches
+in order, from the buffers at the update that made the version.
+
+Where ranks take turns at a stage's backwards, each leaves the summed gradients and the changed buffers of its minibatch
+in the store, for home and for the next rank. There is a place for each minibatch whose update may not have been made.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import platform
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -35,13 +38,15 @@ from pipedream.core.errors import PlanError
 from pipedream.runtime.comm.channel import Pending
 from pipedream.runtime.comm.message import Message, MessageFormat, align, write
 from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
-from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule, evaluating
+from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.hosted import HostedWeights
+from pipedream.runtime.update.optimizer import Gradients
 
-_HEADER_ITEMS = 9
-"""int64s at the start of a part: the newest version, the one being made, then version v's set at 2 + v mod 7."""
+_HEADER_ITEMS = 10
+"""int64s at the start of a part: the newest version, the one being made, the newest update whose gradients were left,
+then version v's set at 3 + v mod 7."""
+_FIRST_SET = 3
 _LONGEST_SLEEP_S = 1e-3
 
 _Slots = list[tuple[dict[str, Any], str]]
@@ -56,6 +61,7 @@ class StageLayout:
         ema: there is room for averaged weights.
         gradients: there is room for gradients, which a GPU copies there.
         trained_only: leaves out frozen weights and buffers.
+        turns: places for what ranks that take turns at backwards leave.
 
     Attributes:
         names: of the trained weights.
@@ -71,6 +77,7 @@ class StageLayout:
         ema: bool,
         gradients: bool = False,
         trained_only: bool = False,
+        turns: int = 0,
     ) -> None:
         self.low_precision = dict(low_precision)
         self.names = tuple(module.handles)
@@ -96,8 +103,13 @@ class StageLayout:
         handles_like = [_make_meta(handle) for _, handle in handles]
         self._ema = _make_format(handles_like if ema else [])
         self._gradients = _make_format(handles_like if gradients else [])
+        buffers_like = untrained[self.frozen :]
+        present = torch.empty(len(handles_like) + len(buffers_like), dtype=torch.bool, device="meta")
+        numbers = torch.empty(2, dtype=torch.float64, device="meta")
+        self._turn = _make_format([numbers, present, *handles_like, *buffers_like] if turns else [])
+        self.turns = turns
         self.offsets = [8 * _HEADER_ITEMS]
-        for message_format in (self._frozen, self._ema, self._gradients, *[self._set] * sets):
+        for message_format in (self._frozen, self._ema, self._gradients, *[self._turn] * turns, *[self._set] * sets):
             self.offsets.append(align(self.offsets[-1] + message_format.payload_bytes))
 
     @property
@@ -117,6 +129,13 @@ class StageLayout:
 
     def view_gradients(self, memory: torch.Tensor) -> list[torch.Tensor]:
         return _view(self._gradients, memory)
+
+    def view_turn(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Returns the loss weight and the microbatches of a turn, which tensors are present, and the tensors: summed
+        gradients, then buffers.
+        """
+        numbers, present, *tensors = _view(self._turn, memory)
+        return numbers, present, tensors
 
     def view_set(self, memory: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights by name, and the buffers."""
@@ -210,9 +229,10 @@ class StoredStage:
         self.copies = copies
         self._shared = shared
         self._numbers = memory[: 8 * _HEADER_ITEMS].view(torch.int64)
-        self.frozen, self.ema, self.gradients, *self.sets = (
+        self.frozen, self.ema, self.gradients, *further = (
             memory[begin:end] for begin, end in zip(layout.offsets, layout.offsets[1:], strict=False)
         )
+        self._turns, self.sets = further[: layout.turns], further[layout.turns :]
 
     def adopt_averages(self, ema: dict[str, torch.Tensor]) -> None:
         """Moves averaged weights into the store, and the dict's values with them."""
@@ -221,8 +241,10 @@ class StoredStage:
 
     def publish(self, version: int, number: int) -> None:
         """Lets all ranks read a version, which is in set `number`."""
-        self._numbers[2 + version % (_HEADER_ITEMS - 2)] = number
+        self._numbers[_FIRST_SET + version % (_HEADER_ITEMS - _FIRST_SET)] = number
         self._numbers[:2] = version
+        if not version:  # a stream begins
+            self._numbers[2] = 0
 
     def announce(self, version: int) -> None:
         """Lets the ranks of this process wait for a version, which a thread makes."""
@@ -234,31 +256,66 @@ class StoredStage:
     def is_announced(self, version: int) -> bool:
         return int(self._numbers[1]) >= version
 
-    def await_version(self, version: int) -> Pending[None]:
-        return _PendingVersion(self, version, self._shared)
+    def has_gradients(self, update: int) -> bool:
+        """Returns whether the gradients of an update have been left."""
+        return int(self._numbers[2]) >= update
+
+    def wait(self, version: int = 0, gradients_of: int = 0) -> Pending[None]:
+        """Waits for a version, and until the gradients of an update have been left."""
+        return _PendingInStore(
+            self._shared,
+            lambda: self.has_version(version) and self.has_gradients(gradients_of),
+            lambda: self.is_announced(version) and self.has_gradients(gradients_of),
+        )
+
+    def leave_turn(self, update: int, gradients: Gradients, buffers: Sequence[torch.Tensor | None]) -> None:
+        """Leaves an update's summed gradients, and the buffers that have changed, for its home and the next rank."""
+        sums, loss_weight, count = gradients.take()
+        numbers, present, places = self.layout.view_turn(self._turns[update % len(self._turns)])
+        numbers[0], numbers[1] = loss_weight, count
+        for number, (tensor, place) in enumerate(zip((*sums, *buffers), places, strict=True)):
+            present[number] = tensor is not None
+            if tensor is not None:
+                place.copy_(tensor)  # waits for a GPU
+        self._numbers[2] = update
+
+    def read_turn(self, update: int) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], float, int]:
+        """Returns an update's summed gradients and changed buffers, which are in the store, its loss weight and its
+        microbatches.
+        """
+        numbers, present, tensors = self.layout.view_turn(self._turns[update % len(self._turns)])
+        left = [tensor if is_present else None for tensor, is_present in zip(tensors, present.tolist(), strict=True)]
+        count, (loss_weight, microbatches) = len(self.layout.names), numbers.tolist()
+        return left[:count], left[count:], loss_weight, int(microbatches)
 
     def copy(self, version: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights of a version, as leaves by name, and its buffers, on the device."""
-        number = int(self._numbers[2 + version % (_HEADER_ITEMS - 2)])
+        number = int(self._numbers[_FIRST_SET + version % (_HEADER_ITEMS - _FIRST_SET)])
         leaves, buffers = self.layout.view_set(self.copies.copy_to_device(self.sets[number]))
         return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, buffers
 
 
-class _PendingVersion(Pending[None]):
-    def __init__(self, stored: StoredStage, version: int, shared: bool) -> None:
-        self._stored, self._version, self._shared = stored, version, shared
+class _PendingInStore(Pending[None]):
+    """Waits until something is in the store: in a process of its own for what another process does, else for a thread.
+
+    Args:
+        is_coming: whether a thread is about to do it.
+    """
+
+    def __init__(self, shared: bool, is_there: Callable[[], bool], is_coming: Callable[[], bool]) -> None:
+        self._shared, self._is_there, self._is_coming = shared, is_there, is_coming
 
     def ready(self) -> bool:
-        if not self._shared:  # wait only for an update that has begun: this thread may have to begin it
-            self._wait(lambda: self._stored.is_announced(self._version))
-        return self._shared or self._stored.has_version(self._version)
+        if not self._shared:  # wait only for what has begun: this thread may have to begin it
+            self._wait(self._is_coming)
+        return self._shared or self._is_there()
 
     def result(self) -> None:
         self._wait(lambda: True)
 
     def _wait(self, may_wait: Callable[[], bool]) -> None:
         sleep_s = 1e-5
-        while not self._stored.has_version(self._version) and may_wait():
+        while not self._is_there() and may_wait():
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
@@ -389,6 +446,7 @@ class HostVersions(Versions):
         self._first_leaves = leaves
         super().__init__(handles, self._layout.low_precision)
         self._numbers = {id(self.peek()): 0}
+        self._buffers: list[torch.Tensor] = []
 
     def _make_leaf(self, name: str, handle: nn.Parameter) -> torch.Tensor:
         if name in self._layout.low_precision:
@@ -407,10 +465,12 @@ class HostVersions(Versions):
         number = self._numbers[id(self.peek())]
         _, buffers = self._layout.view_set(self._stored.sets[number])
         # Nothing else writes these buffers while a thread publishes: home's passes end after the update.
-        write(self._layout.untrained[self._layout.frozen :], buffers)
+        write(self._buffers or self._layout.untrained[self._layout.frozen :], buffers)
+        self._buffers = []
         self._stored.publish(self.newest, number)
 
     def announce(self) -> None:
+        self._buffers = self._layout.untrained[self._layout.frozen :]  # a pass may put others into the modules
         self._stored.announce(self.newest + 1)
 
     def withdraw(self) -> None:
@@ -419,6 +479,18 @@ class HostVersions(Versions):
     def end_update(self) -> None:
         super().end_update()
         self.publish()
+
+    def wait_for_turn(self, update: int) -> Pending[None]:
+        """Waits for an update's gradients, which the rank of its backwards leaves."""
+        return self._stored.wait(gradients_of=update)
+
+    def take_turn(self, update: int, gradients: Gradients) -> None:
+        """Puts an update's gradients into `gradients`, and the changed buffers into the modules."""
+        sums, buffers, loss_weight, count = self._stored.read_turn(update)
+        gradients.fill(sums, loss_weight, count)
+        for place, buffer in zip(self._layout.untrained[self._layout.frozen :], buffers, strict=True):
+            if buffer is not None:
+                place.copy_(buffer)
 
     def read(self, version: int) -> WeightSet:
         super().read(version)
@@ -474,69 +546,6 @@ class HostVersions(Versions):
         self, gradients: list[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
         return self._stored.copies.copy_to_store(gradients, self._layout.view_gradients(self._stored.gradients))
-
-
-class RemoteForward:
-    """A stage whose forwards run here, and whose home is another rank. Lifecycle: `read`, forwards, `end_passes`.
-
-    Args:
-        open_stored: called at the first forward, when the store has the stage.
-    """
-
-    def __init__(self, module: StageModule, layout: StageLayout, open_stored: Callable[[], StoredStage]) -> None:
-        self.module = module
-        self.layout = layout
-        self.recomputation = _WithoutGraph()
-        self.next_forward = 0
-        self._open_stored = open_stored
-        self._weights: WeightSet | None = None
-        self._untrained: list[torch.Tensor] = []
-
-    @cached_property
-    def stored(self) -> StoredStage:
-        return self._open_stored()
-
-    def end_passes(self) -> None:
-        """Drops the copies, after the last forward of a minibatch and after each forward without a backward."""
-        if self._weights is not None:
-            self.stored.copies.note_dropped()
-        self._weights = None
-        self._untrained = []
-
-    def read(self, version: int, ema: bool = False) -> tuple[WeightSet, int]:
-        """Returns the weights for a forward, and their version; copies them for the first forward of a minibatch."""
-        if self._weights is None:
-            bring = self.stored.copies.copy_to_device
-            leaves, buffers = self.stored.copy(version)
-            if ema:
-                leaves = self.layout.view_ema(bring(self.stored.ema))
-            self._weights = WeightSet(version, leaves)
-            self._untrained = [*self.layout.view_frozen(bring(self.stored.frozen)), *buffers]
-        assert self._weights.version == version, f"version {self._weights.version} is there, not {version}"
-        return self._weights, version
-
-    def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
-        """Raises an `AssertionError`: a forward is recomputed only on the stage's own rank."""
-        raise AssertionError(f"the forward of microbatch {saved.microbatch} was to be recomputed on a remote rank")
-
-    def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
-        return self.module.forward(value, weights.leaves, microbatch, first)
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        return self.layout.installed(self._untrained)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        with evaluating([self.module]), self.forward_context():
-            yield
-
-
-class _WithoutGraph:
-    def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
-        result = run_without_graph(run, message)
-        saved.graph_inputs = ()
-        saved.outputs = ()
-        return result
 
 
 def _make_meta(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -84,6 +84,10 @@ class Gradients:
             return gradient.to(self._dtypes[index])
         return total.add_(gradient)
 
+    def fill(self, sums: list[torch.Tensor | None], loss_weight: float, count: int) -> None:
+        """Takes over all gradients of an update, as `take` returns them."""
+        self._sums, self.loss_weight, self.count = sums, loss_weight, count
+
     def replace(self, sums: list[torch.Tensor | None], ready: torch.cuda.Event | None) -> None:
         """Replaces the sums by copies, which may be read after the event `ready`."""
         self._sums, self._ready = sums, ready

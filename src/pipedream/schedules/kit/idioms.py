@@ -333,7 +333,7 @@ def latest_weights(
 
 def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
     """Returns a schedule of forwards only, all with the newest weights."""
-    placed = placement or plan.placement
+    placed = replace(placement or plan.placement, turn=1)
 
     def order(rank: int) -> Iterator[Op]:
         stage_replicas = placed.passes(rank, forward=True)
@@ -343,7 +343,7 @@ def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
         for slot in count():
             for stage, replica in stage_replicas:
                 k = slot - stage
-                if k >= 0 and k % plan.replicas[stage] == replica:
+                if k >= 0 and placed.rank_of(stage, k, forward=True) == rank:
                     yield forward((stage, replica), k)
 
     return Schedule(

@@ -1,0 +1,144 @@
+"""The passes of a stage on a rank without its state: with weights copied from the host store (`stage.host_store`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pipedream.runtime.comm.channel import Pending
+from pipedream.runtime.comm.message import Message
+from pipedream.runtime.results.recorder import Recorder
+from pipedream.runtime.stage.host_store import StageLayout, StoredStage
+from pipedream.runtime.stage.recompute import Recomputation
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule, evaluating
+from pipedream.runtime.stage.versions import WeightSet
+from pipedream.runtime.stage_state import StageObserver
+from pipedream.runtime.update.optimizer import Gradients
+
+
+class StatelessStage:
+    """What a `StageState` is for passes, without versions and optimizer.
+
+    Life: `begin_pass`, then a pass; `end_passes` after the forwards, or the backwards, of a minibatch, and after each
+    forward without a backward.
+
+    Args:
+        scale: factor on the loss.
+        per_update: microbatches of an update.
+        open_stored: called at the first pass, when the store has the stage.
+    """
+
+    observer = StageObserver()
+    recomputation: Recomputation | None = None
+
+    def __init__(
+        self,
+        module: StageModule,
+        layout: StageLayout,
+        gradients: Gradients,
+        scale: float,
+        per_update: int,
+        open_stored: Callable[[], StoredStage],
+    ) -> None:
+        self.module = module
+        self.layout = layout
+        self.gradients = gradients
+        self.scale = scale
+        self.next_forward = 0
+        self.gradient_versions: list[tuple[int, int, int]] = []  # as of a `StageState`
+        self._per_update = per_update
+        self._open_stored = open_stored
+        self._update = 0  # whose buffers the passes write; 0: none
+        self._weights: WeightSet | None = None
+        self._untrained: list[torch.Tensor] = []
+        self._old_buffers: list[tuple[torch.Tensor, int]] = []
+        self._changed: set[int] = set()
+
+    @cached_property
+    def stored(self) -> StoredStage:
+        return self._open_stored()
+
+    def begin_pass(self, index: int, version: int, *, changes_buffers: bool) -> Pending[None]:
+        """Waits for what a pass reads: its weights and, if it is one of those that change the buffers, these.
+
+        Args:
+            index: microbatch.
+        """
+        self._update = index // self._per_update + 1 if changes_buffers and self.layout.turns else 0
+        return self.stored.wait(version, max(0, self._update - 1))
+
+    def end_passes(self) -> None:
+        """Drops the copies; after backwards leaves their gradients in the store."""
+        if self._weights is not None:
+            self.stored.copies.note_dropped()
+        if self.gradients.count:
+            self.stored.leave_turn(self._update, self.gradients, self._list_changed())
+        self._weights = None
+        self._untrained = []
+
+    def finish_update(self, recorder: Recorder) -> None:
+        """Does nothing: the home makes updates."""
+
+    def read(self, version: int, ema: bool = False) -> tuple[WeightSet, int]:
+        """Returns the weights for a pass, and their version; copies them for the first pass of a minibatch."""
+        if self._weights is None:
+            bring = self.stored.copies.copy_to_device
+            leaves, buffers = self.stored.copy(version)
+            if ema:
+                leaves = self.layout.view_ema(bring(self.stored.ema))
+            self._weights = WeightSet(version, leaves)
+            self._changed = set()
+            if self._update > 1:
+                for number, buffer in enumerate(self.stored.read_turn(self._update - 1)[1]):
+                    if buffer is not None:
+                        buffers[number] = bring(buffer)
+                        self._changed.add(number)
+            self._old_buffers = [(buffer, buffer._version) for buffer in buffers]
+            self._untrained = [*self.layout.view_frozen(bring(self.stored.frozen)), *buffers]
+        assert self._weights.version == version, f"version {self._weights.version} is there, not {version}"
+        return self._weights, version
+
+    def _list_changed(self) -> list[torch.Tensor | None]:
+        """Returns the buffers that passes have changed since the stream began, None for the others."""
+        changed: list[torch.Tensor | None] = []
+        pairs = zip(self._untrained[self.layout.frozen :], self._old_buffers, strict=True)
+        for number, (buffer, (old, version)) in enumerate(pairs):
+            is_written = number in self.layout.statistics or buffer is not old or buffer._version != version
+            changed.append(buffer if is_written or number in self._changed else None)
+        return changed
+
+    def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
+        assert self._weights is not None
+        saved.recomputed_weights = self._weights
+        return self._weights
+
+    def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
+        """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
+        self._update = 0
+        return self.read(0, ema)[0].leaves, self._evaluating()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with evaluating([self.module]), self.layout.installed(self._untrained):
+            yield
+
+    def note_received(self, message: Message) -> None:
+        """Does nothing: only the ranks of a mesh keep the first message."""
+
+    def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
+        return self.module.forward(value, weights.leaves, microbatch, first)
+
+    def forward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
+        return self.layout.installed(self._untrained)
+
+    def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
+        return self.layout.installed(self._untrained)
+
+    def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
+        self.gradients.add(gradients, saved.loss_weight)
+        if saved.weights is not None:
+            self.gradient_versions.append((saved.microbatch, saved.version, saved.version))
