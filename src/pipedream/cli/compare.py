@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
 
 from pipedream.cli.options import JSON, MICROBATCHES, RECIPE, SEED, check_flags, print_json, profile_of
 from pipedream.core.artifact import encode
-from pipedream.core.delay import DelayComparison
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_rate, parse_rate
 from pipedream.core.variants import format_link
 from pipedream.options import TrainingOptions
@@ -131,54 +129,42 @@ def compare(
         shard_weights=shard_weights,
     )
     report = (lambda line: None) if as_json else partial(print, file=sys.stderr, flush=True)
+    from pipedream.training.compare import COMPARED, compare_recipe, name_folder
+
     if emulate_delay:
-        measured = None if profile is None else profile_of(profile)
-        delays = _compare_delays(recipe, schedule or (), options, stages, widths, links, measured, report)
+        from pipedream.training.compare_delays import compare_delays
+
+        cluster = _make_cluster(widths or (stages or 4,), links or [(_USUAL_BYTES_PER_S,)], stages)
+        delays = compare_delays(
+            recipe,
+            schedule or (),
+            options,
+            cluster,
+            name_folder(recipe, options.out, may_be_used=True),
+            link=", ".join(format_link(level.bandwidth_bytes_per_s) for level in cluster.levels),
+            profile=None if profile is None else profile_of(profile),
+            progress=report,
+        )
         print_json({"verdict": delays.verdict, "methods": delays.rows()}) if as_json else print(f"\n{delays}")
         return
-    from pipedream.training.compare import COMPARED, compare_recipe
-
     compared = tuple(schedule or COMPARED)
     comparison = compare_recipe(recipe, compared, options, links=links, widths=widths, seconds=seconds, progress=report)
     print_json({"verdict": comparison.verdict} | dict(encode(comparison))) if as_json else print(f"\n{comparison}")
 
 
-def _compare_delays(
-    recipe: str,
-    schedules: Sequence[str],
-    options: TrainingOptions,
-    stages: int | None,
-    widths: tuple[int, ...],
-    links: Sequence[tuple[float, ...]],
-    profile: Profile | None,
-    report: Callable[[str], None],
-) -> DelayComparison:
-    """Compares methods by their losses, on a worker for each stage."""
-    from pipedream.training.compare import name_folder
-    from pipedream.training.compare_delays import compare_delays
-
+def _make_cluster(widths: tuple[int, ...], links: Sequence[tuple[float, ...]], stages: int | None) -> Cluster:
+    """Returns a worker for each stage, over the only link."""
     if len(links) > 1:
         raise PlanError(
             f"{len(links)} links were given with --emulate-delay, which predicts seconds over one; give one"
         )
-    rates = links[0] if links else (_USUAL_BYTES_PER_S,)
-    widths = widths or (stages or 4,)
+    (rates,) = links
     if len(rates) != len(widths) or (stages or prod(widths)) != prod(widths):
         raise PlanError(
             f"{stages or prod(widths)} stages on {prod(widths)} workers, {len(rates)} rates of {len(widths)} levels of "
             "the network were asked for; give a worker for each stage, and a rate for each level"
         )
-    levels = tuple(Level(width, rate, _LATENCY_S) for width, rate in zip(widths, rates, strict=True))
-    return compare_delays(
-        recipe,
-        schedules,
-        options,
-        Cluster(levels),
-        name_folder(recipe, options.out, may_be_used=True),
-        link=", ".join(map(format_link, rates)),
-        profile=profile,
-        progress=report,
-    )
+    return Cluster(tuple(Level(width, rate, _LATENCY_S) for width, rate in zip(widths, rates, strict=True)))
 
 
 def _parse_hosts(hosts: str | None) -> tuple[int, ...]:
