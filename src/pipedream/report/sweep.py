@@ -42,17 +42,24 @@ def sweep_svg(sweep: Sweep, *, standalone: bool = True) -> str:
             f"by workers, at {_format_rate(shown[0].bandwidth_bytes_per_s)}" if over_workers else f"{workers} workers"
         )
         parts.append(text(left, _TOP - 16, head, size=12, weight=600))
-        across = _scale_across(shown, over_workers, left)
+        place, named = _scale_across(shown, over_workers, left)
         for row, (label, value, write, is_share) in enumerate(rows):
             top = _TOP + row * (_HEIGHT + _FOOT)
             all_values = [v for point in sweep.points if (v := value(point)) is not None]
             up, marks = _scale_up(all_values, is_share, top)
-            parts += _draw_axes(left, top, marks, up, write, across, label if not column else "", column == 0)
+            parts += y_axis(marks, up, left, left + _WIDTH, None if column else write)
+            for mark, name in named:
+                x, y = place(mark), top + _HEIGHT
+                parts.append(line("tick", x, x, y, y + 4, COLOURS["line"][0]))
+                parts.append(text(x, y + 16, name, colour="faint", anchor="middle"))
+            if not column:
+                parts.append(text(8, top - 10, label, colour="faint"))
             if row == 0 and not over_workers:
-                parts += _draw_crossings([c for c in sweep.crossovers if c.workers == workers], names, across, top)
+                shown_crossovers = [crossover for crossover in sweep.crossovers if crossover.workers == workers]
+                parts += _draw_crossings(shown_crossovers, names, place, [mark for mark, _ in named], top)
             for number, name in enumerate(names):
                 points = [
-                    (across[0](_read_place(point, over_workers)), up(v), f"{name}, {point.config}: {write(v)}")
+                    (place(_read_place(point, over_workers)), up(v), f"{name}, {point.config}: {write(v)}")
                     for point in shown
                     if point.schedule == name and (v := value(point)) is not None
                 ]
@@ -160,27 +167,6 @@ def _scale_up(values: Sequence[float], is_share: bool, top: float) -> tuple[Scal
     )
 
 
-def _draw_axes(
-    left: float,
-    top: float,
-    marks: Sequence[float],
-    up: Scale,
-    write: Callable[[float], str],
-    across: tuple[Scale, list[tuple[float, str]]],
-    label: str,
-    is_first: bool,
-) -> list[str]:
-    stroke, bottom = COLOURS["line"][0], top + _HEIGHT
-    parts = y_axis(marks, up, left, left + _WIDTH, write if is_first else None)
-    place, named = across
-    for mark, name in named:
-        parts.append(line("tick", place(mark), place(mark), bottom, bottom + 4, stroke))
-        parts.append(text(place(mark), bottom + 16, name, colour="faint", anchor="middle"))
-    if label:
-        parts.append(text(8, top - 10, label, colour="faint"))
-    return parts
-
-
 def _draw_line(points: Sequence[tuple[float, float, str]], number: int) -> list[str]:
     colour, dashes = _choose_colour(number)
     parts = []
@@ -216,13 +202,9 @@ def _draw_mark(x: float, y: float, number: int) -> str:
 
 
 def _draw_crossings(
-    crossovers: Sequence[Crossover],
-    names: Sequence[str],
-    across: tuple[Scale, list[tuple[float, str]]],
-    top: float,
+    crossovers: Sequence[Crossover], names: Sequence[str], place: Scale, marks: Sequence[float], top: float
 ) -> list[str]:
-    place, parts = across[0], []
-    edges = place(across[1][0][0]) - 20, place(across[1][-1][0]) + 20
+    parts, edges = [], (place(marks[0]) - 20, place(marks[-1]) + 20)
     for crossover in crossovers:
         rate = crossover.bandwidth_bytes_per_s
         if rate is None or not edges[0] <= place(rate) <= edges[1]:
