@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipedream.cli import options as common
 from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
-from pipedream.core.flags import Panel, option
+from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.garbage import pause_collection
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.mesh import ranks_of
@@ -33,23 +33,16 @@ class LinkFlags:
     """The machines of a run, by a file or by figures."""
 
     cluster: Path | None = common.CLUSTER
-    bandwidth: list[str] | None = option(
-        None,
-        "Bandwidth of a link in one direction, e.g. 1e9 (bytes/s) or 10Gbit/s; or two values, within and between "
+    bandwidth: list[str] | None = option_of(
+        common.ClusterFlags,
+        "bandwidth",
+        help="Bandwidth of a link in one direction, e.g. 1e9 (bytes/s) or 10Gbit/s; or two values, within and between "
         "machines.",
-        metavar="B [B ...]",
         unset=_MEASURED,
-        panel=Panel.CLUSTER,
     )
-    latency: float | None = option(
-        None, "One-way latency of a message.", metavar="SECONDS", least=0.0, unset=_MEASURED, panel=Panel.CLUSTER
-    )
-    memory: str | None = option(
-        None,
-        "Memory per worker, e.g. 16GB.",
-        metavar="BYTES",
-        unset="what the machines have, or no limit if links are given",
-        panel=Panel.CLUSTER,
+    latency: float | None = option_of(common.ClusterFlags, "latency", default=None, unset=_MEASURED)
+    memory: str | None = option_of(
+        common.ClusterFlags, "memory", unset="what the machines have, or no limit if links are given"
     )
 
     def join(self, processes: int) -> Cluster | None:
