@@ -32,7 +32,7 @@ _DEVICES = option(
 
 
 def _read_kinds(text: str | None, profile: Profile | GraphText) -> tuple[Workers, ...]:
-    """Reads --devices; raises PlanError if one, or the profile's own device, has no datasheet."""
+    """Reads --devices; raises an error if one, or the profile's own device, has no datasheet."""
     if text is None:
         return ()
     if isinstance(profile, GraphText):
@@ -44,10 +44,7 @@ def _read_kinds(text: str | None, profile: Profile | GraphText) -> tuple[Workers
             f"--devices needs a profile of a device with a datasheet, found one of {profile.device!r}; profile with "
             "--device meta --as DEVICE, or write speeds into a cluster's file"
         ) from None
-    try:
-        return workers_of(text, other, profile.dtype, profile.work)
-    except ProfileError as error:
-        raise PlanError(str(error)) from None
+    return workers_of(text, other, profile.dtype, profile.work)
 
 
 def _replace_kinds(cluster: Cluster, kinds: tuple[Workers, ...]) -> Cluster:

@@ -67,6 +67,7 @@ def compare_recipe(
 
     Raises:
         PlanError: the folder is used, a link is faster than this machine's, or the mesh does not divide the workers.
+        ScheduleError: a method is not known.
         WorkerError: a variant failed; the message is that of its worker.
     """
     for text in schedules:

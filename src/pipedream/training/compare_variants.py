@@ -125,10 +125,7 @@ class LinkVariants:
             if name == AUTO:
                 yield _Spec(title, PlanRequest(self.cluster, schedule=AUTO, allow_asynchronous=True, mesh=mesh))
                 continue
-            try:
-                microbatches = self.microbatches if properties_of(name).splits_minibatch else None
-            except ScheduleError as error:
-                raise PlanError(str(error)) from None
+            microbatches = self.microbatches if properties_of(name).splits_minibatch else None
             pipeline = PlanRequest(
                 self.cluster,
                 schedule=name,
