@@ -200,7 +200,8 @@ def check_no_remote_stages(built: Schedule) -> None:
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not built.placement.shares_weights:
         return
-    peaks = simulator.simulate(lower(built), simulator.costs(plan, split=m), m).peak_bytes
+    total = max(m, built.placement.cycle)  # each rank has had its turns
+    peaks = simulator.simulate(lower(built), simulator.costs(plan, split=m), total).peak_bytes
     for rank, (worker, peak) in enumerate(zip(sorted(set(plan.worker_order)), peaks, strict=True)):
         limit = memories[worker]
         if limit is not None and peak > limit:
