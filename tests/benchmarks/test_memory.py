@@ -98,8 +98,10 @@ def test_bubbles_of_1f1b_are_those_of_the_paper_of_roundpipe(model: Any) -> None
 
 
 @pytest.mark.parametrize("model", bubble.MODELS, ids=lambda model: model.name)
-def test_roundpipe_without_a_flush_idles_as_little_as_in_its_paper(model: Any) -> None:
-    assert 100 * score(bubble.make_plan(model, bubble.METHODS[-1])).bubble < model.published[-1] + 0.7
+def test_roundpipe_idles_about_as_little_as_in_its_paper(model: Any) -> None:
+    predicted = [100 * score(bubble.make_plan(model, method)).bubble for method in bubble.METHODS[2:]]
+    assert predicted[0] < model.published[2] + 6.5, "the paper recomputes before gradients arrive, in rounds"
+    assert predicted[1] < model.published[3] + 0.7
 
 
 @pytest.mark.processes

@@ -106,24 +106,32 @@ def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, 
     verify(lower(evaluation(schedule.plan, schedule.placement)))
 
 
-@given(sizes(), st.lists(st.integers(1, 9), min_size=20, max_size=20))
-def test_slots_of_forwards_by_the_seconds(size: tuple[int, int, int], times: list[int]) -> None:
-    """No other division has a shorter period, counted in slots of equal length, whole rounds of the workers."""
-    p, stages, _ = size
+@given(sizes(), st.lists(st.integers(1, 9), min_size=20, max_size=20), st.booleans())
+def test_slots_of_forwards_by_the_seconds(size: tuple[int, int, int], times: list[int], continued: bool) -> None:
+    """The longest slot is as short as it can be for so many, and no other number of slots takes less time."""
+    p, stages, m = size
     assume(1 < stages <= 8)
     plan = plan_of(p, stages)
     rows = zip(plan.stages, times, times[8:], strict=False)
     plan = replace(plan, stages=tuple(replace(row, forward_s=float(f), backward_s=float(b)) for row, f, b in rows))
-    last, longest = stages - 1, max(row.forward_s + row.backward_s for row in plan.stages)
+    last, backwards = stages - 1, [row.forward_s + row.backward_s for row in reversed(plan.stages)]
 
-    def period_s(ends: tuple[int, ...]) -> float:
-        sums = [sum(row.forward_s for row in plan.stages[a:b]) for a, b in zip((0, *ends), (*ends, last), strict=True)]
-        return -(-(len(sums) + stages) // p) * p * max(longest, *sums)
+    def divide(ends: tuple[int, ...]) -> list[float]:
+        bounds = zip((0, *ends), (*ends, last), strict=True)
+        return [sum(row.forward_s for row in plan.stages[begin:end]) for begin, end in bounds]
 
-    best = min(period_s(ends) for count in range(last) for ends in combinations(range(1, last), count))
-    chosen = [slot.stop for slot in _choose_slots(plan, continued=False)]
+    def seconds(ends: tuple[int, ...]) -> float:
+        slots, n = [*divide(ends), *backwards], p if continued else 1
+        workers = [worker % p for worker in range(n * len(slots))]
+        return dispatched_on([workers[i * len(slots) :][: len(slots)] for i in range(n)], slots, m)
+
+    chosen = tuple(slot.stop for slot in _choose_slots(plan, m, continued=continued))
     assert chosen[-1] == last
-    assert period_s(tuple(chosen[:-1])) == best
+    for count in range(last):
+        divisions = list(combinations(range(1, last), count))
+        least = min(max(divide(ends)) for ends in divisions)
+        assert seconds(chosen[:-1]) <= max(seconds(ends) for ends in divisions if max(divide(ends)) == least) + 1e-9
+        assert count != len(chosen) - 1 or max(divide(chosen[:-1])) == least
 
 
 @given(sizes(), st.integers(1, 4))
