@@ -24,26 +24,20 @@ from pipedream.schedules.asynchronous.timeprest import nf1b
 
 
 @dataclass(frozen=True)
-class Between:
-    """Weights between those that a forward read and the newest, d updates later: w_new + share^d (w_old - w_new)."""
-
-    share: float = exp(-1)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"the share of the old weights must be between 0 and 1, found {self.share}")
-
-    def weight(self, staleness: int) -> float:
-        """Returns the share of weights that are `staleness` updates old."""
-        return float(self.share**staleness)
-
-
-@dataclass(frozen=True)
 class Interpolated(NewerBackward):
-    """Weight stashing, but the backward reads weights between the stashed and the newest ones."""
+    """Weight stashing, but the backward reads weights between the stashed and the newest ones.
+
+    Attributes:
+        share: of weights that are one update old.
+    """
 
     name: ClassVar[str] = "interpolated"
-    between: Between = field(default_factory=Between, kw_only=True)
+    share: float = field(default=exp(-1), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"the share of the old weights must be between 0 and 1, found {self.share}")
 
     def forward_version(self, stage: int, microbatch: int) -> int:
         return max(0, (microbatch - self._count_late_microbatches(stage)) // self.per_update)
@@ -73,7 +67,7 @@ class Interpolated(NewerBackward):
                 return newest
             if not storage:
                 storage.append(versions.make_storage())
-            share = self.between.weight(newest.version - old.version)
+            share = float(self.share ** (newest.version - old.version))
             # .data: where the forward is done again these leaves have a graph of their own.
             rows = zip(storage[0].leaves.values(), newest.leaves.values(), old.leaves.values(), strict=True)
             for target, end, begin in rows:
@@ -97,9 +91,7 @@ def timeprest_interpolated(
         plan,
         microbatches,
         backward_rule,
-        lambda waits, replicas, m: Interpolated(
-            waits, replicas, m, backward_rule=backward_rule, between=Between(share)
-        ),
+        lambda waits, replicas, m: Interpolated(waits, replicas, m, backward_rule=backward_rule, share=share),
         versions=lambda p, s, m: -(-min(2, m) * (p - 1 - s) // m) + 1,
     )
 
