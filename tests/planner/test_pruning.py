@@ -20,7 +20,7 @@ from pipedream.planner.dynamic_program.recurrence import (
     states_of_counts,
     straight_states,
 )
-from pipedream.planner.workers import LineOrders, WorkerLine
+from pipedream.planner.workers import WorkerLine, list_orders
 
 
 def random_profile(draw: random.Random) -> Profile:
@@ -64,7 +64,7 @@ def test_the_best_plan_stays(seed: int) -> None:
             [replicated_states(workers), straight_states(workers), states_of_counts((2, 1)[: workers - 1])]
         )
         starts = None if draw.random() < 0.5 else tuple(state for state in states if state[0] == states[-1][0])
-        line = WorkerLine.of(cluster, draw.choice(LineOrders.of(cluster, 100).orders))
+        line = WorkerLine.of(cluster, draw.choice(list_orders(cluster, 100)[0]))
         recompute = draw.choice(["never", "never", "auto", "always"])
         full = DynamicProgram(space, states, starts, draw.random() < 0.5, line, recompute)
         pruned = prune_places(full, enough=4, first=draw.choice([4, 30]), little=0.0)

@@ -23,7 +23,7 @@ from pipedream.planner.dynamic_program.recurrence import (
     tie_break_key,
 )
 from pipedream.planner.tables.search_space import SearchSpace
-from pipedream.planner.workers import LineOrders, WorkerLine
+from pipedream.planner.workers import WorkerLine, list_orders
 
 _MAX_WORK = 5e8
 """Comparisons of costs in all searches for one plan: about ten seconds."""
@@ -57,8 +57,9 @@ class PipelineSearch:
 
     @classmethod
     def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
-        orders = LineOrders.of(space.cluster, int(min(max(_MAX_WORK // _estimate_work(space), 1), _MAX_ORDERS)))
-        return cls(space, recompute, tuple(WorkerLine.of(space.cluster, order) for order in orders.orders), orders.kind)
+        max_orders = int(min(max(_MAX_WORK // _estimate_work(space), 1), _MAX_ORDERS))
+        orders, kind = list_orders(space.cluster, max_orders)
+        return cls(space, recompute, tuple(WorkerLine.of(space.cluster, order) for order in orders), kind)
 
     @property
     def workers(self) -> int:

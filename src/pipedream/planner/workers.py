@@ -21,33 +21,24 @@ from pipedream.core.plan.cost import PortLoad, Site, SumLink, all_reduce_bytes, 
 from pipedream.planner.arrays import FloatArray, IntArray, RunExtremes
 
 
-@dataclass(frozen=True)
-class LineOrders:
-    """Some orders of a cluster's workers.
+def list_orders(cluster: Cluster, max_orders: int) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """Returns orders of a cluster's workers, and in words which these are; '' if there is only one.
 
-    Attributes:
-        orders: the cluster's own order comes first.
-        kind: says in words which orders these are; '' if there is only one.
+    All orders if they are not too many, else those that keep like parts adjacent, the cluster's own first; else only
+    that one.
     """
-
-    orders: tuple[tuple[int, ...], ...]
-    kind: str = ""
-
-    @classmethod
-    def of(cls, cluster: Cluster, max_orders: int) -> LineOrders:
-        """Returns all orders if they are not too many, else those that keep like parts adjacent, else only one."""
-        root = _build_tree(cluster)
-        count = root.count(interleave=True)
-        if count == 1:
-            return cls((tuple(range(cluster.workers)),))
-        if count <= max_orders:
-            return cls(tuple(root.orders(interleave=True)), f"in any of {count} orders of those that differ")
-        count = root.count(interleave=False)
-        own_order = tuple(range(cluster.workers))
-        if count < max_orders:
-            others = [order for order in root.orders(interleave=False) if order != own_order]
-            return cls((own_order, *others), f"in the cluster's order or any of {count} that keep like ones adjacent")
-        return cls((own_order,), "in the cluster's order only")
+    root = _build_tree(cluster)
+    own_order = tuple(range(cluster.workers))
+    count = root.count(interleave=True)
+    if count == 1:
+        return (own_order,), ""
+    if count <= max_orders:
+        return tuple(root.orders(interleave=True)), f"in any of {count} orders of those that differ"
+    count = root.count(interleave=False)
+    if count < max_orders:
+        others = (order for order in root.orders(interleave=False) if order != own_order)
+        return (own_order, *others), f"in the cluster's order or any of {count} that keep like ones adjacent"
+    return (own_order,), "in the cluster's order only"
 
 
 @dataclass(frozen=True)
