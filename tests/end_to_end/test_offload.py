@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import weakref
 from dataclasses import replace
@@ -28,8 +29,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.memory import StageMemory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
-from pipedream.runtime.stage import offload, offload_place
-from pipedream.runtime.stage.block_mover import BlockMover
+from pipedream.runtime.stage import block_mover, offload, offload_place
 
 CASES = [
     *(Case(a, "1f1b", 3, microbatches=4, optimizer="adamw", check=True) for a in zoo.NAMES),
@@ -53,15 +53,27 @@ def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "_MIN_BYTES", 1)
 
 
+@pytest.mark.parametrize("is_slow", [False, pytest.param(True, id="slow")])
 @pytest.mark.parametrize("case", thinned(pytest.param(case, id=str(case)) for case in CASES))
-def test_activations_on_disk_change_no_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_on_disk_change_no_bit(
+    case: Case, is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved: list[int] = []
+    if is_slow:
+        slow_down(monkeypatch)
     close = offload.Offload.close
     monkeypatch.setattr(offload.Offload, "close", lambda self: (moved.append(self.moved_bytes), close(self)))
     away = run(replace(case, activations=f"disk:{tmp_path}"))
     assert sum(moved) > 0
     assert not os.listdir(tmp_path), "files have no names"
     check_same(away, run(case), 0)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets threads move blocks, and passes now and then."""
+    monkeypatch.setattr(block_mover, "_MIN_SLOW_S", 0.0)
+    monkeypatch.setattr(block_mover, "_MIN_BYTES_PER_S", float("inf"))
+    monkeypatch.setattr(block_mover, "_THREADED_BLOCKS", 20)
 
 
 class Watched(nn.Module):
@@ -90,8 +102,12 @@ def train(activations: str | None, model: nn.Sequential, **options: Any) -> None
         list(pipeline.train(data))
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_what_waits_on_disk_is_not_in_memory(waits: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("waits", "is_slow"), [(True, False), (True, True), (False, False)])
+def test_what_waits_on_disk_is_not_in_memory(
+    waits: bool, is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_slow:
+        slow_down(monkeypatch)
     gc.disable()  # what is freed is freed at once, and not by chance
     try:
         watched = Watched()
@@ -156,13 +172,20 @@ def test_a_disk_with_too_little_room_is_refused(tmp_path: Path, monkeypatch: pyt
         pd.Pipeline(nn.Sequential(*make_linears(2)), plan, loss=F.mse_loss, optimizer=torch.optim.SGD)
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_ends_the_run_with_its_folder(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> int:
+    pwrite, writes = os.pwrite, itertools.count()
+
+    def fail(file: int, data: memoryview, at: int) -> int:
+        if is_slow and next(writes) < 20:
+            return pwrite(file, data, at)
         raise OSError(number, os.strerror(number))
 
+    if is_slow:
+        slow_down(monkeypatch)
     monkeypatch.setattr(os, "pwrite", fail)
     advice = f"{'free some of it' if number == errno.ENOSPC else 'check its disk'}, or name another folder"
     with pytest.raises(WorkerError, match=f"activations are offloaded to the folder '{tmp_path}', but: .*{advice}"):
@@ -211,8 +234,8 @@ def test_a_disk_that_cannot_be_read_ends_the_run_with_its_folder(
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    if not ahead:  # the backward itself reads
-        monkeypatch.setattr(BlockMover, "_choose_to_read", lambda self: None)
+    if ahead:
+        slow_down(monkeypatch)
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(WorkerError, match=rf"the folder '{tmp_path}', but: Input/output error .*; check its disk, or"):
         train(f"disk:{tmp_path}", nn.Sequential(*make_linears(4)))

@@ -1,18 +1,23 @@
-"""Moves blocks of memory to a disk or the host: one thread writes them, another reads them back before their use.
+"""Moves blocks of memory to a disk or the host, and back before their use.
 
 A block is the storage of tensors that a graph has saved. It is written after the last of them was saved, because
-other tensors in it may be written in place before. It is read ahead of its backward, the last block of a forward
-first. Two windows limit what is in memory: blocks still to be written, for which the forward waits, and blocks that
-were read ahead.
+other tensors in it may be written in place before.
+
+While the system's cache takes and returns blocks at once, the passes themselves copy them: to wake a thread takes more
+of a core than to copy a megabyte. Once the disk keeps a pass waiting, and always on GPUs, one thread writes the blocks
+and another reads each ahead of its backward, the last block of a forward first. Two windows then limit what is in
+memory: blocks still to be written, for which the forward waits, and blocks that were read ahead.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +27,14 @@ from pipedream.core.units import format_bytes
 
 _PAGE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MIN_SLOW_S = 0.0005
+"""A pass may wait for the disk for as long as a thread takes to wake."""
+
+_MIN_BYTES_PER_S = 1e9
+"""Of the system's cache, at worst."""
+
+_THREADED_BLOCKS = 64
+"""How many blocks the threads move before the passes try again."""
 
 
 class BlockFile:
@@ -86,7 +99,7 @@ class Block:
         self.size = memory.nbytes()
         self.file = file
         self.offset = file.reserve(self.size)
-        self.host: torch.Tensor | None = None
+        self.host: torch.UntypedStorage | None = None
         self.tensors = self.unpacks_left = self.saves = 0
         self.is_away = self.needed = self.is_loading = False
         self.ready: Any = None
@@ -100,14 +113,19 @@ class BlockMover:
         choose_next: called with the lock; returns the next block to read for a coming backward, or None.
 
     Attributes:
-        condition: the lock, notified of every change.
+        lock: of all that the threads share with the passes.
         is_last_pass: no later backward reads the blocks of the running one.
+        is_threaded: the threads move blocks, not the passes.
     """
 
     def __init__(self, folder: str | None, device: torch.device, choose_next: Callable[[], Block | None]) -> None:
         self.folder = folder
-        self.condition = threading.Condition()
+        self.lock = threading.RLock()
         self.is_last_pass = True
+        self.is_threaded = device.type == "cuda"
+        self._threaded_blocks = 0  # that threads were given since `is_threaded`
+        self._slowness = 0  # rises with slow moves of passes, falls with quick ones
+        self._changed = threading.Condition(self.lock)
         self._device = device
         self._choose_next = choose_next
         self._window_bytes = self._unwritten_bytes = self._read_ahead_bytes = self._written_bytes = 0
@@ -115,7 +133,7 @@ class BlockMover:
         self._error: BaseException | None = None
         self._closed = False
         self._queue: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream(device) if self.is_threaded else None  # type: ignore[no-untyped-call]
         self._threads = [
             threading.Thread(target=target, name=f"pipedream-{name}", daemon=True)
             for name, target in (("write-activations", self._write_blocks), ("read-activations", self._read_blocks))
@@ -124,13 +142,13 @@ class BlockMover:
             thread.start()
 
     def put(self, block: Block, memory: torch.UntypedStorage, window_bytes: int) -> None:
-        """Queues a block each time that one of its tensors is saved; waits while more than a window is unwritten.
+        """Takes a block each time that one of its tensors is saved; waits while more than a window is unwritten.
 
         The block is written once another one comes, or at `flush`.
         """
-        with self.condition:
+        with self.lock:
             if block is not self._newest:
-                self._queue_newest()
+                self._send_newest()
             if block.memory is None or not block.saves:
                 block.memory = memory
                 self._unwritten_bytes += block.size
@@ -139,26 +157,34 @@ class BlockMover:
             block.ready = self._stream and torch.cuda.current_stream(self._device).record_event()
             self._newest, self._window_bytes = block, window_bytes
             while self._unwritten_bytes > max(window_bytes, block.size) and self._error is None:
-                self.condition.wait()
+                self._changed.wait()
             self._raise_if_failed()
 
     def flush(self) -> None:
-        """Queues the last block of a forward."""
-        with self.condition:
-            self._queue_newest()
-            self.condition.notify_all()
+        """Writes the last block of a forward."""
+        with self.lock:
+            self._send_newest()
 
-    def _queue_newest(self) -> None:
-        if self._newest is not None:
-            self._queue.put(self._newest)
-        self._newest = None
+    def _send_newest(self) -> None:
+        block, self._newest = self._newest, None
+        if block is not None:
+            self._send(block)
+
+    def _send(self, block: Block) -> None:
+        if not self.is_threaded:
+            self._write(block)
+            self._raise_if_failed()
+            return
+        self._queue.put(block)
+        self._threaded_blocks += 1
+        self.is_threaded = self._stream is not None or self._threaded_blocks < _THREADED_BLOCKS
 
     def load(self, block: Block) -> torch.UntypedStorage:
         """Returns the memory of a block, one of whose tensors is unpacked."""
-        with self.condition:
+        with self.lock:
             self._mark_needed(block)
             while block.is_loading and self._error is None:
-                self.condition.wait()
+                self._changed.wait()
             self._raise_if_failed()
             memory = block.memory
         if memory is None:
@@ -168,7 +194,7 @@ class BlockMover:
                 self.fail(error)
                 self.raise_failure()
         assert memory is not None
-        with self.condition:
+        with self.lock:
             block.memory = memory
             block.unpacks_left -= 1
             if block.unpacks_left <= 0 and (self.is_last_pass or block.is_away):
@@ -180,19 +206,24 @@ class BlockMover:
 
     def free(self, block: Block) -> None:
         """Records that a graph has freed one of a block's tensors."""
-        with self.condition:
+        with self.lock:
             block.tensors -= 1
             if not block.tensors:
                 self.drop(block)
 
     # -- called with the lock --------------------------------------------------------------------------
 
+    def wake_threads(self) -> None:
+        """Lets the threads look for what to read, if they are to."""
+        if self.is_threaded:
+            self._changed.notify_all()
+
     def _mark_needed(self, block: Block) -> None:
         if not block.needed:
             block.needed = True
             self._read_ahead_bytes += block.size
             self._unwritten_bytes -= block.size if block.memory is not None else 0
-            self.condition.notify_all()
+            self.wake_threads()
 
     def drop(self, block: Block) -> None:
         """Frees a block's memory."""
@@ -201,7 +232,7 @@ class BlockMover:
         elif block.memory is not None:
             self._unwritten_bytes -= block.size
         block.memory, block.needed = None, False
-        self.condition.notify_all()
+        self.wake_threads()
 
     def send_away(self, block: Block) -> None:
         """Frees a block's memory until a later pass, after writing it if necessary."""
@@ -212,7 +243,7 @@ class BlockMover:
             block.needed = False
             self._read_ahead_bytes -= block.size
             self._unwritten_bytes += block.size
-            self._queue.put(block)
+            self._send(block)
 
     def _raise_if_failed(self) -> None:
         """Raises a `RuntimeError` if a thread has failed."""
@@ -232,39 +263,44 @@ class BlockMover:
     # -- the threads ----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        with self.condition:
+        with self.lock:
             self._error = error
-            self.condition.notify_all()
+            self._changed.notify_all()
 
     def raise_failure(self) -> None:
-        with self.condition:
+        with self.lock:
             self._raise_if_failed()
 
     def _write_blocks(self) -> None:
-        while (block := self._queue.get()) is not None:
-            with self.condition:
-                is_skipped = self._closed or block.needed or block.is_away
-                memory, saves = None if is_skipped else block.memory, block.saves
-            if memory is None:
-                continue
-            try:
-                self._write(block, memory)
-            except BaseException as error:
-                self.fail(error)
-                return
-            del memory
-            with self.condition:
-                self._written_bytes += block.size
-                if block.saves == saves:
-                    block.is_away = True
-                    if not block.needed and block.memory is not None:
-                        self.drop(block)
+        while self._error is None and (block := self._queue.get()) is not None:
+            self._write(block)
+            with self.lock:
+                self._changed.notify_all()
+
+    def _write(self, block: Block) -> None:
+        with self.lock:
+            is_skipped = self._closed or block.needed or block.is_away
+            memory, saves = None if is_skipped else block.memory, block.saves
+        if memory is None:
+            return
+        try:
+            self._copy_out(block, memory)
+        except BaseException as error:
+            self.fail(error)
+            return
+        del memory
+        with self.lock:
+            self._written_bytes += block.size
+            if block.saves == saves:
+                block.is_away = True
+                if not block.needed and block.memory is not None:
+                    self.drop(block)
 
     def _read_blocks(self) -> None:
         while True:
-            with self.condition:
+            with self.lock:
                 while not self._closed and (block := self._choose_to_read()) is None:
-                    self.condition.wait()
+                    self._changed.wait()
                 if self._closed or block is None:
                     return
                 self._mark_needed(block)
@@ -276,50 +312,67 @@ class BlockMover:
             except BaseException as error:
                 self.fail(error)
                 return
-            with self.condition:
+            with self.lock:
                 block.is_loading = False
                 block.memory = memory if block.needed else None
-                self.condition.notify_all()
+                self._changed.notify_all()
             del memory
 
     def _choose_to_read(self) -> Block | None:
-        return None if self._read_ahead_bytes >= self._window_bytes else self._choose_next()
+        may_read = self.is_threaded and self._read_ahead_bytes < self._window_bytes
+        return self._choose_next() if may_read else None
 
-    def _write(self, block: Block, memory: torch.UntypedStorage) -> None:
-        data = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    def _copy_out(self, block: Block, memory: torch.UntypedStorage) -> None:
         if self._stream is not None:
-            host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(block.size, dtype=torch.uint8, pin_memory=True)
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(block.ready)
-                host.copy_(data, non_blocking=True)
+                host.copy_(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory), non_blocking=True)
                 self._stream.synchronize()
-            data = host
+            memory = host.untyped_storage()
         if self.folder is None:
-            block.host = data
+            block.host = memory
         else:
-            block.file.write(block.offset, view_bytes(data))
+            self._move(block.file.write, block, memory)
 
     def _read(self, block: Block) -> torch.UntypedStorage:
-        data = block.host
-        if data is None:
-            data = torch.empty(block.size, dtype=torch.uint8, pin_memory=self._stream is not None)
-            block.file.read(block.offset, view_bytes(data))
+        memory = block.host
+        if memory is None:
+            pins = self._stream is not None
+            memory = torch.empty(block.size, dtype=torch.uint8, pin_memory=pins).untyped_storage()
+            self._move(block.file.read, block, memory)
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                data = data.to(self._device, non_blocking=True)
+                host = torch.empty(0, dtype=torch.uint8).set_(memory)
+                memory = host.to(self._device, non_blocking=True).untyped_storage()
                 self._stream.synchronize()
-        return data.untyped_storage()
+        return memory
+
+    def _move(self, move: Callable[[int, memoryview], None], block: Block, memory: torch.UntypedStorage) -> None:
+        """Writes or reads a block; if passes have been slow at it twice, threads move the next ones.
+
+        Once, a pass may have lost its core to another process.
+        """
+        was_threaded, start_s = self.is_threaded, time.perf_counter()
+        move(block.offset, view_bytes(memory))
+        if was_threaded:
+            return
+        if time.perf_counter() - start_s < max(_MIN_SLOW_S, block.size / _MIN_BYTES_PER_S):
+            self._slowness = max(0, self._slowness - 1)
+        elif self._slowness:
+            self.is_threaded, self._threaded_blocks = True, 0
+        else:
+            self._slowness = 4
 
     def close(self) -> None:
-        with self.condition:
+        with self.lock:
             self._closed = True
-            self.condition.notify_all()
+            self._changed.notify_all()
         self._queue.put(None)
         for thread in self._threads:
             thread.join()
 
 
-def view_bytes(data: torch.Tensor) -> memoryview:
-    """Returns the memory of a tensor of uint8[n]."""
-    view: Any = data.numpy()
-    return memoryview(view)
+def view_bytes(memory: torch.UntypedStorage) -> memoryview:
+    """Returns a view of memory of the CPU, valid while the storage is."""
+    return memoryview((ctypes.c_char * memory.nbytes()).from_address(memory.data_ptr()))

@@ -57,19 +57,17 @@ class _MovedTensor(SavedTensor):
     __slots__ = ("_block", "_layout", "_mover")
 
     def __init__(self, tensor: torch.Tensor, block: Block, mover: BlockMover) -> None:
-        super().__init__(tensor)
-        self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._tensor = tensor.detach()
-        self._tensor.data = tensor.new_empty(0)  # keeps the counter, not the memory
+        counter = tensor.detach()
+        super().__init__(counter)
+        self._layout = tensor.storage_offset(), self._shape, tensor.stride()
+        counter.data = tensor.new_empty(0)  # keeps the counter, not the memory
         self._block = block
         self._mover = mover
         block.tensors += 1
         block.unpacks_left += 1
 
     def unpack(self) -> torch.Tensor:
-        empty = super().unpack()
-        with torch.no_grad():
-            return empty.new_empty(0).set_(self._mover.load(self._block), *self._layout)
+        return super().unpack().new_empty(0).set_(self._mover.load(self._block), *self._layout)
 
     def free(self) -> None:
         if self._tensor is not None:
@@ -126,7 +124,7 @@ class Offload:
 
     def begin(self) -> None:
         """Begins a stream, at a drain."""
-        with self._mover.condition if self._mover is not None else nullcontext():
+        with self._mover.lock if self._mover is not None else nullcontext():
             self._order = self._list_passes()
             self._upcoming: deque[_Pass] = deque()
             self._position = 0  # in `_upcoming`, of the first pass whose blocks are not in `_to_read`
@@ -162,12 +160,12 @@ class Offload:
         )
         with HooksOutsideFunc(forward.pack, unpack):
             yield
-        mover.flush()
         self._movable_bytes[stage], self._windows[stage] = forward.movable_bytes, forward.window_bytes
         self.moved_bytes += forward.moved_bytes
-        with mover.condition:
+        with mover.lock:
+            mover.flush()
             self._blocks[stage, index] = forward.blocks
-            mover.condition.notify_all()
+            mover.wake_threads()
 
     def _take_file(self, mover: BlockMover) -> BlockFile:
         if self._free_files:
@@ -185,19 +183,19 @@ class Offload:
         if not self.moves(stage) or self._mover is None:
             return
         running = _Pass(kind, stage, index)
-        with self._mover.condition:
+        with self._mover.lock:
             while (self._upcoming.popleft() if self._upcoming else next(self._order)) != running:
                 pass  # a drain leaves this one out
             self._position = 0
             self._to_read = list(self._blocks.get((stage, index), ()))
             self._mover.is_last_pass = kind is not Kind.INPUT_GRADIENT
-            self._mover.condition.notify_all()
+            self._mover.wake_threads()
 
     def end_backward(self, stage: int, index: int) -> None:
         """Frees what the backward needed; after its first half, sends it away again for the second."""
         if not self.moves(stage) or self._mover is None:
             return
-        with self._mover.condition:
+        with self._mover.lock:
             blocks = self._blocks.get((stage, index), [])
             if not self._mover.is_last_pass:
                 for block in blocks:
@@ -268,11 +266,11 @@ class _Forward:
         return max(int(WINDOW_SHARE * self.moved_bytes), self._largest_bytes)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
-        if not self._may_move(tensor):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return SavedTensor(tensor)
         storage = tensor.untyped_storage()
-        storage_id, size = storage._cdata, storage.nbytes()
-        if storage_id in self._resident_storages or size < _MIN_BYTES:
+        size = storage.nbytes()
+        if size < _MIN_BYTES or (storage_id := storage._cdata) in self._resident_storages or not self._may_move(tensor):
             return SavedTensor(tensor)
         if storage_id not in self._by_storage:
             self.movable_bytes += size
@@ -290,6 +288,4 @@ class _Forward:
         return _MovedTensor(tensor, block, self._mover)
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            return False
         return tensor.device.type == self._device.type and not tensor.is_conj() and not tensor.is_neg()

@@ -17,7 +17,7 @@ from pipedream.core.hardware.survey import lower_quartile
 from pipedream.core.plan.activations import Activations
 from pipedream.core.schedule.program import Program
 from pipedream.core.units import format_bytes, format_rate
-from pipedream.runtime.stage.block_mover import BlockFile, view_bytes
+from pipedream.runtime.stage.block_mover import BlockFile
 
 _MIN_MEASURED_BYTES, _MAX_MEASURED_BYTES = 1 << 16, 1 << 26
 _MEASURED_SHARE = 1 / 32  # of the free bytes, since a machine's workers measure at once
@@ -78,7 +78,7 @@ def measure_disk(folder: str) -> float:
     file_bytes = min(
         _MAX_MEASURED_BYTES, max(_MIN_MEASURED_BYTES, int(_MEASURED_SHARE * shutil.disk_usage(folder).free))
     )
-    data = view_bytes(torch.zeros(file_bytes, dtype=torch.uint8))
+    data = memoryview(bytearray(file_bytes))
     seconds: tuple[list[float], list[float]] = ([], [])
     try:
         with closing(BlockFile(folder)) as file:
