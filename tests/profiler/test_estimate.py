@@ -19,6 +19,7 @@ from pipedream.capture import capture, preserve_state, stand_ins
 from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.devices import DEVICES, Device
 from pipedream.core.model.profile import Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.profiler import estimate, measure
 
 TOY = Device("toy", 10**9, {"float32": 1e12, "float64": 1e11}, 1e11, launch_s=1e-6, flop_share=1.0, byte_share=1.0)
@@ -249,3 +250,16 @@ def test_door() -> None:
         pipedream.profile(model, x, device="meta", as_device="P100")
     with pytest.raises(ProfileError, match="float13"):
         pipedream.profile(model, x, device="meta", as_device=device, dtype="float13")
+
+
+def test_a_datasheets_profile_knows_its_device_and_shorter_sequences() -> None:
+    """Without them, plans would keep optimizers of GPUs beside their weights, and name no length that fits."""
+    model = nn.Sequential(nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 16))
+    words = torch.randint(0, 16, (4, 32))
+    on_gpu = pipedream.profile(model, words, device="meta", as_device="A100-80GB")
+    assert on_gpu.runtime == RuntimeCosts(overlap_device=True)
+    half = pipedream.profile(model, words[:, :16], device="meta", as_device="A100-80GB")
+    assert on_gpu.length == 32
+    for name in ("output_bytes", "activation_bytes"):
+        shorter = [getattr(layer, name) for layer in on_gpu.of_length(16).layers]
+        assert shorter == [getattr(layer, name) for layer in half.layers]

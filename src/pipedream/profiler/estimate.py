@@ -19,10 +19,11 @@ from torch.utils.flop_counter import flop_registry
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.profiler.device import versions
 from pipedream.profiler.measure import PreserveState, build_layer_profiles, check_chain, choose_mode, dtype_name
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes
-from pipedream.profiler.sizes import Sizes, measure_sizes, parameter_bytes, tied_parameters
+from pipedream.profiler.sizes import Sizes, measure_half_length, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.update import (
     OptimizerFactory,
     UpdateCost,
@@ -78,13 +79,14 @@ def estimate(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
         parameters = named_parameters(layers, graph)
+        halves = measure_half_length(layers, fresh, samples, passes.run_layer)
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = estimate_update(optimizer, parameters, costs)
     return Profile(
         model=model_name,
         graph=graph,
-        layers=_build_layer_profiles(layers, laps, sizes, hidden),
+        layers=_build_layer_profiles(layers, laps, sizes, hidden, halves),
         batch=samples,
         input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),
@@ -97,6 +99,7 @@ def estimate(
         loss_bytes=loss_bytes,
         versions=versions(),
         tied=tied_parameters(graph, all_parameters(layers, graph)),
+        runtime=RuntimeCosts(overlap_device=not device.name.startswith("cpu")),
         notes=tuple(_write_notes(device, laps, hidden, graph, update)),
     )
 
@@ -106,6 +109,7 @@ def _build_layer_profiles(
     laps: Sequence[tuple[Lap, Lap]],
     sizes: Sequence[Sizes],
     hidden: Sequence[int],
+    halves: Sequence[tuple[int, ...]],
 ) -> tuple[LayerProfile, ...]:
     entering = (0, *(size.output_bytes for size in sizes[:-1]))
     # Temporaries inside operations are not visible.
@@ -124,6 +128,7 @@ def _build_layer_profiles(
         needs,
         {"flops": [lap.flops for both in laps for lap in both]},
         moved_bytes=[forward.moved_bytes + backward.moved_bytes for forward, backward in laps],
+        half_length_sizes=[half and (half[0], half[1] + more // 2) for half, more in zip(halves, hidden, strict=True)],
     )
 
 
