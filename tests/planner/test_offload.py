@@ -15,6 +15,7 @@ import pipedream as pd
 from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan, move_activations
 from pipedream.core.units import format_bytes
 
@@ -198,3 +199,27 @@ def test_recomputation_and_moving_exclude_each_other() -> None:
     assert {stage.offload for stage in moved.stages} == {1.0}
     with pytest.raises(ValueError, match="none if it recomputes"):
         replace(moved.stages[0], recompute=True)
+
+
+GPU_CHAIN = replace(CHAIN, device="A100-80GB", runtime=RuntimeCosts(overlap_device=True))
+
+
+def plan_on_gpus(memory_bytes: int | None, host_bytes: int, **request: Any) -> Plan:
+    cluster = Cluster.flat(4, memory_bytes=memory_bytes, device="A100-80GB")
+    cluster = replace(cluster, host_bytes=host_bytes, host_bytes_per_s=1e9)
+    return pd.plan(GPU_CHAIN, cluster, shape="straight", schedule="1f1b", microbatches=1, **request)
+
+
+@pytest.mark.parametrize("host_bytes", [10**9, 1])
+def test_a_refusal_on_gpus_offers_the_memory_of_the_machine_if_it_is_large_enough(host_bytes: int) -> None:
+    limit = max(stage.peak_bytes for stage in plan_on_gpus(None, host_bytes).stages) - 10_000
+    with pytest.raises(ShortageError) as refusal:
+        plan_on_gpus(limit, host_bytes)
+    for words, option in (("activations", "activations"), ("optimizers", "optimizer_state")):
+        flag = f"{words} in the memory of the machine (--{option.replace('_', '-')} host"
+        assert (flag in str(refusal.value)) == (host_bytes > 1)
+        if host_bytes > 1:
+            plan_on_gpus(limit, host_bytes, **{option: "host"})
+        else:
+            with pytest.raises(PlanError, match="are free"):
+                plan_on_gpus(limit, host_bytes, **{option: "host"})

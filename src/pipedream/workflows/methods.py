@@ -13,7 +13,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.host_memory import check_host_memory, check_snapshots, count_snapshot_bytes
+from pipedream.core.plan.host_memory import check_host_memory, check_offloaded, check_snapshots, count_snapshot_bytes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
@@ -176,12 +176,12 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
 
 
 def check_machines(plan: Plan, built: Schedule | None = None) -> None:
-    """Raises PlanError if a machine of GPUs lacks the host memory for snapshots, weights and optimizers.
+    """Raises PlanError if a machine of GPUs lacks the host memory for snapshots, activations, weights and optimizers.
 
     `built`: of a method that may keep weights there.
     """
     cluster, shares_weights = plan.cluster, built is not None and built.placement.shares_weights
-    if not plan.costs.on_gpus or not (shares_weights or plan.optimizer_state == HOST or cluster.snapshots):
+    if not plan.costs.on_gpus:
         return
     starts = cluster.starts(1) if len(cluster.levels) > 1 else (0, cluster.workers)
     snapshots = count_snapshot_bytes(plan)
@@ -190,6 +190,9 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
         free_bytes = cluster.host_bytes
         if free_bytes is not None and cluster.snapshots:
             free_bytes -= check_snapshots(sum(plan.meshes[s].size * snapshots[s][r] for s, r in replicas), free_bytes)
+        if free_bytes is not None and plan.activations == HOST:
+            moved = (plan.meshes[s].size * plan.stages[s].memory.moved_bytes for s, _ in replicas)
+            free_bytes -= check_offloaded(sum(moved), free_bytes)
         if shares_weights or plan.optimizer_state == HOST:
             versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
             check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes)

@@ -175,7 +175,7 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
     on_gpus = source.runtime.overlap_device or any(layer.forward_launch_s for layer in source.layers)
     offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.optimizer_state != HOST else {}
     if not request.activations and request.recompute != "always":
-        offloads = {"activations": f"{DISK}:FOLDER"} | offloads
+        offloads = {"activations": HOST if on_gpus else f"{DISK}:FOLDER"} | offloads
     single_offloads = [{name: place} for name, place in offloads.items()]
     offloaded = [plan for changes in single_offloads if (plan := find_plan(**changes))]
     if not offloaded and len(single_offloads) > 1 and (plan := find_plan(**offloads)):
@@ -229,7 +229,8 @@ def _find_fitting(
     """Returns a plan for a request with other options, and with sequences of another length; None if nothing fits."""
     cluster = request.workers_and_links
     if "activations" in changes:
-        cluster = replace(cluster, activations=changes["activations"])
+        place = changes["activations"]
+        cluster = _add_activations(cluster, HOST, "") if place == HOST else replace(cluster, activations=place)
     if "snapshot_every" in changes:
         cluster = replace(cluster, snapshots="")
     if "optimizer_state" in changes:
@@ -238,17 +239,20 @@ def _find_fitting(
     with suppress(PipelineError):
         shorter = profile.of_length(length) if length and isinstance(profile, Profile) else profile
         plan = _compare(*_take_rank(shorter, changed)).plan
-        return replace(plan, optimizer_state=read_optimizer_state(changed.optimizer_state))
+        plan = replace(plan, optimizer_state=read_optimizer_state(changed.optimizer_state))
+        methods.check_machines(plan)
+        return plan
     return None
 
 
 def _describe_offloads(plan: Plan) -> str:
-    words = []
+    words, in_memory = [], "in the memory of the machine"
     if plan.activations:
         sizes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
-        words.append(f"activations on disk (--activations {plan.activations}; {', '.join(sizes)} for the stages)")
+        place = in_memory if plan.activations == HOST else "on disk"
+        words.append(f"activations {place} (--activations {plan.activations}; {', '.join(sizes)} for the stages)")
     if plan.optimizer_state == HOST:
-        words.append("optimizers in the memory of the machine (--optimizer-state host)")
+        words.append(f"optimizers {in_memory} (--optimizer-state host)")
     return " and ".join(words)
 
 

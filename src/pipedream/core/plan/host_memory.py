@@ -18,6 +18,7 @@ def check_host_memory(stages: Sequence[Stage], versions: Sequence[int] | None, f
     Args:
         versions: sets of weights of each stage; None for copies of the trained weights, for an optimizer.
     """
+    otherwise = "use a smaller model" if versions else "keep the optimizers with the weights"
     trained = [stage.trained_bytes for stage in stages]
     weights, frozen = sum(trained), 0 if versions is None else sum(stage.frozen_bytes for stage in stages)
     versions = versions or [1] * len(stages)
@@ -37,7 +38,7 @@ def check_host_memory(stages: Sequence[Stage], versions: Sequence[int] | None, f
     raise PlanError(
         f"weights, gradients and optimizer state of {len(stages)} stages were to be kept in the memory of one machine "
         f"and need {format_bytes(need_bytes)}, {format_bytes(need_bytes - free_bytes)} more than the "
-        f"{format_bytes(free_bytes)} that are free; {advice or 'nothing smaller fits: use a smaller model'}"
+        f"{format_bytes(free_bytes)} that are free; {advice or f'nothing smaller fits: {otherwise}'}"
     )
 
 
@@ -100,6 +101,17 @@ def check_snapshots(need_bytes: int, free_bytes: int) -> int:
             f"snapshots were to be kept in the memory of one machine and need {format_bytes(need_bytes)}, "
             f"{format_bytes(free_bytes)} are free: {format_bytes(need_bytes - free_bytes)} are missing; use more "
             "machines, an optimizer with less state, or no snapshots"
+        )
+    return need_bytes
+
+
+def check_offloaded(need_bytes: int, free_bytes: int) -> int:
+    """Returns the bytes of activations offloaded to one machine; raises a PlanError if they exceed the free bytes."""
+    if need_bytes > free_bytes:
+        raise PlanError(
+            f"activations were to be offloaded to the memory of one machine and need {format_bytes(need_bytes)}, "
+            f"{format_bytes(free_bytes)} are free: {format_bytes(need_bytes - free_bytes)} are missing; offload to "
+            "disk:FOLDER, or use more microbatches"
         )
     return need_bytes
 
