@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import inf
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from pipedream.planner.dynamic_program.recurrence import (
     straight_states,
     tie_break_key,
 )
+from pipedream.planner.dynamic_program.snapshots import find_best
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import WorkerLine, list_orders
 
@@ -134,11 +136,10 @@ class PipelineSearch:
     def best_straight(self) -> Plan | None:
         """The fastest straight pipeline of at least two stages; None also in large searches, to save time."""
         longest = min(len(self.space.positions) - 1, self.workers)
-        return (
-            self._find_best(straight_states(longest), None, allow_single_stage=False)
-            if longest > 1 and not self.is_large
-            else None
-        )
+        if longest < 2 or self.is_large:
+            return None
+        best = self._find_best(straight_states(longest), None, allow_single_stage=False)
+        return None if best is None or best.bound_s == inf else best
 
     def best_with_counts(self, counts: tuple[int, ...]) -> Plan | None:
         if len(counts) == 1:
@@ -164,26 +165,19 @@ class PipelineSearch:
         self, states: tuple[State, ...], starts: tuple[State, ...] | None, allow_single_stage: bool
     ) -> Iterable[DynamicProgram]:
         return (
-            prune_places(DynamicProgram(self.space, states, starts, allow_single_stage, line, self.recompute))
-            for line in self.lines
+            DynamicProgram(self.space, states, starts, allow_single_stage, line, self.recompute) for line in self.lines
         )
 
     def _find_best(
         self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, allow_single_stage: bool
     ) -> Plan | None:
-        plans = [
-            plan
-            for program in self._build_programs(states, starts, allow_single_stage)
-            if (plan := program.best()) is not None
-        ]
-        best = min(plans, key=tie_break_key, default=None)  # ties go to the first line
-        return None if best is None else replace(best, bound_s=best.slowest_stage_s)
+        return find_best(self._build_programs(states, starts, allow_single_stage))
 
     def _find_shortage(
         self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, allow_single_stage: bool
     ) -> Shortage:
         return min(
-            (program.shortage for program in self._build_programs(states, starts, allow_single_stage)),
+            (prune_places(program).shortage for program in self._build_programs(states, starts, allow_single_stage)),
             key=lambda short: short.missing_bytes,
         )
 

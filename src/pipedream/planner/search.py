@@ -275,9 +275,11 @@ def fitting_plan(
     """
     try:
         least = search(space)
-        if not space.cluster.is_limited or least.bound_s > limit_s:
+        if not space.cluster.is_limited or limit_s < least.bound_s < inf:
             return least
         least = space.with_bytes(least)
+        if least.bound_s == inf:  # nothing fits
+            return replace(least, bound_s=0.0)
         if least.first_stage_over_memory is None:
             return least
         plans = [*_spare_memory(space, search, least)]
@@ -395,7 +397,7 @@ def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool
         return replace(plan, note=f"{best}{_describe_rivals(plan, searches, (workers,), straight=True)}")
     # A single stage sends nothing to another, so it comes first and wins ties.
     plans = [plan for plan in (single, pipeline) if plan is not None]
-    best_of_all = min(plans, key=lambda plan: plan.slowest_stage_s, default=None)
+    best_of_all = min(plans, key=lambda plan: (plan.bound_s == inf, plan.slowest_stage_s), default=None)
     kinds = f"{'' if all_workers else 'one worker, '}data parallelism and {kinds}"
     if best_of_all is None:
         short = min(

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.plan.cost import Site
+from pipedream.core.plan.memory import StageSizes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Tables
@@ -79,7 +80,8 @@ State = tuple[int, int]
 """(workers from a stage to the output, replicas of the stage)."""
 
 
-def _count_in_flight(state: State) -> int:
+def count_in_flight(state: State) -> int:
+    """Returns the microbatches that a stage has in flight, at the paper's depth."""
     return (state[0] - 1) // state[1] + 1
 
 
@@ -115,6 +117,8 @@ class DynamicProgram:
         allow_single_stage: a single stage is a plan too.
         line: None: the cluster's own.
         recompute: one of `RECOMPUTE`.
+        raise_need: (state, bytes that its stages [from, to] need whatever their neighbours are, bytes of a snapshot of
+            each) -> what they need; None: the first of these.
     """
 
     space: SearchSpace
@@ -123,6 +127,7 @@ class DynamicProgram:
     allow_single_stage: bool = True
     line: WorkerLine | None = None
     recompute: str = "never"
+    raise_need: Callable[[State, IntArray, IntArray], IntArray] | None = None
     _costs: Tables = field(default_factory=Tables, init=False)
 
     def best(self, note: str = "") -> Plan | None:
@@ -217,6 +222,15 @@ class DynamicProgram:
     def _bytes(self) -> tuple[Bytes, Bytes, Bytes]:
         return self._keep("bytes", lambda: self.space.bytes_of(*self._ends))
 
+    @property
+    def _sizes(self) -> StageSizes:
+        return self._keep("sizes", lambda: self.space.sizes(*self._ends))
+
+    @property
+    def _saved_bytes(self) -> IntArray:
+        saved = self._sizes.parameter_bytes + self._sizes.optimizer_bytes
+        return self._keep("saved", lambda: spread(np.asarray(saved), self._allowed, 0))
+
     def _list_costs(self, recompute: bool, update_delay: int) -> tuple[Any, ...]:
         """Returns the arguments of `Site.compute_s` for all stages."""
         first, last = self._ends
@@ -239,8 +253,12 @@ class DynamicProgram:
         return np.asarray(site.compute_s(*rows))
 
     def _compute_need(self, state: State, recompute: bool) -> IntArray:
+        need = self._compute_own_need(state, recompute)
+        return need if self.raise_need is None else self.raise_need(state, need, self._saved_bytes)
+
+    def _compute_own_need(self, state: State, recompute: bool) -> IntArray:
         replicas = state[1]
-        in_flight, update_delay = _count_in_flight(state), self.space.update_delay if replicas > 1 else 0
+        in_flight, update_delay = count_in_flight(state), self.space.update_delay if replicas > 1 else 0
         share = -(-self.space.microbatches // replicas)
         key = (
             self.space.stage_occupancy(in_flight, update_delay, replicas),
@@ -251,8 +269,7 @@ class DynamicProgram:
         )
 
         def make() -> IntArray:
-            sizes = self._keep("sizes", lambda: self.space.sizes(*self._ends))
-            needs = self.space.need_bytes(*self._ends, in_flight, update_delay, recompute, replicas, sizes)
+            needs = self.space.need_bytes(*self._ends, in_flight, update_delay, recompute, replicas, self._sizes)
             need = spread(np.asarray(needs), self._allowed, 0)
             need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), in_flight, 0, recompute, replicas)
             return need
@@ -261,7 +278,8 @@ class DynamicProgram:
 
     def _compute_seconds(self, state: State) -> FloatArray:
         site, need = self._sites[state], partial(self._compute_need, state)
-        key = id(site), 0 if site.memory_bytes is None else _count_in_flight(state)  # equal sites are the same one
+        key = id(site), 0 if site.memory_bytes is None else count_in_flight(state)  # equal sites are the same one
+        key = key if self.raise_need is None else state
         cost = partial(self._compute_cost, site)
         return self._costs.look_up(key, lambda: limit_costs(self.recompute, site.memory_bytes, cost, need))
 
