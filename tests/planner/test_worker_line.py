@@ -119,7 +119,7 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
                 search_plan(profile, cluster, recompute=recompute, **options)
             continue
         if best is None:  # messages of neighbours, and what an update delay adds, are known of a whole plan only
-            with pytest.raises(PlanError, match="depth noam was asked"):
+            with pytest.raises(PlanError, match="at depth noam stage"):
                 search_plan(profile, cluster, recompute=recompute, **options)
             continue
         try:
