@@ -61,9 +61,9 @@ def search_plan(
 
     Args:
         versions: versions of the weights that a stage holds, given its in-flight count and its update delay.
-        occupancy: computes what each stage of a plan holds under the method; None: everything admitted, with
-            `versions`. If it depends on the whole plan (vertical sync), the search assumes the least that is possible,
-            and the memory of the plan found is checked exactly.
+        occupancy: computes what each stage of a plan holds under the method; None: as many microbatches in flight as
+            the depth allows, and `versions` of the weights. If it depends on the whole plan (vertical sync), the search
+            assumes the least that is possible, and the memory of the plan found is checked exactly.
         microbatches: parts that a minibatch is split into.
         in_flight: the depth, which is applied to the plan found at the paper's depth; memory is checked again.
         shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated; 'pipeline' has

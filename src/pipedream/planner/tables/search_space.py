@@ -52,7 +52,7 @@ class SearchSpace(PlaceSums):
         update_delay: the update delay of a pipeline's replicated stages.
         positions: the places where a stage may begin or end, those after fewer layers first.
         is_complete: no plan on any other places is faster than the best on these.
-        occupancy: None: everything admitted, with `versions`.
+        occupancy: None: as many microbatches in flight as the depth allows, and `versions` of the weights.
         spare_bytes: memory that a search keeps free for messages.
         needs: what stages [from, to] between these positions need, whatever the links and the memory.
         shared_tables: what searches on these positions and links have in common, whatever the memory.
