@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pipedream as pd
@@ -25,6 +27,7 @@ CHAIN = Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
 
 def plan_of(memory_bytes: int | None, rate: float | None = None, profile: Profile = CHAIN, **request: Any) -> Plan:
     cluster = replace(Cluster.flat(4, memory_bytes=memory_bytes), disk_bytes_per_s=rate)
+    cluster = request.pop("cluster", cluster)
     return pd.plan(profile, cluster, **{"shape": "straight", "activations": "disk:/none"} | request)
 
 
@@ -92,6 +95,40 @@ def test_no_stage_moves_more_than_its_passes_hide(rate: float, share: float) -> 
         return
     for stage in plan.stages:
         assert stage.forward_s + stage.backward_s <= 1.05 * 3.0
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 8), st.sampled_from([0, 1, 5, 20, 60])), min_size=3, max_size=5),
+    rate=st.floats(2e3, 4e4),
+    share=st.floats(0.3, 0.95),
+    stages=st.integers(2, 3),
+    method=st.sampled_from([("pipedream", None), ("1f1b", 4)]),
+)
+@example(rows=[(4, 5), (6, 1), (8, 60)], rate=3600.0, share=0.436, stages=2, method=("1f1b", 4))
+def test_a_plan_is_found_where_a_cut_hides_its_copies(
+    rows: list[tuple[int, int]], rate: float, share: float, stages: int, method: tuple[str, int | None]
+) -> None:
+    """As fast as the best of all cuts, but for the copies, which the search does not see."""
+    how = dict(zip(("schedule", "microbatches"), method, strict=True))
+    layers = (LayerProfile(float(s), 2.0 * s, 10, 100, activation_bytes=1000 * size) for s, size in rows)
+    profile, peaks = Profile.of_chain(tuple(layers), batch=8), []
+    cuts = [*combinations(range(1, len(rows)), stages - 1)]
+    cluster = Cluster.flat(stages)
+    for cut in cuts:
+        plan = plan_of(None, None, profile, cluster=cluster, shape="any", cuts=cut, activations="", **how)
+        peaks.append(max(stage.peak_bytes for stage in plan.stages))
+    cluster = replace(Cluster.flat(stages, memory_bytes=int(share * max(peaks))), disk_bytes_per_s=rate)
+    periods = []
+    for cut in cuts:
+        with suppress(PlanError):
+            periods.append(plan_of(None, None, profile, cluster=cluster, shape="any", cuts=cut, **how).slowest_stage_s)
+    if not periods:
+        with pytest.raises(ShortageError):
+            plan_of(None, None, profile, cluster=cluster, **how)
+        return
+    plan = plan_of(None, None, profile, cluster=cluster, **how)
+    assert plan.first_stage_over_memory is None
+    assert plan.slowest_stage_s <= 1.05 * min(periods)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from pipedream.core.plan.memory import StageSizes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Tables
-from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes
+from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes, describe_moves
 from pipedream.planner.workers import WorkerLine
 
 RECOMPUTE = {"never": (False,), "auto": (False, True), "always": (True,)}
@@ -170,9 +170,16 @@ class DynamicProgram:
             end = int(ends[0])
             if missing[end] == most:
                 memory = self._sites[state].memory_bytes or 0
-                first, last = (self.space.downsets[self._places[at]].bit_count() for at in (place, end))
-                return Shortage(int(most) + memory, memory, first, last)
+                span = int(self._places[place]), int(self._places[end])
+                first, last = (self.space.downsets[at].bit_count() for at in span)
+                moves = describe_moves(self.space, *span, recompute=self.recompute != "never")
+                return Shortage(int(most) + memory, memory, first, last, moves)
             place, choices = end, self._list_followers(state)
+
+    @property
+    def work(self) -> float:
+        """Comparisons of costs."""
+        return float(len(self.states) * len(self.space.positions) ** 2)
 
     @property
     def _starts(self) -> tuple[State, ...]:
@@ -442,12 +449,14 @@ class Shortage:
 
     Attributes:
         first, last: its layers first <= i < last.
+        moves: what it moves, in words.
     """
 
     need_bytes: int
     memory_bytes: int
     first: int
     last: int
+    moves: str = ""
 
     @property
     def missing_bytes(self) -> int:
@@ -461,7 +470,7 @@ def refuse(shortage: Shortage, what: str) -> NoReturn:
         layers = f"layer {shortage.first}"
     raise ShortageError(
         f"none of the {what} fits: the least that any of them needs on its fullest worker, for {layers}, is "
-        f"{format_bytes(shortage.need_bytes)} ({shortage.need_bytes} bytes), a worker has "
+        f"{format_bytes(shortage.need_bytes)} ({shortage.need_bytes} bytes){shortage.moves}, a worker has "
         f"{format_bytes(shortage.memory_bytes)}; give more memory or workers, smaller minibatches, more microbatches, "
         "recomputation or a schedule that holds fewer versions",
         shortage.need_bytes,

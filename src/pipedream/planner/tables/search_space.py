@@ -33,12 +33,15 @@ from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
 from pipedream.core.units import format_bytes, format_rate
-from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, Tables
+from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Place, Seconds, Tables
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
 from pipedream.planner.tables.place_sums import PlaceSums
 
 MAX_SLOWDOWN = 1.05
 """Of the passes of a stage whose activations are copied meanwhile."""
+
+_SHARES = tuple(eighths / 8 for eighths in range(1, 9))
+"""Of its activations that a stage may move."""
 
 _Space = TypeVar("_Space", bound="SearchSpace")
 
@@ -204,6 +207,10 @@ class SearchSpace(PlaceSums):
         how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
         sizes = sizes or self.sizes(first, last)
         need: Bytes = stage_bytes(sizes, peers=peers, **how)
+        largest = find_largest_share(self, first, last, recompute)
+        for share in (share for share in _SHARES if (largest == share).any()):
+            moved: Bytes = stage_bytes(sizes, peers=peers, offload=share, **how)
+            need = np.where(largest == share, np.minimum(need, moved), need)
         if self.cluster.snapshots and not how["on_gpus"]:
             return need + cast(Bytes, OWN_COPIES * (sizes.parameter_bytes + sizes.optimizer_bytes))
         return need
@@ -217,12 +224,11 @@ class SearchSpace(PlaceSums):
         update_delay: int = 0,
         recompute: bool = False,
         replicas: int = 1,
-        offload: float | None = None,
+        offload: float = 0.0,
     ) -> StageMemory:
-        """Returns the memory of one replica; by default with all activations elsewhere, if they may be."""
+        """Returns the memory of one replica."""
         how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
-        how |= {} if offload is None else {"offload": offload}
-        return stage_memory(self.sizes(first, last), peers=peers, **how)
+        return stage_memory(self.sizes(first, last), peers=peers, offload=offload, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
         """Returns the sizes for the largest microbatch."""
@@ -262,7 +268,6 @@ class SearchSpace(PlaceSums):
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,
             "recompute": recompute,
-            "offload": float(bool(self.cluster.activations) and not recompute),
             "kept_tensors": occupancy.kept_tensors + (replicas > 1) * self.cluster.sum_costs.kept_tensors,
             "matrix_bytes": self.matrix_bytes(occupancy.updates, first, last),
         }
@@ -380,11 +385,15 @@ def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
 def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
     """Returns a plan with its peak bytes, whose stages move the fewest eighths of their activations with which it fits.
 
-    No stage moves more than its passes hide (`_hides_copies`), so it may not fit. Where workers have several stages,
-    all move equally many.
+    No stage moves more than `find_largest_share`, so it may not fit. Where workers have several stages, all move
+    equally many.
     """
     eighths, place = [0] * len(plan.stages), space.cluster.activations
     ends = space.ends(plan)
+    largest = [
+        find_largest_share(subspace, *span, stage.recompute)
+        for subspace, span, stage in zip(space.of_stages(plan), ends, plan.stages, strict=True)
+    ]
     while True:
         rows = zip(space.of_stages(plan), ends, plan.stages, eighths, strict=True)
         stages = [offload_stage(subspace, stage, *span, count / 8, place) for subspace, span, stage, count in rows]
@@ -392,12 +401,10 @@ def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
         if plan.first_stage_over_memory is None:
             return plan
         limits = [site.memory_bytes for site in plan.costs.sites]
-        candidates = zip(space.of_stages(plan), ends, plan.stages, limits, strict=True)
         more = [
             s
-            for s, (subspace, span, stage, limit) in enumerate(candidates)
-            if not stage.recompute and eighths[s] < 8 and limit and (plan.is_shared or stage.peak_bytes > limit)
-            if _hides_copies(subspace, offload_stage(subspace, stage, *span, (eighths[s] + 1) / 8, place), *span)
+            for s, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
+            if eighths[s] < 8 * largest[s] and limit and (plan.is_shared or stage.peak_bytes > limit)
         ]
         if not more:
             return plan
@@ -413,14 +420,20 @@ def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, share
     return replace(stage, offload=share, forward_s=forward_s, backward_s=backward_s)
 
 
+def find_largest_share(space: SearchSpace, first: Place, last: Place, recompute: bool = False) -> FloatArray:
+    """Returns the largest share of its activations that a stage may move: its passes take hardly longer."""
+    may_move = bool(space.cluster.activations) and not recompute
+    rate = _find_move_rate(space.cluster, space.cluster.activations)
+    if not may_move or rate is None:
+        return np.asarray(float(may_move))
+    forward_s, backward_s = space.passes_s(first, last)
+    whole_s, limit_s = space.peaks.activation_bytes(first, last) / rate, MAX_SLOWDOWN * (forward_s + backward_s)
+    passes_s = (np.maximum(forward_s, share * whole_s) + np.maximum(backward_s, share * whole_s) for share in _SHARES)
+    return np.asarray(sum(seconds <= limit_s for seconds in passes_s) / len(_SHARES))
+
+
 def _find_move_rate(cluster: Cluster, place: str) -> float | None:
     return cluster.host_bytes_per_s if place == HOST else cluster.disk_bytes_per_s
-
-
-def _hides_copies(space: SearchSpace, moving: Stage, first: int, last: int) -> bool:
-    """Returns whether the passes of a stage take hardly longer than without what it moves."""
-    costs = space.stage(first, last)
-    return moving.forward_s + moving.backward_s <= MAX_SLOWDOWN * (costs.forward_s + costs.backward_s)
 
 
 def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
@@ -445,11 +458,11 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     deep = space.with_bytes(plan.with_depth(in_flight))
     if (s := deep.first_stage_over_memory) is not None:
         stage, admitted, limit = deep.stages[s], deep.in_flight[s], deep.costs.sites[s].memory_bytes or 0
+        moves = describe_moves(space.of_stages(deep)[s], *space.ends(deep)[s], stage.recompute)
         less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
         raise ShortageError(
             f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
-            f"in flight and needs {format_bytes(stage.peak_bytes)}{_describe_moves(space.cluster, stage)}, a worker "
-            f"has {format_bytes(limit)}; ask for "
+            f"in flight and needs {format_bytes(stage.peak_bytes)}{moves}, a worker has {format_bytes(limit)}; ask for "
             f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
             "fewer versions",
             stage.peak_bytes,
@@ -457,24 +470,27 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     return deep
 
 
-def _describe_moves(cluster: Cluster, stage: Stage) -> str:
-    """Returns words for what a stage that does not fit moves, if it may move activations."""
-    rate = _find_move_rate(cluster, cluster.activations) if cluster.activations else None
-    if rate is None or stage.recompute or stage.offload == 1:
+def describe_moves(space: SearchSpace, first: int, last: int, recompute: bool = False) -> str:
+    """Returns words for what a stage that does not fit moves, if it may move activations but not all."""
+    share, place = float(find_largest_share(space, first, last, recompute)), space.cluster.activations
+    rate = _find_move_rate(space.cluster, place)
+    if not place or rate is None or recompute or share == 1:
         return ""
     longer = f"more would make its passes over {MAX_SLOWDOWN - 1:.0%} longer at {format_rate(rate)}"
-    return f" with {stage.offload:.0%} of its activations in {cluster.activations} ({longer})"
+    return f" with {share:.0%} of its activations in {place} ({longer})"
 
 
 def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int, beside_bytes: int) -> int:
     """Returns as many microbatches as fit the memory of a stage's worker, beside its snapshots."""
     recompute, limit = plan.stages[s].recompute, plan.costs.sites[s].memory_bytes
     ends, admitted, count = space.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
+    subspace = space.of_stages(plan)[s]
+    shares = 0.0, float(find_largest_share(subspace, *ends, recompute))
     peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in space.occupancy_rule.of_plan(plan)])[s]
     while limit is not None and admitted > 1:
         occupancy = space.stage_occupancy(admitted, plan.update_delay[s], count)
-        memory = space.of_stages(plan)[s].memory(*ends, occupancy, peers, plan.update_delay[s], recompute, count)
-        if memory.total_bytes + beside_bytes <= limit:
+        how = *ends, occupancy, peers, plan.update_delay[s], recompute, count
+        if min(subspace.memory(*how, share).total_bytes for share in shares) + beside_bytes <= limit:
             break
         admitted -= 1
     return admitted
