@@ -61,11 +61,6 @@ class IntegerProgram:
         self.variables = variables
         self._rows: list[tuple[Row, float, float]] = list(self._yield_agreement())
 
-    @property
-    def constraints(self) -> int:
-        """The number of its rows."""
-        return len(self._rows)
-
     def _yield_ways(self, names: Sequence[str], before: Over) -> Iterator[Over]:
         if not names:
             yield before

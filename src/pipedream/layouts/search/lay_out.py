@@ -74,11 +74,6 @@ def lay_out(
     return layout
 
 
-def build_memory_program(operators: Operators, mesh: Mesh) -> IntegerProgram:
-    """Returns the integer program of the least peak."""
-    return _Search(operators, mesh).build_program()
-
-
 def _check_fixed(named: NamedOperators, fixed: Iterable[str]) -> frozenset[str]:
     names = frozenset(fixed)
     for name in sorted(names - named.sizes.keys() - named.whole.keys()):
