@@ -370,11 +370,13 @@ def test_a_gpu_has_the_weights_of_one_slot_and_of_the_slot_before() -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_machine_without_room_for_what_is_kept_there_is_refused(delay: int) -> None:
-    """Weights of 24 kB, as much for gradients, twice that for the optimizer; with a delay a second version."""
+    """Weights of 24 kB, as much for gradients, twice that for the optimizer; with a delay a second version, and because
+    the workers take turns a second set of gradients.
+    """
     layers = (LayerProfile(1.0, 2.0, output_bytes=16, activation_bytes=16, parameter_bytes=1000),) * 24
     cpu = Profile.of_chain(layers, batch=16, optimizer_bytes=48_000)
     gpu = replace(cpu, runtime=RuntimeCosts(overlap_device=True))
-    need, name = 96_000 + 24_000 * delay, f"roundpipe[delay={delay}]"
+    need, name = 96_000 + 48_000 * delay, f"roundpipe[delay={delay}]"
     enough = replace(Cluster.flat(2), host_bytes=need)
     plan = pd.plan(gpu, enough, schedule=name)
     assert sum(stage.memory.host_bytes for stage in plan.stages) == need

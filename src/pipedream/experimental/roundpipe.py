@@ -128,9 +128,10 @@ def _check(plan: kit.Plan, forwards: int, delay: int) -> None:
 
 
 def _choose_slots(plan: kit.Plan, m: int, *, continued: bool) -> list[range]:
-    """Returns the stages of each slot of forwards, with which minibatches take the least time.
+    """Returns the stages of each slot of forwards.
 
-    The paper's choice, for which max(slots, p) times the longest slot is shortest, among the 16 best by this measure.
+    Of the 16 numbers of slots with the least max(slots, p) times the longest slot, which the paper minimises, it takes
+    the one whose minibatches take the least time.
 
     Args:
         continued: a minibatch continues from the worker after that of the one before, and does not wait for its end.

@@ -195,7 +195,8 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
             free_bytes -= check_offloaded(sum(moved), free_bytes)
         if shares_weights or plan.optimizer_state == HOST:
             versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
-            check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes)
+            gradient_sets = 1 + (versions is not None and built is not None and built.placement.has_turns)
+            check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes, gradient_sets)
 
 
 def check_no_remote_stages(built: Schedule) -> None:

@@ -12,7 +12,9 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
 
-def check_host_memory(stages: Sequence[Stage], versions: Sequence[int] | None, free_bytes: int | None) -> None:
+def check_host_memory(
+    stages: Sequence[Stage], versions: Sequence[int] | None, free_bytes: int | None, gradient_sets: int = 1
+) -> None:
     """Raises a PlanError if the stages of a machine need more memory than is free (None: unknown).
 
     Args:
@@ -24,12 +26,12 @@ def check_host_memory(stages: Sequence[Stage], versions: Sequence[int] | None, f
     versions = versions or [1] * len(stages)
     version_bytes = frozen + sum(size * count for size, count in zip(trained, versions, strict=True))
     state_bytes = sum(stage.optimizer_bytes for stage in stages)
-    need_bytes = weights + version_bytes + state_bytes  # with one set of gradients, as large as `weights`
+    need_bytes = gradient_sets * weights + version_bytes + state_bytes
     if free_bytes is None or need_bytes <= free_bytes:
         return
     smaller_bytes = {
         "one version of the weights (a method without delay) needs": 2 * weights + frozen + state_bytes,
-        "an optimizer without state needs": weights + version_bytes,
+        "an optimizer without state needs": need_bytes - state_bytes,
     }
     fits = {words: size for words, size in smaller_bytes.items() if size <= free_bytes}
     if not fits and 2 * weights + frozen <= free_bytes:
