@@ -167,7 +167,9 @@ def _choose_slots(plan: kit.Plan, m: int, *, continued: bool) -> list[range]:
                     free_s[worker] = ends_s[k] = max(free_s[worker], ends_s[k]) + slot_s
         return max(free_s)
 
-    counts = sorted(range(len(stages) - 1, 0, -1), key=find_bound_s)[:16]
+    # With fewer than 2 p - 2 slots a forward would wait for its weights, which their home makes after its next slot.
+    fewest = max(1, 2 * p - 2 - len(stages)) if continued else 1
+    counts = sorted(range(len(stages) - 1, fewest - 1, -1), key=find_bound_s)[:16]
     _, ends = split(len(stages) - 1, min(counts, key=dispatch_s))
     return [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
 
