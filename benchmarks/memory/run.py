@@ -21,6 +21,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.planner import manual_plan
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
+from pipedream.runtime.stage.offload import measure_core_time
 from pipedream.runtime.stage.offload_place import measure_disk
 from pipedream.workflows.methods import versions_of
 
@@ -147,6 +148,7 @@ def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
     environment, rounds = Environment(), 1 if options.size == "test" else 7
     with tempfile.TemporaryDirectory(dir=options.disk) as folder:
         profile, rate = largest.measure_profile(request, Path(folder, "profile.json")), measure_disk(folder)
+        core_s_per_byte = measure_core_time(folder)
         plans = {}
         for name, share in (("in memory", 0.0), ("half on disk", 0.5)):
             variant = Variant((1, 1), "1f1b", microbatches=_SLOTS, offload=share)
@@ -160,7 +162,8 @@ def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
     yield environment.describe(f"{rounds} rounds of {request['minibatches']} minibatches of {_SLOTS} microbatches")
     yield (
         f"- passes of {passes_s[0] * 1e3:.1f} and {passes_s[1] * 1e3:.1f} ms; {format_bytes(moved_bytes)} of each "
-        f"microbatch move in {moved_bytes / rate * 1e3:.1f} ms, at {format_rate(rate)}\n"
+        f"microbatch move in {moved_bytes / rate * 1e3:.1f} ms, at {format_rate(rate)}, which takes "
+        f"{moved_bytes * core_s_per_byte * 1e3:.1f} ms of each pass\n"
     )
     ratios = compare_rounds(seconds_by_plan["half on disk"], seconds_by_plan["in memory"])
     yield format_head("seconds of a minibatch | in memory | half on disk | ratio", "lr")

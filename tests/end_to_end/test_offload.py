@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import os
+import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from pipedream.core.plan.memory import StageMemory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.runtime.stage import block_mover, offload, offload_place
+from pipedream.runtime.stage.block_mover import BlockFile
 
 CASES = [
     *(Case(a, "1f1b", 3, microbatches=4, optimizer="adamw", check=True) for a in zoo.NAMES),
@@ -252,7 +254,26 @@ def test_two_workers_of_a_machine_need_room_for_both(tmp_path: Path) -> None:
 def test_workers_that_measure_their_disks_plan_alike(tmp_path: Path) -> None:
     first, second = processes.results(mishaps.plan_on_unequal_disks, 2, str(tmp_path))
     assert first == second
-    assert Plan.from_json(first).cluster.disk_bytes_per_s == 1e9, "the slower one"
+    cluster = Plan.from_json(first).cluster
+    assert (cluster.disk_bytes_per_s, cluster.disk_s_per_byte) == (1e9, 2e-10), "the slower one's of each"
+
+
+def test_the_time_that_moving_takes_of_a_core_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    quick = offload.measure_core_time(str(tmp_path))
+    write = BlockFile.write
+
+    def write_slowly(file: BlockFile, offset: int, data: memoryview) -> None:
+        end_s = time.thread_time() + 0.005
+        while time.thread_time() < end_s:
+            pass
+        write(file, offset, data)
+
+    monkeypatch.setattr(BlockFile, "write", write_slowly)
+    slow = offload.measure_core_time(str(tmp_path))
+    assert slow > quick + 0.005 / (2 * 131_072) / 2, "5 ms for blocks of 131,072 bytes, there and back"
+    assert torch.get_num_threads() == threads
+    assert not os.listdir(tmp_path)
 
 
 def test_little_of_a_small_disk_is_written_to_measure_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +292,8 @@ def test_a_full_disk_is_named_when_it_is_to_be_measured(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(PlanError, match=rf"to '{tmp_path}', but .* failed: No space left on device; free some"):
         offload_place.measure_disk(str(tmp_path))
+    with pytest.raises(PlanError, match=rf"to '{tmp_path}', as a trial shows: .*No space left on device .*; free some"):
+        offload.measure_core_time(str(tmp_path))
 
 
 def test_a_network_file_system_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,14 @@ LAYER = LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, working_b
 CHAIN = Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
 
 
-def plan_of(memory_bytes: int | None, rate: float | None = None, profile: Profile = CHAIN, **request: Any) -> Plan:
-    cluster = replace(Cluster.flat(4, memory_bytes=memory_bytes), disk_bytes_per_s=rate)
+def plan_of(
+    memory_bytes: int | None,
+    rate: float | None = None,
+    profile: Profile = CHAIN,
+    s_per_byte: float = 0.0,
+    **request: Any,
+) -> Plan:
+    cluster = replace(Cluster.flat(4, memory_bytes=memory_bytes), disk_bytes_per_s=rate, disk_s_per_byte=s_per_byte)
     cluster = request.pop("cluster", cluster)
     return pd.plan(profile, cluster, **{"shape": "straight", "activations": "disk:/none"} | request)
 
@@ -87,13 +93,15 @@ def test_passes_hide_the_copies_or_the_plan_is_refused() -> None:
     assert "activations on disk" not in str(refusal.value)
 
 
-@given(rate=st.floats(1e4, 1e6), share=st.floats(0.3, 1.0))
-def test_no_stage_moves_more_than_its_passes_hide(rate: float, share: float) -> None:
+@given(rate=st.floats(1e4, 1e6), share=st.floats(0.3, 1.0), s_per_byte=st.floats(0.0, 1e-6))
+def test_no_stage_moves_more_than_its_passes_hide(rate: float, share: float, s_per_byte: float) -> None:
     try:
-        plan = plan_of(int(share * NEEDS[0]), rate)
+        plan = plan_of(int(share * NEEDS[0]), rate, s_per_byte=s_per_byte)
     except ShortageError:
         return
     for stage in plan.stages:
+        moved_bytes = stage.offload * 100_000
+        assert stage.forward_s == pytest.approx(max(1.0 + moved_bytes * s_per_byte, moved_bytes / rate))
         assert stage.forward_s + stage.backward_s <= 1.05 * 3.0
 
 
@@ -129,6 +137,17 @@ def test_a_plan_is_found_where_a_cut_hides_its_copies(
     plan = plan_of(None, None, profile, cluster=cluster, **how)
     assert plan.first_stage_over_memory is None
     assert plan.slowest_stage_s <= 1.05 * min(periods)
+
+
+def test_what_moving_takes_of_a_core_lengthens_passes_or_the_plan_is_refused() -> None:
+    """Passes of 1 and 2 s may take 0.075 s longer each, however fast the disk is."""
+    limit = NEEDS[0] - 150_000
+    moved_bytes = plan_of(limit, 1e9).stages[0].offload * 100_000
+    first, *_, last = plan_of(limit, 1e9, s_per_byte=0.0749 / moved_bytes).stages
+    assert (first.forward_s, first.backward_s) == (pytest.approx(1.0749), pytest.approx(2.0749))
+    assert last.forward_s == 1.0, "it moves nothing"
+    with pytest.raises(ShortageError, match=r"over 5% longer at 1\.00 GB/s and .* s of a core per MB"):
+        plan_of(limit, 1e9, s_per_byte=0.0751 / moved_bytes)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +232,11 @@ def test_copies_to_the_memory_of_the_host_take_time() -> None:
     profile = replace(CHAIN, device="A100-80GB")
     for rate, slowest in ((1e5, 1e5), (None, 0.8 * 31.5e9)):
         plan = pd.plan(
-            profile, replace(cluster, host_bytes_per_s=rate), shape="straight", activations="host", strategy="search"
+            profile,
+            replace(cluster, host_bytes_per_s=rate, disk_s_per_byte=1.0),
+            shape="straight",
+            activations="host",
+            strategy="search",
         )
         assert plan.cluster.host_bytes_per_s == slowest
         (first, *_), copy_s = plan.stages, plan.stages[0].offload * 100_000 / slowest

@@ -20,7 +20,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.memory import StageMemory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
-from pipedream.runtime.stage import offload_place
+from pipedream.runtime.stage import offload, offload_place
 
 
 class FailsForward(nn.Module):
@@ -152,9 +152,13 @@ def train_on_a_small_disk(folder: str) -> None:
 
 
 def plan_on_unequal_disks(folder: str) -> str:
-    """Plans with activations on a disk, which a later rank finds faster; returns the plan."""
+    """Plans with activations on a disk that a later rank finds faster, at more of a core; returns the plan."""
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1000, 10_000),) * 2)
-    with mock.patch.object(offload_place, "measure_disk", return_value=1e9 * (1 + dist.get_rank())):
+    factor = 1 + dist.get_rank()
+    with (
+        mock.patch.object(offload_place, "measure_disk", return_value=1e9 * factor),
+        mock.patch.object(offload, "measure_core_time", return_value=1e-10 * factor),
+    ):
         return pd.plan(profile, Cluster.flat(2), shape="straight", activations=f"disk:{folder}").to_json()
 
 

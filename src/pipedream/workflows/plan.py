@@ -341,7 +341,7 @@ def _host_optimizers(cluster: Cluster) -> Cluster:
 
 
 def _add_activations(cluster: Cluster, text: str, device: str) -> Cluster:
-    """Returns the cluster with a place for activations, and its rate if that is unknown.
+    """Returns the cluster with a place for activations, and its rate and cost if they are unknown.
 
     The disks of the ranks that plan are measured; copies from GPUs to their machine's memory are at a datasheet's rate.
     """
@@ -349,22 +349,28 @@ def _add_activations(cluster: Cluster, text: str, device: str) -> Cluster:
     if text == HOST:
         cluster = replace(cluster, host_bytes_per_s=cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices))
     if folder is not None and cluster.disk_bytes_per_s is None:
-        cluster = replace(cluster, disk_bytes_per_s=_measure_disks(folder, device))
+        rate, core_s_per_byte = _measure_disks(folder, device)
+        cluster = replace(cluster, disk_bytes_per_s=rate, disk_s_per_byte=core_s_per_byte)
     return replace(cluster, activations=text)
 
 
-def _measure_disks(folder: str, device: str) -> float | None:
-    """Returns the least rate of the workers that plan, who measure at once; None if none can write to the folder.
+def _measure_disks(folder: str, device: str) -> tuple[float | None, float]:
+    """Returns the least rate and the highest cost of the workers that plan; no rate if none can write to the folder.
+
+    They measure at once.
 
     All must make the same plan, so every rank calls it.
     """
     from pipedream.runtime.comm import process_group  # loads torch
+    from pipedream.runtime.stage.offload import measure_core_time
     from pipedream.runtime.stage.offload_place import measure_disk
 
     process_group.join_group("cuda" if device.startswith("cuda") else "cpu")
-    rate = measure_disk(folder) if os.access(folder, os.W_OK | os.X_OK) else None
-    rates = process_group.gather_json(rate, process_group.world_group())
-    return min((rate for rate in rates if rate is not None), default=None)
+    can_write, on_cpu = os.access(folder, os.W_OK | os.X_OK), device.startswith("cpu")
+    rate = measure_disk(folder) if can_write else None
+    core_s_per_byte = measure_core_time(folder) if can_write and on_cpu else 0.0
+    rows = process_group.gather_json((rate, core_s_per_byte), process_group.world_group())
+    return min((rate for rate, _ in rows if rate is not None), default=None), max(cost for _, cost in rows)
 
 
 def _read_profile(profile: Profile | GraphText) -> Profile:

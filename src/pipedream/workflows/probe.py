@@ -38,6 +38,7 @@ from pipedream.runtime.calibration import calibrate, measure_encodings
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.connections import has_nccl, make_link_group, name_card
 from pipedream.runtime.failure.launch import set_threads
+from pipedream.runtime.stage.offload import measure_core_time
 from pipedream.runtime.stage.offload_place import measure_disk
 from pipedream.verifier import verify
 
@@ -82,6 +83,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
         work_s(torch_device, most_s / 30),
         available_bytes(torch_device, Counter(memory for _, memory in names)[names[rank][1]]),
         None if folder is None else measure_disk(folder),
+        0.0 if folder is None or torch_device.type != "cpu" else measure_core_time(folder),
         host_bytes_per_s(torch_device),
     )
     needed, further = choose_steps(machines_of([name for name, _ in names]))

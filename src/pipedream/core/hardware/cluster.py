@@ -123,7 +123,8 @@ class Cluster(Artifact):
         sum_costs: costs of sums over replicas.
         disk_bytes_per_s: rate at which each worker reads and writes its disk while all workers of the machine do; None
             if unknown.
-        host_bytes_per_s: the same between a GPU and the memory of its machine.
+        disk_s_per_byte: seconds of a CPU worker's core for each byte that its passes move to the disk or back.
+        host_bytes_per_s: as `disk_bytes_per_s`, between a GPU and the memory of its machine.
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
         activations: where to offload activations (`Plan.activations`).
         hosts_optimizers: optimizers are in the memory of the machines.
@@ -141,6 +142,7 @@ class Cluster(Artifact):
     sums: str = "ring"
     host_bytes: int | None = None
     disk_bytes_per_s: float | None = None
+    disk_s_per_byte: float = 0.0
     host_bytes_per_s: float | None = None
     snapshots: str = ""
     sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
@@ -156,6 +158,8 @@ class Cluster(Artifact):
         rates = (self.disk_bytes_per_s, self.host_bytes_per_s)
         if any(rate is not None and not rate > 0 for rate in rates):
             raise ValueError(f"the rates of disk and host must be positive, found {rates}")
+        if not self.disk_s_per_byte >= 0:
+            raise ValueError(f"seconds of a core for each byte cannot be negative, found {self.disk_s_per_byte}")
         if self.sums not in ("ring", "tree"):
             raise ValueError(f"sums go by ring or tree, found {self.sums!r}")
         if self.snapshots not in ("", "own", "next"):

@@ -34,6 +34,7 @@ class MeasuredWorker:
     work_s: float
     memory_bytes: int
     disk_bytes_per_s: float | None = None
+    disk_s_per_byte: float = 0.0
     host_bytes_per_s: float | None = None
 
 
@@ -122,6 +123,7 @@ class Survey(Artifact):
             first.device,
             () if are_identical else kinds,
             disk_bytes_per_s=find_least([worker.disk_bytes_per_s for worker in self.workers]),
+            disk_s_per_byte=max(worker.disk_s_per_byte for worker in self.workers),
             host_bytes_per_s=find_least([worker.host_bytes_per_s for worker in self.workers]),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,7 +33,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
-from pipedream.core.units import format_bytes, format_rate
+from pipedream.core.units import format_bytes, format_rate, format_seconds
 from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Place, Seconds, Tables
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
 from pipedream.planner.tables.place_sums import PlaceSums
@@ -413,23 +414,33 @@ def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
 
 
 def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, share: float, place: str) -> Stage:
-    """Returns a stage that moves a share of its activations; each pass takes at least as long as the copy."""
-    costs, rate = space.stage(first, last), _find_move_rate(space.cluster, place)
-    copy_s = 0.0 if rate is None else share * costs.activation_bytes / rate
-    forward_s, backward_s = max(costs.forward_s, copy_s), max(costs.backward_s, copy_s)
-    return replace(stage, offload=share, forward_s=forward_s, backward_s=backward_s)
+    """Returns a stage that moves a share of its activations."""
+    costs = space.stage(first, last)
+    passes_s = costs.forward_s, costs.backward_s
+    forward_s, backward_s = _lengthen(passes_s, share * costs.activation_bytes, space.cluster, place)
+    return replace(stage, offload=share, forward_s=float(forward_s), backward_s=float(backward_s))
 
 
 def find_largest_share(space: SearchSpace, first: Place, last: Place, recompute: bool = False) -> FloatArray:
     """Returns the largest share of its activations that a stage may move: its passes take hardly longer."""
-    may_move = bool(space.cluster.activations) and not recompute
-    rate = _find_move_rate(space.cluster, space.cluster.activations)
-    if not may_move or rate is None:
+    cluster, place = space.cluster, space.cluster.activations
+    may_move = bool(place) and not recompute
+    if not may_move or _find_move_rate(cluster, place) is None:
         return np.asarray(float(may_move))
-    forward_s, backward_s = space.passes_s(first, last)
-    whole_s, limit_s = space.peaks.activation_bytes(first, last) / rate, MAX_SLOWDOWN * (forward_s + backward_s)
-    passes_s = (np.maximum(forward_s, share * whole_s) + np.maximum(backward_s, share * whole_s) for share in _SHARES)
-    return np.asarray(sum(seconds <= limit_s for seconds in passes_s) / len(_SHARES))
+    passes_s, whole_bytes = space.passes_s(first, last), space.peaks.activation_bytes(first, last)
+    limit_s = MAX_SLOWDOWN * (passes_s[0] + passes_s[1])
+    longer_s = (_lengthen(passes_s, share * whole_bytes, cluster, place) for share in _SHARES)
+    return np.asarray(sum(forward_s + backward_s <= limit_s for forward_s, backward_s in longer_s) / len(_SHARES))
+
+
+def _lengthen(
+    passes_s: tuple[Seconds, Seconds], moved_bytes: float | FloatArray, cluster: Cluster, place: str
+) -> tuple[Seconds, Seconds]:
+    """Returns the seconds of passes that take a core for the bytes that move, and last at least as long as the copy."""
+    core_s = 0.0 if place == HOST else moved_bytes * cluster.disk_s_per_byte
+    copy_s = moved_bytes / (_find_move_rate(cluster, place) or math.inf)
+    forward_s, backward_s = (np.maximum(pass_s + core_s, copy_s) for pass_s in passes_s)
+    return forward_s, backward_s
 
 
 def _find_move_rate(cluster: Cluster, place: str) -> float | None:
@@ -477,6 +488,8 @@ def describe_moves(space: SearchSpace, first: int, last: int, recompute: bool = 
     if not place or rate is None or recompute or share == 1:
         return ""
     longer = f"more would make its passes over {MAX_SLOWDOWN - 1:.0%} longer at {format_rate(rate)}"
+    if place != HOST and space.cluster.disk_s_per_byte:
+        longer += f" and {format_seconds(1e6 * space.cluster.disk_s_per_byte)} of a core per MB"
     return f" with {share:.0%} of its activations in {place} ({longer})"
 
 

@@ -8,14 +8,17 @@ forward move first, because they are needed last.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipedream.core.errors import PlanError
 from pipedream.core.plan.activations import WINDOW_SHARE, Activations
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
@@ -23,6 +26,7 @@ from pipedream.runtime.stage.block_mover import Block, BlockFile, BlockMover
 from pipedream.sharding.outside_func import HooksOutsideFunc
 
 _MIN_BYTES = 1 << 16
+_MEASURED_LAYERS, _MEASURED_ROUNDS = 8, 15
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
@@ -289,3 +293,44 @@ class _Forward:
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type and not tensor.is_conj() and not tensor.is_neg()
+
+
+def measure_core_time(folder: str) -> float:
+    """Returns the seconds of a core for each byte that passes on a CPU move to a folder, and again back.
+
+    That is what a few layers need more with their activations there than in memory. The layers have weights, because
+    hooks and copies are several times as fast where nothing else uses the caches. Raises a `PlanError` if the folder
+    cannot be written.
+    """
+    cpu, weights, inputs = torch.device("cpu"), torch.randn(512, 512), torch.zeros(64, 512, requires_grad=True)
+    resident_storages, threads = {weights.untyped_storage()._cdata}, torch.get_num_threads()
+    more_s = []
+    torch.set_num_threads(1)  # others would take time while they wait
+    try:
+        with closing(BlockMover(folder, cpu, lambda: None)) as mover, closing(BlockFile(folder)) as file:
+            for _ in range(_MEASURED_ROUNDS):
+                file.used_bytes = 0
+                forward = _Forward(mover, set(resident_storages), file, cpu, None, 0)
+                kept_s, moved_s = (
+                    _time_layers(inputs, weights, hooks, mover)
+                    for hooks in (nullcontext(), HooksOutsideFunc(forward.pack, unpack))
+                )
+                more_s.append(moved_s - kept_s)
+    except (OSError, RuntimeError) as error:
+        raise PlanError(f"activations cannot be offloaded to {folder!r}, as a trial shows: {error}") from error
+    finally:
+        torch.set_num_threads(threads)
+    return max(0.0, median(more_s)) / (2 * forward.moved_bytes)
+
+
+def _time_layers(
+    inputs: torch.Tensor, weights: torch.Tensor, hooks: AbstractContextManager[Any], mover: BlockMover
+) -> float:
+    """Returns the seconds of all cores for a forward and a backward."""
+    start_s, output = time.process_time(), inputs
+    with hooks:
+        for _ in range(_MEASURED_LAYERS):
+            output = torch.tanh(output @ weights)
+    mover.flush()
+    torch.autograd.backward(output.sum())
+    return time.process_time() - start_s
