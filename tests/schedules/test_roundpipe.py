@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations, groupby, pairwise
 
@@ -18,7 +18,8 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.coupling import Policy
+from pipedream.core.plan.stage import TiedWeights
+from pipedream.core.schedule.coupling import Policy, with_tied_weights
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advance_instruction
@@ -104,6 +105,27 @@ def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, 
     long = simulate(program, costs(schedule.plan), 3 * len(schedule.placement.forwards[0]) * m)
     assert long.peak_versions == verify(program).peak_versions
     verify(lower(evaluation(schedule.plan, schedule.placement)))
+
+
+@given(sizes())
+def test_updates_of_tied_weights_wait_for_the_turns_of_all_stages_of_their_rank(size: tuple[int, int, int]) -> None:
+    p, stages, m = size
+    assume(stages > 1)
+    plan = replace(plan_of(p, stages), tied_weights=(TiedWeights(("w",), (0, stages - 1), 8),))
+    schedule = with_tied_weights(roundpipe(plan, m, delay=1))
+    program = lower(schedule)
+    verify(program)
+    ends: dict[tuple[int, int], float] = {}
+    updates = []
+    for span in simulate(program, costs(plan), 4 * m).spans:
+        if span.kind == "B":
+            key = program.placement.ranks[span.stage][0], span.index // m + 1
+            ends[key] = max(ends.get(key, 0.0), span.end_s)
+        elif span.kind == "U":
+            updates.append(span)
+    holders = {program.placement.ranks[stage][0] for stage in (0, stages - 1)}
+    for span in updates:
+        assert span.rank not in holders or span.start_s >= ends[span.rank, span.index] - 1e-9
 
 
 @given(sizes(), st.lists(st.integers(1, 9), min_size=20, max_size=20), st.booleans())
@@ -290,6 +312,27 @@ def test_what_a_forward_has_read_must_come_home(rank: int, stage: int) -> None:
         return [*rest[: at + 1], arrives, *rest[at + 1 :]]
 
     assert f"{stage}B9, which reads it, does not follow" in refused(PROGRAM.placement.rank_of(stage, 0), later)
+
+
+def test_an_update_of_tied_weights_that_waits_for_a_turn_behind_another_one() -> None:
+    """Rank 0 makes its updates before the backwards of its turn at stage 0, whose home sums with it."""
+    plan = replace(plan_of(2, 4), tied_weights=(TiedWeights(("w",), (0, 3), 8),))
+    schedule = with_tied_weights(roundpipe(plan, 2, delay=1))
+    verify(lower(schedule))
+
+    def order(rank: int) -> Iterator[Op]:
+        late: list[Op] = []
+        for op in schedule.order(rank):
+            if rank == 0 and op.kind is Kind.BACKWARD and op.stage == 0:
+                late.append(op)
+                continue
+            yield op
+            if op.kind is Kind.UPDATE and op.stage == 1:
+                yield from late
+                late.clear()
+
+    with pytest.raises(DeadlockError, match=r"rank 1 waits at instruction \d+, 2U2, for 0B2"):
+        verify(lower(replace(schedule, order=order)))
 
 
 def test_a_program_is_read_again_as_it_was() -> None:

@@ -350,7 +350,9 @@ class StageState:
         self.overlapped = thread.begin(op, number, make)
 
     def take_turn(self, recorder: Recorder, stage: int, members: range, update: int) -> Waiting[None]:
-        """Takes an update's gradients from the rank of its members' backwards, through the host store."""
+        """Takes an update's gradients, once, from the rank of its members' backwards, through the host store."""
+        if self.next_forward == members.stop:
+            return
         self.finish_update(recorder)  # which still reads those of the update before
         start = recorder.mark()
         assert isinstance(self.versions, HostVersions)

@@ -295,8 +295,11 @@ class Worker:
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state, wait_start = self.stage_states[stage], self.recorder.mark()
-        if self.program.placement.has_turns:
-            yield from stage_state.take_turn(self.recorder, stage, self.program.updates.members(stage, index), index)
+        # With gradients of other stages this rank prepares the updates of all its stages at the first.
+        joined = self.stage_states if self.update_barrier.couples_stages else (stage,)
+        for taking in joined if self.program.placement.has_turns else ():
+            members = self.program.updates.members(taking, index)
+            yield from self.stage_states[taking].take_turn(self.recorder, taking, members, index)
         overlaps = self.program.overlaps_updates and stage_state.can_overlap
         prepared = None
         if not overlaps or self.update_barrier.couples_stages:

@@ -86,7 +86,7 @@ def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collect
     tied_numbers = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
     summed: set[int] = set()  # updates before which the sums of tied weights are compiled
     couples = program.couples_updates and not program.norm_delay  # a delayed norm is known in time
-    placement = program.placement
+    placement, stage_replicas = program.placement, program.placement.stage_replicas(rank)
     reading = {("F", stage) for stage, _ in placement.passes_on_copies(rank, forward=True)}
     instructions: list[CompiledInstruction] = []
     period_start = 0
@@ -94,15 +94,18 @@ def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collect
         if position == len(lowered.warmup):
             period_start = len(instructions)
         compiled = _compile_instruction(program, instruction, total)
+        takes_turn = compiled.letter == "U" or (compiled.letter == "B" and compiled.first % placement.turn == 0)
+        if (compiled.letter, compiled.what) in reading or (takes_turn and placement.has_turns):
+            read = (
+                [stage for stage, _ in stage_replicas] if tied_numbers and compiled.letter == "U" else [compiled.what]
+            )
+            instructions += [compiled._replace(code=READ, what=((compiled.letter, stage), stage)) for stage in read]
         if compiled.letter == "U":
             if tied_numbers and compiled.first not in summed:
                 instructions += [compiled._replace(code=TIED, what=(number, compiled.what)) for number in tied_numbers]
                 summed.add(compiled.first)
             if couples:
                 instructions.append(compiled._replace(code=COUPLE))
-        takes_turn = compiled.letter == "U" or (compiled.letter == "B" and compiled.first % placement.turn == 0)
-        if (compiled.letter, compiled.what) in reading or (takes_turn and placement.has_turns):
-            instructions.append(compiled._replace(code=READ, what=((compiled.letter, compiled.what), compiled.what)))
         instructions.append(compiled)
         if find_update and isinstance(instruction, Op) and instruction.stage in early_sums:
             update = find_update(instruction)

@@ -79,13 +79,16 @@ class _Waits:
         for rank, stage, update in run.synced:
             self.members["sum", stage, update].add(rank)
         placement = run.program.placement
-        for op, (rank, _) in run.ops.items() if placement.shares_weights else ():
-            needs = [need for need in run.program.requires(op, run.total) if is_in_shared_memory(op, need)]
-            self.needs[op] = [need for need in needs if run.ops[need][0] != rank]
-        self.needed = {need for needs in self.needs.values() for need in needs}
         self.tied = (
             [weights.ranks(placement) for weights in run.program.plan.tied_weights] if run.program.trains else []
         )
+        for op, (rank, _) in run.ops.items() if placement.shares_weights else ():
+            ops = [op]
+            if op.kind is Kind.UPDATE and (run.program.couples_updates or self.tied):
+                ops = [op._replace(stage=stage, replica=replica) for stage, replica in placement.stage_replicas(rank)]
+            needs = [need for each in ops for need in run.program.requires(each, run.total)]
+            self.needs[op] = [need for need in needs if is_in_shared_memory(op, need) and run.ops[need][0] != rank]
+        self.needed = {need for needs in self.needs.values() for need in needs}
         for op, (rank, _) in run.ops.items():
             if op.kind is not Kind.UPDATE:
                 continue
@@ -115,6 +118,10 @@ class _Waits:
             self.sent.add(message)
             self._issue(rank, message)
             return True
+        missing = self._find_missing(instruction)
+        if missing is not None:
+            self.readers[missing].append(rank)
+            return False
         if instruction.kind is Kind.UPDATE and not self._meet_holders(rank, instruction.index):
             return False
         if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
@@ -123,10 +130,6 @@ class _Waits:
             norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
             if self.arrived[norm_of] != self.members[norm_of]:
                 return False
-        missing = self._find_missing(instruction)
-        if missing is not None:
-            self.readers[missing].append(rank)
-            return False
         if instruction in self.needed:
             self.done.add(instruction)
             self.ready.extend(self.readers.pop(instruction, ()))

@@ -275,15 +275,15 @@ def test_a_thread_gives_to_the_bit_what_the_loop_gives(
     assert all(torch.equal(overlapped[1][name], value) for name, value in inline[1].items())
 
 
-def train_tied() -> tuple[list[float], dict[str, Tensor]]:
+def train_tied(workers: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     """Trains a model whose first and last stages have a weight in common, whose gradients meet before its updates."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
     model[4].weight = model[0].weight  # type: ignore[assignment]
     with pd.Pipeline(
-        model, plan(3, model, (1, 2, 3, 4)), schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy,
-        optimizer=OPTIMIZER,
+        model, plan(workers, model, (1, 2, 3, 4)), schedule="roundpipe[delay=1]", microbatches=3,
+        loss=F.cross_entropy, optimizer=OPTIMIZER,
     ) as pipeline:  # fmt: skip
         return [done.loss for done in pipeline.train(Fresh(batches()), epochs=2)], pipeline.state_dict()
 
@@ -294,6 +294,28 @@ def test_a_thread_makes_updates_of_tied_weights(monkeypatch: pytest.MonkeyPatch)
     expected = train_tied()
     assert losses == expected[0]
     assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_that_take_turns_sum_the_gradients_of_tied_weights(workers: int) -> None:
+    losses, state = train_tied(workers)
+    expected = train_tied(1)
+    assert losses == expected[0]
+    assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+
+
+def test_a_sparse_gradient_in_a_turn_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 3))
+    data = [(torch.arange(9), torch.arange(9) % 3)]
+    with (
+        pytest.raises(PlanError, match=r"gradient of '0\.weight' is sparse.* choose a method without a delay"),
+        pd.Pipeline(
+            model,
+            replace(plan_of(model, data[0][0], (1, 2)), cluster=Cluster.flat(2), worker_order=homes(2, 3)),
+            schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER,
+        ) as run,
+    ):  # fmt: skip
+        list(run.train(data))
 
 
 class Begins(nn.Module):

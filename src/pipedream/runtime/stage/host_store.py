@@ -269,8 +269,18 @@ class StoredStage:
         )
 
     def leave_turn(self, update: int, gradients: Gradients, buffers: Sequence[torch.Tensor | None]) -> None:
-        """Leaves an update's summed gradients, and the buffers that have changed, for its home and the next rank."""
+        """Leaves an update's summed gradients, and the buffers that have changed, for its home and the next rank.
+
+        Raises:
+            PlanError: a gradient is sparse.
+        """
         sums, loss_weight, count = gradients.take()
+        for name, gradient in zip(self.layout.names, sums, strict=True):
+            if gradient is not None and gradient.is_sparse:
+                raise PlanError(
+                    f"the gradient of {name!r} is sparse, and workers take turns at its stage, for which they leave "
+                    "dense gradients; make it dense (sparse=False), or choose a method without a delay"
+                )
         numbers, present, places = self.layout.view_turn(self._turns[update % len(self._turns)])
         numbers[0], numbers[1] = loss_weight, count
         for number, (tensor, place) in enumerate(zip((*sums, *buffers), places, strict=True)):
