@@ -117,7 +117,7 @@ def train(
                 means = pipeline.evaluate(Fresh(batches()))
                 assert pipeline.evaluate(Fresh(batches())) == means
                 outputs = list(pipeline.predict(Fresh(batches())))
-                assert [len(output) for output in outputs] in ([9, 9, 6, 9], [])
+                assert [len(output) for output in outputs] == ([9, 9, 6, 9] if pipeline.rank == 0 else [])
             if save is not None and done.number == 7:
                 pipeline.save(save)
         return losses, pipeline.state_dict(), means

@@ -138,7 +138,7 @@ class Streams:
         """Yields the outputs, at rank 0 only."""
         with self._evaluate(loader, adapt) as sources:
             streams = [worker.predict(sources.get(worker.rank), ema) for worker in self._local.workers]
-            for output in self._run(streams):
+            for output in self._run(streams, lead=0):
                 if self._local.rank == 0:
                     yield output
 
@@ -157,11 +157,12 @@ class Streams:
                 if isinstance(end, LocalChannel):  # messages may be left after an error or an early end
                     end.clear()
 
-    def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
+    def _run(self, streams: Sequence[Generator[Any, None, None]], lead: int | None = None) -> Iterator[Any]:
+        """Yields the results of the worker `lead`, by default of the first one that reads data."""
         local = self._local
         events: Iterator[Any] = streams[0]
         if len(streams) > 1:
-            events = run_in_process(streams, local.program.placement.readers)
+            events = run_in_process(streams, local.program.placement.readers if lead is None else (lead,))
         local.activity.place = None
         try:
             for event in events:
