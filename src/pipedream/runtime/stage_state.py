@@ -349,18 +349,6 @@ class StageState:
 
         self.overlapped = thread.begin(op, number, make)
 
-    def take_turn(self, recorder: Recorder, stage: int, members: range, update: int) -> Waiting[None]:
-        """Takes an update's gradients, once, from the rank of its members' backwards, through the host store."""
-        if self.next_forward == members.stop:
-            return
-        self.finish_update(recorder)  # which still reads those of the update before
-        start = recorder.mark()
-        assert isinstance(self.versions, HostVersions)
-        yield from wait_for(self.versions.wait_for_turn(update))
-        recorder.note("wait", stage, update, start)
-        self.versions.take_turn(update, self.gradients)
-        self.next_forward = members.stop
-
     def average_replicas(self, recorder: Recorder, stage: int, index: int) -> Waiting[None]:
         """Averages the weights over the replicas if a period of updates has ended; yields where it would wait."""
         if self.optimizer.average is None:
@@ -369,6 +357,23 @@ class StageState:
         if (yield from self.optimizer.average.end_update()):
             self.versions.adopt_written()
             recorder.note("wait", stage, index, start)
+
+
+def take_turns(
+    stage_states: Mapping[int, StageState], program: Program, update: int, recorder: Recorder
+) -> Waiting[None]:
+    """Takes an update's gradients from the ranks of its backwards, through the host store, where it has not yet."""
+    for stage, stage_state in stage_states.items() if program.placement.has_turns else ():
+        next_forward = program.updates.members(stage, update).stop
+        if stage_state.next_forward == next_forward:
+            continue
+        stage_state.finish_update(recorder)  # which still reads those of the update before
+        start = recorder.mark()
+        assert isinstance(stage_state.versions, HostVersions)
+        yield from wait_for(stage_state.versions.wait_for_turn(update))
+        recorder.note("wait", stage, update, start)
+        stage_state.versions.take_turn(update, stage_state.gradients)
+        stage_state.next_forward = next_forward
 
 
 def finish_updates(stage_states: Mapping[int, StageState], recorder: Recorder, activity: Activity) -> None:

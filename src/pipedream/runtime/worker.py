@@ -28,7 +28,14 @@ from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage_state import StageState, check_finite, find_failed_update, find_not_finite, finish_updates
+from pipedream.runtime.stage_state import (
+    StageState,
+    check_finite,
+    find_failed_update,
+    find_not_finite,
+    finish_updates,
+    take_turns,
+)
 from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update_barrier import UpdateBarrier
 
@@ -295,11 +302,8 @@ class Worker:
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state, wait_start = self.stage_states[stage], self.recorder.mark()
-        # With gradients of other stages this rank prepares the updates of all its stages at the first.
-        joined = self.stage_states if self.update_barrier.couples_stages else (stage,)
-        for taking in joined if self.program.placement.has_turns else ():
-            members = self.program.updates.members(taking, index)
-            yield from self.stage_states[taking].take_turn(self.recorder, taking, members, index)
+        joined = self.stage_states if self.update_barrier.couples_stages else {stage: stage_state}
+        yield from take_turns(joined, self.program, index, self.recorder)
         overlaps = self.program.overlaps_updates and stage_state.can_overlap
         prepared = None
         if not overlaps or self.update_barrier.couples_stages:

@@ -122,6 +122,19 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
             source.resume()
 
 
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_an_end_that_all_know_before_they_come_to_it_leaves_no_message(count: int) -> None:
+    channels = {1: LocalChannel(), 2: LocalChannel()}
+    sources = [reading(count, channels), *(ReceivingSource(end, takes_turns=True) for end in channels.values())]
+    for replica, source in enumerate(sources):
+        source.begin(1, replica, 0)
+    for k in range(count):
+        assert not isinstance(sources[k % 3].take(k), StopReason)
+    for source in sources:
+        source.end()
+    assert not any(end.receive().ready() for end in channels.values())
+
+
 def test_a_replica_that_reads_other_samples_is_stopped() -> None:
     """A user's loop has changed the sampler of one rank, or the data set of another is shorter."""
 

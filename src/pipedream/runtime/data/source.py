@@ -163,6 +163,10 @@ class ReadingSource(Source):
     def stop(self, stop_reason: StopReason) -> None:
         self._reader.stop(stop_reason)
 
+    def end(self) -> None:  # known before this reader comes to it
+        for replica in list(self._open_senders):
+            self._send_end(replica, StopReason.DATA)
+
     def resume(self) -> None:
         self._reader.resume()
 
@@ -415,7 +419,7 @@ class DataSources:
         if sharded:
             return {rank: ReadingSource(target.open(request, replica, replicas), splitter)}
         if readers[replica] != replica:
-            return {rank: ReceivingSource(self.channels.receivers[readers[replica]], takes_turns)}
+            return {rank: ReceivingSource(self.channels.receivers[readers[replica]], self._takes_turns)}
         senders = {other: sender for other, sender in self.channels.senders.items() if readers[other] == replica}
         reader = target.reader or target.open(request)
         if replica:
