@@ -5,6 +5,7 @@ With stand-ins for all tensors (`pipedream.capture.stand_ins`) nothing is alloca
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -71,7 +72,7 @@ def estimate(
     fresh = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
     with preserve_state(layers, [], 0), costs:
         choose_mode(layers)
-        laps, arguments, hidden = _time_layers(layers, passes, costs, fresh)
+        laps, arguments, hidden, kinds = _time_layers(layers, passes, costs, fresh)
         if loss is not None:
             passes.time_loss(arguments)
         loss_s = sum(costs.laps_s())
@@ -79,7 +80,11 @@ def estimate(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
         parameters = named_parameters(layers, graph)
-        halves = measure_half_length(layers, fresh, samples, passes.run_layer)
+        # Of layers alike in a row, the first two stand for all: the first may keep what the layer before it keeps, too.
+        kept = [i for i, kind in enumerate(kinds) if [kind] * 2 != kinds[max(i - 2, 0) : i]]
+        some = [layers[i] for i in kept]
+        rows = measure_half_length(some, fresh, samples, lambda i, arguments: passes.run_layer(kept[i], arguments))
+        halves = [rows[bisect_right(kept, i) - 1] for i in range(len(layers))]
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = estimate_update(optimizer, parameters, costs)
@@ -134,10 +139,10 @@ def _build_layer_profiles(
 
 def _time_layers(
     layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: Sample
-) -> tuple[list[tuple[Lap, Lap]], Sample, list[int]]:
-    """Forward and backward laps, the last output, and the bytes that stand-ins do not show."""
+) -> tuple[list[tuple[Lap, Lap]], Sample, list[int], list[Any]]:
+    """Forward and backward laps, the last output, the bytes that stand-ins do not show, and a key of layers alike."""
     timed: dict[Any, tuple[Lap, Lap, Any]] = {}
-    laps, hidden = [], []
+    laps, hidden, kinds = [], [], []
     arguments: Sample = sample
     for index, layer in enumerate(layers):
         leaves, spec = tree_flatten(arguments)
@@ -149,9 +154,10 @@ def _time_layers(
             timed[key] = forward, backward, value
         forward, backward, value = timed[key]
         laps.append((forward, backward))
+        kinds.append(key)
         hidden.append(_count_opaque_bytes(layer, arguments) if forward.opaque else 0)
         arguments = (value,)
-    return laps, arguments, hidden
+    return laps, arguments, hidden, kinds
 
 
 def _write_notes(

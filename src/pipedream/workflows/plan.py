@@ -37,6 +37,7 @@ _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
     {"messages": "bfloat16"}, {"messages": "int8"}, {"sums": "powersgd:4"}, {"sums": "diloco:30"}
 )  # fmt: skip
 _LENGTH_STEPS = 16  # lengths of sequences that are tried
+_MANY_WORKERS = 8  # with more, one search of several decides what would fit
 _MIN_GAIN = 0.02
 """Least share of the time that a coarser approximation must save."""
 
@@ -166,7 +167,9 @@ def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> It
 
 def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterator[str]:
     """Yields changes that would make a request fit: offloads, the largest microbatch, the longest sequence."""
-    find_plan = partial(_find_fitting, profile, request)
+    is_simulated = request.strategy == "simulate" and request.schedule != AUTO
+    strategy = "search" if is_simulated and request.workers_and_links.workers > _MANY_WORKERS else request.strategy
+    find_plan = partial(_find_fitting, profile, request, strategy=strategy)
     if request.snapshot_every is not None and find_plan(snapshot_every=None):
         yield "no snapshots (without --snapshot-every)"
     if request.recompute == "never" and find_plan(recompute="auto"):
