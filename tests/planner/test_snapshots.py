@@ -114,9 +114,19 @@ def test_a_plan_is_found_where_there_is_one(sizes: list[int], share: float, stag
 @given(
     rows=st.lists(st.tuples(st.sampled_from([0.25, 0.5, 1.0]), st.integers(1, 20)), min_size=2, max_size=4),
     machines=st.sampled_from([(1, 1), (1, 1, 1), (1, 2), (2, 1), (2, 2), (1, 3)]),
-    most=st.lists(st.floats(0.2, 1.1), min_size=4, max_size=4),
+    most=st.lists(st.floats(0.2, 1.8), min_size=4, max_size=4),
     alike=st.booleans(),
     recompute=st.sampled_from(["never", "auto"]),
+)
+@example(
+    rows=[(1.0, 4), (1.0, 1)], machines=(1, 1), most=[1.7] * 4, alike=True, recompute="never"
+)  # only one stage fits
+@example(  # of replicas, the second keeps more than the first
+    rows=[(1.0, 3), (1.0, 13), (0.25, 5), (0.25, 16)],
+    machines=(2, 2),
+    most=[0.44831777525892563, 0.44831777525892563, 0.9613408290507848, 0.906232810486663],
+    alike=False,
+    recompute="never",
 )
 def test_the_best_of_all_plans_with_room_is_found(
     rows: list[tuple[float, int]], machines: tuple[int, ...], most: list[float], alike: bool, recompute: str
@@ -137,6 +147,7 @@ def test_the_best_of_all_plans_with_room_is_found(
     plan = search_plan(profile, cluster, recompute=recompute)
     assert replace(plan, note="", bound_s=0.0) == best
     assert plan.bound_s == plan.slowest_stage_s
+    assert "kept free" not in plan.note
 
 
 def test_beside_gpus_they_need_the_memory_of_the_machine() -> None:
