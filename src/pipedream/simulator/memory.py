@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from pipedream.core.plan.activations import HOST, share_of, window_bytes
@@ -240,7 +241,8 @@ class _StageTrace:
 
     def update(self, index: int) -> int:
         if self.last_updates:
-            self.versions = 1 + sum(version < index < last for version, last in self.last_updates.items())
+            readable = takewhile(lambda version: self.last_updates.get(version, 0) > index, range(index - 1, -1, -1))
+            self.versions = 1 + len(list(readable))
             self.peak = max(self.peak, self.versions)
         elif self.held_until is not None and self.prediction_until is None and self.readers[self.newest]:
             self.versions += 1
