@@ -16,7 +16,7 @@ from pipedream.core.schedule.compensation import GapAware
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
-from pipedream.runtime.comm.channel import Waiting, wait_for
+from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.recorder import Recorder
@@ -370,9 +370,8 @@ def take_turns(
         stage_state.finish_update(recorder)  # which still reads those of the update before
         start = recorder.mark()
         assert isinstance(stage_state.versions, HostVersions)
-        yield from wait_for(stage_state.versions.wait_for_turn(update))
+        yield from stage_state.versions.take_turn(update, stage_state.gradients)
         recorder.note("wait", stage, update, start)
-        stage_state.versions.take_turn(update, stage_state.gradients)
         stage_state.next_forward = next_forward
 
 

@@ -608,7 +608,7 @@ def test_a_stage_without_anything_is_stored_too() -> None:
     assert os.listdir("/proc/self/fd") == before, "the memory needs no descriptor"
 
 
-def test_an_error_of_a_stateless_names_its_rank_and_stage() -> None:
+def test_an_error_of_a_stateless_stage_names_its_rank_and_stage() -> None:
     class Breaks(nn.Module):
         calls = 0
 

@@ -35,7 +35,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PlanError
-from pipedream.runtime.comm.channel import Pending
+from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Message, MessageFormat, align, write
 from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
 from pipedream.runtime.stage.stage_module import StageModule
@@ -250,22 +250,13 @@ class StoredStage:
         """Lets the ranks of this process wait for a version, which a thread makes."""
         self._numbers[1] = version
 
-    def has_version(self, version: int) -> bool:
-        return int(self._numbers[0]) >= version
-
-    def is_announced(self, version: int) -> bool:
-        return int(self._numbers[1]) >= version
-
-    def has_gradients(self, update: int) -> bool:
-        """Returns whether the gradients of an update have been left."""
-        return int(self._numbers[2]) >= update
-
     def wait(self, version: int = 0, gradients_of: int = 0) -> Pending[None]:
         """Waits for a version, and until the gradients of an update have been left."""
+        newest, upcoming, turn = self._numbers[:_FIRST_SET]
         return _PendingInStore(
             self._shared,
-            lambda: self.has_version(version) and self.has_gradients(gradients_of),
-            lambda: self.is_announced(version) and self.has_gradients(gradients_of),
+            lambda: int(newest) >= version and int(turn) >= gradients_of,
+            lambda: int(upcoming) >= version and int(turn) >= gradients_of,
         )
 
     def leave_turn(self, update: int, gradients: Gradients, buffers: Sequence[torch.Tensor | None]) -> None:
@@ -490,12 +481,9 @@ class HostVersions(Versions):
         super().end_update()
         self.publish()
 
-    def wait_for_turn(self, update: int) -> Pending[None]:
-        """Waits for an update's gradients, which the rank of its backwards leaves."""
-        return self._stored.wait(gradients_of=update)
-
-    def take_turn(self, update: int, gradients: Gradients) -> None:
-        """Puts an update's gradients into `gradients`, and the changed buffers into the modules."""
+    def take_turn(self, update: int, gradients: Gradients) -> Waiting[None]:
+        """Waits for an update's gradients, puts them into `gradients`, and the changed buffers into the modules."""
+        yield from wait_for(self._stored.wait(gradients_of=update))
         sums, buffers, loss_weight, count = self._stored.read_turn(update)
         gradients.fill(sums, loss_weight, count)
         for place, buffer in zip(self._layout.untrained[self._layout.frozen :], buffers, strict=True):
