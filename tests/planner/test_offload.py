@@ -162,6 +162,7 @@ def test_a_refusal_says_what_would_fit(method: tuple[str, int | None], less_byte
     assert isinstance(refusal.value, ShortageError)
     moved_bytes = plan_of(limit, **how).stages[0].memory.moved_bytes
     assert f"activations on disk (--activations disk:FOLDER; {format_bytes(moved_bytes)}" in text
+    assert "for the stages; if copies there lengthen passes by at most 5%)" in text, "the disk is unknown"
     # Of one microbatch in flight everything is there in its backward; of eight at most four are in flight.
     assert ("recomputation (--recompute auto)" in text) == (method[0] == "pipedream")
     fewer = {"1f1b": r"1 samples \(--microbatches 8\)", "auto": r"[1-4] samples"}.get(method[0], "")

@@ -253,7 +253,10 @@ def _describe_offloads(plan: Plan) -> str:
     if plan.activations:
         sizes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
         place = in_memory if plan.activations == HOST else "on disk"
-        words.append(f"activations {place} (--activations {plan.activations}; {', '.join(sizes)} for the stages)")
+        is_timed = plan.activations == HOST or plan.cluster.disk_bytes_per_s
+        limit = "" if is_timed else "; if copies there lengthen passes by at most 5%"
+        sizes_text = f"{', '.join(sizes)} for the stages{limit}"
+        words.append(f"activations {place} (--activations {plan.activations}; {sizes_text})")
     if plan.optimizer_state == HOST:
         words.append(f"optimizers {in_memory} (--optimizer-state host)")
     return " and ".join(words)
