@@ -171,6 +171,27 @@ def test_processes_give_to_the_bit_what_one_gives(schedule: str, workers: int) -
     assert all(torch.equal(of_ranks[0][1][name], value) for name, value in alone[1].items())
 
 
+def measure_peaks() -> tuple[int, ...]:
+    """Returns the measured peak of each rank, of eight stages with 1 MiB of weights each."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+    data = [(torch.randn(4, 512), torch.zeros(4, dtype=torch.int64)) for _ in range(8)]
+    stages = replace(plan_of(model, data[0][0], tuple(range(1, 8))), cluster=Cluster.flat(4), worker_order=homes(4, 8))
+    with pd.Pipeline(
+        model, stages, schedule="roundpipe[delay=1]", microbatches=2, loss=F.cross_entropy, optimizer=OPTIMIZER
+    ) as run:
+        list(run.train(data))
+        return run.timeline().peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_rank_counts_what_its_own_stages_have_in_the_store() -> None:
+    mib = 1 << 20
+    for peaks in processes.team(4).results(measure_peaks):
+        # Of two stages two versions, the gradients of two turns and the momentum; of the passes copies and gradients.
+        assert all(10 * mib < peak < 20 * mib for peak in peaks), peaks
+
+
 class Apart(TorchDispatchMode):
     """Refuses operations on tensors of the store together with copies of them, as if these were on a GPU."""
 

@@ -139,7 +139,9 @@ def _find_peaks(workers: Sequence[Worker], phase: int) -> tuple[int | None, int 
     """Returns the peak of the tensors' bytes, and of the reserved bytes, of all workers of this process."""
     peaks = [worker.recorder.peaks[phase][1] for worker in workers if phase in worker.recorder.peaks]
     rises = [peak.rise_bytes for peak in peaks if peak.rise_bytes is not None]
-    tensors_bytes = tensor_bytes(*([*worker.stage_states.values(), *worker.stateless.values()] for worker in workers))
+    # What others' stages have in the host store counts at their homes.
+    modules = (stateless.module for worker in workers for stateless in worker.stateless.values())
+    tensors_bytes = tensor_bytes(*(worker.stage_states for worker in workers), *modules)
     return tensors_bytes + max(rises) if rises else None, max((peak.reserved_bytes for peak in peaks), default=None)
 
 
