@@ -335,6 +335,13 @@ def test_an_update_of_tied_weights_that_waits_for_a_turn_behind_another_one() ->
         verify(lower(replace(schedule, order=order)))
 
 
+def test_turns_too_long_to_be_proved_are_refused() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"turns of 1025 microbatches: .* repeats after 4100; .* fewer microbatches"
+    ):
+        lower(roundpipe(plan_of(4, 4), 1025, delay=1))
+
+
 def test_a_program_is_read_again_as_it_was() -> None:
     program = lower(roundpipe(plan_of(4, 7), 4, forwards=3))
     again = Program.from_json(program.to_json())

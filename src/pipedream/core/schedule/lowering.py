@@ -72,6 +72,11 @@ def explain_unproved(placement: Placement) -> str:
     """Returns why no program of a placement can be proved; '' if one can."""
     if max(placement.workers, placement.cycle) <= MAX_PROVED:
         return ""
+    if placement.has_turns:
+        return (
+            f"workers were asked to take turns of {placement.turn} microbatches: the program repeats after "
+            f"{placement.cycle}; up to {MAX_PROVED} can be proved; choose fewer microbatches or workers, or no delay"
+        )
     return (
         f"a program for {placement.workers} workers with replica counts {placement.replicas} was asked for: it repeats "
         f"after {placement.cycle} microbatches (their common multiple); up to {MAX_PROVED} can be proved; choose "
