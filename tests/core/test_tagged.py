@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 from math import exp
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from delayed import nf1b
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.weights import Stamped, WeightRule
-from pipedream.experimental.timeprest_interpolated import Between, Interpolated, timeprest_interpolated
+from pipedream.experimental.timeprest_interpolated import Interpolated, timeprest_interpolated
 from pipedream.schedules import build
 from pipedream.verifier import verify
 
@@ -128,7 +130,7 @@ def test_a_share_is_in_the_file() -> None:
     again = WeightRule.decoded(rule.encoded(), "weights")
     assert again == rule
     assert isinstance(again, Interpolated)
-    assert again.between == Between(0.25)
+    assert again.share == 0.25
 
 
 @pytest.mark.parametrize(
@@ -146,12 +148,24 @@ def test_parts_that_do_not_go_together(kind: Any, parts: Any, changes: dict[str,
         kind(*parts, **changes)
 
 
+def read_old_weights(late: int, **share: float) -> float:
+    """Returns what a backward reads of a weight that was 1, and is 0 after `late` updates."""
+    old, newest, storage = (
+        SimpleNamespace(version=version, leaves={"weight": torch.tensor(value)})
+        for version, value in ((0, 1.0), (late, 0.0), (-1, 5.0))
+    )
+    versions = SimpleNamespace(peek=lambda: newest, make_storage=lambda: storage)
+    read = Interpolated((1, 0), (1, 1), 2, **share).backward_reader(versions)(old if late else newest)
+    assert (read is newest) == (not late)
+    return float(read.leaves["weight"])
+
+
 def test_a_share_decays_with_staleness() -> None:
-    assert [Between().weight(d) for d in (0, 1, 3)] == pytest.approx([1.0, exp(-1), exp(-3)])
-    assert [Between(0.0).weight(d) for d in (0, 1)] == [1.0, 0.0]
+    assert [read_old_weights(late) for late in (0, 1, 3)] == pytest.approx([0.0, exp(-1), exp(-3)])
+    assert [read_old_weights(late, share=0.0) for late in (1, 2)] == [0.0, 0.0]
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="the share of the old weights must be between 0 and 1"):
-            Between(share)
+            Interpolated((1, 0), (1, 1), 2, share=share)
 
 
 @given(replica_counts, st.data())
