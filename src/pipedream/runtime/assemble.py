@@ -281,7 +281,7 @@ def _lay_out_stage(blueprint: Blueprint, stage: int, module: StageModule) -> Sta
     settings = blueprint.settings
     low_precision = low_precision_weights(module.layers, module.handles, settings.autocast)
     sets = max(program.weights.versions(stage) for program in blueprint.programs)
-    turns = 1 + blueprint.program.weights.staleness(stage) if blueprint.placement.has_turns else 0
+    turns = blueprint.program.gradient_sets if blueprint.placement.has_turns else 0
     gradients = not turns and blueprint.weights_device != blueprint.device
     return StageLayout(module, low_precision, sets, ema=settings.ema is not None, gradients=gradients, turns=turns)
 

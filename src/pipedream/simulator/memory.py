@@ -162,7 +162,7 @@ class _StageTrace:
         self.first_bytes = int(self.forward_bytes + self.weights_bytes - relief_bytes)
         self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
         kept_tensors = program.updates.kept_tensors(program.weights.staleness(stage))
-        kept_tensors += program.placement.has_turns  # a second place for gradients
+        kept_tensors += program.gradient_sets - 1
         kept_tensors += (planned.replicas > 1) * program.plan.costs.sum_costs[stage].kept_tensors
         matrix_bytes, temporary_bytes = program.updates.matrix_bytes(planned.matrices)
         kept_bytes = kept_tensors * self.weights_bytes + matrix_bytes

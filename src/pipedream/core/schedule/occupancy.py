@@ -77,7 +77,7 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
     for stage in range(len(schedule.plan.stages)):
         in_flight, deferred = _count_in_flight(schedule, stage)
         kept_tensors = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
-        kept_tensors += schedule.placement.has_turns  # a second place for gradients
+        kept_tensors += schedule.gradient_sets - 1
         versions = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
         updates = schedule.updates if schedule.updates.compensation else None
         shared = schedule.placement.shares_weights

@@ -111,6 +111,12 @@ class Rules:
         return self.trains and is_hosted and isinstance(self.weights, DoubleBuffer)
 
     @property
+    def gradient_sets(self) -> int:
+        """The sets of summed gradients: where ranks take turns, one for each update that may not have been made."""
+        stages = range(self.placement.stages)
+        return 1 + max(map(self.weights.staleness, stages)) if self.placement.has_turns else 1
+
+    @property
     def splits_backward(self) -> bool:
         """Whether I and W replace B."""
         return Kind.INPUT_GRADIENT in self.kinds

@@ -208,7 +208,7 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
     if blueprint.placement.shares_weights:
         rules = [program.weights for program in blueprint.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
-        check_host_memory(plan.stages, versions, free_bytes(), 1 + blueprint.placement.has_turns)
+        check_host_memory(plan.stages, versions, free_bytes(), blueprint.program.gradient_sets)
     elif plan.optimizer_state == HOST:
         local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
         stages = _list_stages_here(local, local_stages)
