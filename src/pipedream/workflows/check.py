@@ -26,7 +26,7 @@ from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner import Score, SearchSpace
 from pipedream.planner.tables.search_space import offload_stage
 from pipedream.verifier import Proof, verify
-from pipedream.workflows.methods import check_machines, check_no_remote_stages, occupancy_of, resolve_method, score
+from pipedream.workflows.methods import check_machines, check_passes_on_copies, occupancy_of, resolve_method, score
 
 _SAME_FIGURE = 0.01  # relative; smaller differences between plan and profile are not reported
 _SAME_CLAIM = 1e-9
@@ -115,7 +115,7 @@ def check_plan_memory(plan: Plan, built: Schedule, profile: Profile | None) -> t
         plan, differences = _plan_from_profile(plan, profile, built)
     _check_stage_memory(plan, occupancy(built))
     check_machines(plan, built)
-    check_no_remote_stages(replace(built, plan=plan))
+    check_passes_on_copies(replace(built, plan=plan))
     return plan, differences
 
 

@@ -13,7 +13,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.host_memory import check_host_memory, check_offloaded, check_snapshots, count_snapshot_bytes
+from pipedream.core.plan.host_memory import OFFLOADED, SNAPSHOTS, check_host_memory, check_room, count_snapshot_bytes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
@@ -189,18 +189,19 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
         replicas = [(s, r) for s in range(len(plan.stages)) for r, w in enumerate(plan.workers_of(s)) if w in machine]
         free_bytes = cluster.host_bytes
         if free_bytes is not None and cluster.snapshots:
-            free_bytes -= check_snapshots(sum(plan.meshes[s].size * snapshots[s][r] for s, r in replicas), free_bytes)
+            snapshot_bytes = sum(plan.meshes[s].size * snapshots[s][r] for s, r in replicas)
+            free_bytes -= check_room(SNAPSHOTS, snapshot_bytes, free_bytes)
         if free_bytes is not None and plan.activations == HOST:
             moved = (plan.meshes[s].size * plan.stages[s].memory.moved_bytes for s, _ in replicas)
-            free_bytes -= check_offloaded(sum(moved), free_bytes)
+            free_bytes -= check_room(OFFLOADED, sum(moved), free_bytes)
         if shares_weights or plan.optimizer_state == HOST:
             versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
-            gradient_sets = 1 + (versions is not None and built is not None and built.placement.has_turns)
+            gradient_sets = built.gradient_sets if built else 1
             check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes, gradient_sets)
 
 
-def check_no_remote_stages(built: Schedule) -> None:
-    """Raises PlanError if a worker lacks the memory for remote forwards; the stages must have their bytes."""
+def check_passes_on_copies(built: Schedule) -> None:
+    """Raises PlanError if a worker lacks the memory for passes that copy weights; the stages must have their bytes."""
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not built.placement.shares_weights:
         return

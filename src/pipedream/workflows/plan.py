@@ -563,7 +563,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     plan = space.with_bytes(plan)
     _check_worker_memory(plan)
     methods.check_machines(plan, built)
-    methods.check_no_remote_stages(replace(built, plan=plan))
+    methods.check_passes_on_copies(replace(built, plan=plan))
     return plan
 
 

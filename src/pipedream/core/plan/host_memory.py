@@ -19,6 +19,7 @@ def check_host_memory(
 
     Args:
         versions: sets of weights of each stage; None for copies of the trained weights, for an optimizer.
+        gradient_sets: see `Rules.gradient_sets`.
     """
     otherwise = "use a smaller model" if versions else "keep the optimizers with the weights"
     trained = [stage.trained_bytes for stage in stages]
@@ -96,24 +97,20 @@ def count_snapshot_bytes(plan: Plan) -> list[list[int]]:
     return rows
 
 
-def check_snapshots(need_bytes: int, free_bytes: int) -> int:
-    """Returns the bytes of the snapshots on one machine; raises a PlanError if they exceed the free bytes."""
-    if need_bytes > free_bytes:
-        raise PlanError(
-            f"snapshots were to be kept in the memory of one machine and need {format_bytes(need_bytes)}, "
-            f"{format_bytes(free_bytes)} are free: {format_bytes(need_bytes - free_bytes)} are missing; use more "
-            "machines, an optimizer with less state, or no snapshots"
-        )
-    return need_bytes
+SNAPSHOTS = "snapshots were to be kept in", "use more machines, an optimizer with less state, or no snapshots"
+OFFLOADED = "activations were to be offloaded to", "offload to disk:FOLDER, or use more microbatches"
 
 
-def check_offloaded(need_bytes: int, free_bytes: int) -> int:
-    """Returns the bytes of activations offloaded to one machine; raises a PlanError if they exceed the free bytes."""
+def check_room(kind: tuple[str, str], need_bytes: int, free_bytes: int) -> int:
+    """Returns the bytes needed on one machine; raises a PlanError if they exceed the free bytes.
+
+    `kind`: `SNAPSHOTS` or `OFFLOADED`.
+    """
     if need_bytes > free_bytes:
+        what, advice = kind
         raise PlanError(
-            f"activations were to be offloaded to the memory of one machine and need {format_bytes(need_bytes)}, "
-            f"{format_bytes(free_bytes)} are free: {format_bytes(need_bytes - free_bytes)} are missing; offload to "
-            "disk:FOLDER, or use more microbatches"
+            f"{what} the memory of one machine and need {format_bytes(need_bytes)}, {format_bytes(free_bytes)} are "
+            f"free: {format_bytes(need_bytes - free_bytes)} are missing; {advice}"
         )
     return need_bytes
 
