@@ -62,9 +62,9 @@ class Placement(Artifact):
         used = sorted({rank for row in self.ranks for rank in row})
         if used != list(range(len(used))):
             raise ValueError(f"ranks must be 0 to n - 1 without a gap, found {used}")
-        for stage, row in enumerate(self.ranks):
+        for row in (*self.ranks, *self.forwards, *self.backwards):
             if len(set(row)) != len(row):
-                raise ValueError(f"stage {stage} has two replicas on one rank: {row}")
+                raise ValueError(f"a stage has two replicas on one rank, or two turns: {row}")
         if self.forwards or self.backwards:
             if {*self.replicas} != {1} or not len(self.forwards) == len(self.backwards) == len(self.ranks):
                 raise ValueError(
@@ -116,9 +116,8 @@ class Placement(Artifact):
     def microbatches(self, rank: int, stage: int, total: int, *, forward: bool) -> Sequence[int]:
         """Returns a stage's microbatches, of `total`, whose forwards or backwards are on a rank."""
         row = self._turns(forward)[stage]
-        if len(row) == 1 or self.turn == 1:
-            first = [turn for turn, member in enumerate(row) if member == rank]
-            return range(first[0], total, len(row)) if len(first) == 1 else range(0)
+        if self.turn == 1:
+            return range(row.index(rank), total, len(row)) if rank in row else range(0)
         return [k for k in range(total) if row[k // self.turn % len(row)] == rank]
 
     def stage_replicas(self, rank: int) -> tuple[StageReplica, ...]:
@@ -172,11 +171,10 @@ class Placement(Artifact):
 
     def next_forward(self, stage: int, microbatch: int) -> int:
         """Returns the next microbatch of a stage whose forward is on the same rank."""
-        row, turn = self._turns(True)[stage], microbatch // self.turn
-        if (microbatch + 1) % self.turn:
-            return microbatch + 1
-        rank = row[turn % len(row)]
-        return self.turn * next(t for t in range(turn + 1, turn + 1 + len(row)) if row[t % len(row)] == rank)
+        following = microbatch + 1
+        if following % self.turn:
+            return following
+        return following + self.turn * (len(self._turns(True)[stage]) - 1)
 
     def begins_turn(self, microbatch: int) -> bool:
         """Returns whether a microbatch is the first after a change of ranks."""
