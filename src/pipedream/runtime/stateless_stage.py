@@ -63,11 +63,7 @@ class StatelessStage:
         return self._open_stored()
 
     def begin_pass(self, index: int, version: int, *, changes_buffers: bool) -> Pending[None]:
-        """Waits for what a pass reads: its weights and, if it is one of those that change the buffers, these.
-
-        Args:
-            index: microbatch.
-        """
+        """Returns the wait for what the pass of microbatch `index` reads: weights and, if it changes them, buffers."""
         self._update = index // self._per_update + 1 if changes_buffers and self.layout.turns else 0
         return self.stored.wait(version, max(0, self._update - 1))
 

@@ -15,7 +15,7 @@ from pipedream.core.display import Tabular
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.core.schedule.program import Channel, Program
-from pipedream.verifier.unrolled import Unrolled, check_assumptions, iterate_remote_spans, unroll
+from pipedream.verifier.unrolled import Unrolled, check_assumptions, iterate_copied_spans, unroll
 from pipedream.verifier.waits import check_waits
 
 _MAX_INSTRUCTIONS = 60_000
@@ -32,7 +32,7 @@ class Proof(Tabular):
         peak_in_flight, peak_versions: for each rank, the most microbatches in flight, and sets of weights at once.
         stage_in_flight, stage_versions: the same for each of its stages, which need not peak together.
         staleness, mean_staleness: of each stage's gradients, in updates.
-        remote_forwards: for each rank, the stages of which it runs only forwards; they count in its peaks.
+        remote_forwards: for each rank, the stages whose forwards there copy the weights; they count in its peaks.
     """
 
     schedule: str
@@ -102,7 +102,7 @@ class Proof(Tabular):
                 lines = zip(names, counts_by_stage, means, strict=True)
                 rows += [self._format_row("", f". {name}", *counts, mean) for name, counts, mean in lines]
             if self.remote_forwards and self.remote_forwards[rank]:
-                rows.append(f"{'':>4}  + forwards of {', '.join(map(str, self.remote_forwards[rank]))} of other ranks")
+                rows.append(f"{'':>4}  + forwards of {', '.join(map(str, self.remote_forwards[rank]))} on copies")
         return "\n".join(rows)
 
     @staticmethod
@@ -228,7 +228,7 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
         peaks.append((_find_peak(pass_spans)[0], versions))
         all_version_spans += version_spans
         all_pass_spans += pass_spans
-    for input_spans, weight_span in iterate_remote_spans(run, rank):
+    for input_spans, weight_span in iterate_copied_spans(run, rank):
         all_pass_spans += input_spans
         all_version_spans.append(weight_span)
     return [(_find_peak(all_pass_spans)[0], _find_peak(all_version_spans)[0]), *peaks]

@@ -313,7 +313,7 @@ def _check_versions(run: Unrolled, stage: int) -> None:
             )
 
 
-def iterate_remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
+def iterate_copied_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
     """Yields, for the passes of each update of a stage with weights copied from the machine's memory, the spans of
     their inputs and that of the copy. Inputs of forwards last until the next update's forwards here.
     """
@@ -323,14 +323,12 @@ def iterate_remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[
             is_remote = placement.is_remote(stage)
             if kind is Kind.FORWARD and not is_remote and len(run.program.kinds) > 1:
                 continue  # its backwards follow, with the same copy
-            positions_by_update: dict[int, list[int]] = {}
+            spans_by_update: dict[int, list[tuple[int, int]]] = {}
             for k in placement.microbatches(rank, stage, run.total, forward=kind is Kind.FORWARD):
-                position = run.ops[Op(kind, stage, k, replica)][1]
-                positions_by_update.setdefault(run.program.updates.update_of(stage, k), []).append(position)
-            ends = [positions[0] for positions in positions_by_update.values()] + [len(run.streams[rank])]
-            for end, positions in zip(ends[1:], positions_by_update.values(), strict=True):
-                if kind is Kind.FORWARD:
-                    inputs = [(position, end) for position in positions]
-                else:
-                    inputs = [(position - (not is_remote), position + is_remote) for position in positions]
-                yield inputs, (positions[0] - (not is_remote), positions[-1] + 1)
+                end = run.ops[Op(kind, stage, k, replica)][1]
+                begin = end if is_remote else run.ops[Op(Kind.FORWARD, stage, k, replica)][1]
+                spans_by_update.setdefault(run.program.updates.update_of(stage, k), []).append((begin, end))
+            next_begins = [*[spans[0][0] for spans in spans_by_update.values()][1:], len(run.streams[rank])]
+            for next_begin, spans in zip(next_begins, spans_by_update.values(), strict=False):
+                inputs = [(begin, next_begin if kind is Kind.FORWARD else end + is_remote) for begin, end in spans]
+                yield inputs, (spans[0][0], spans[-1][1] + 1)

@@ -86,7 +86,7 @@ class _Waits:
             ops = [op]
             if op.kind is Kind.UPDATE and (run.program.couples_updates or self.tied):
                 ops = [op._replace(stage=stage, replica=replica) for stage, replica in placement.stage_replicas(rank)]
-            needs = [need for each in ops for need in run.program.requires(each, run.total)]
+            needs = [need for other in ops for need in run.program.requires(other, run.total)]
             self.needs[op] = [need for need in needs if is_in_shared_memory(op, need) and run.ops[need][0] != rank]
         self.needed = {need for needs in self.needs.values() for need in needs}
         for op, (rank, _) in run.ops.items():
