@@ -42,7 +42,7 @@ import pipedream
 
 
 class Mortal(nn.Module):
-    """Ends its process in its 26th forward, if DOOMED says so."""
+    """Ends its process in its 26th forward, if DOOMED says so: as the last layer, that of the last rank."""
 
     calls = 0
 
@@ -59,7 +59,7 @@ def recipe(seed=0):
     torch.manual_seed(seed)
     inputs = torch.randn(160, 8)
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Mortal(), nn.Linear(8, 2)]
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2), Mortal()]
     return pipedream.Recipe(
         model=nn.Sequential(*layers),
         loss=nn.functional.cross_entropy,
@@ -355,7 +355,7 @@ def recipe(seed=0):
 def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     """As one process does that runs the plan, and from the snapshot on the plan with a replica fewer."""
     text = RECIPE.partition("\nif __name__")[0].replace("import os", "import dataclasses\nimport os").replace("26", "8")
-    text = text.replace("Mortal(), ", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS
+    text = text.replace(", Mortal()", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS
     doomed = f'(os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("1", "{sum(replicas)}")'
     for folder, condition in ((tmp_path, doomed), (tmp_path / "whole", "False")):
         folder.mkdir(exist_ok=True)
@@ -396,7 +396,7 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
 def test_a_loss_is_told_once_more_if_nobody_heard_of_it(tmp_path: Path) -> None:
     """Rank 0 is killed while it hears that rank 1 is lost."""
     text = RECIPE.partition("\nif __name__")[0].replace("import os", "import dataclasses\nimport os").replace("26", "8")
-    text = text.replace("Mortal(), ", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS
+    text = text.replace(", Mortal()", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS
     dies = """on_worker_lost(self, pipeline, ranks):
         if pipeline.rank == 0 and ranks == (1,):
             os.kill(os.getpid(), signal.SIGKILL)"""
