@@ -1,8 +1,8 @@
 """RoundPipe's bubble beside that of its paper: predicted, and measured with workers that sleep.
 
 Seconds, stages and bubbles are those of the simulations of Efficient Training on Multiple Consumer GPUs with RoundPipe
-(arXiv 2604.27085, figure 16; ITcarrot/RoundPipe-artifact, pp-simulate). There a recomputation is no idle time, and may
-run before the gradient has arrived; without a flush the bubble is that of one minibatch, less its fill and its drain.
+(arXiv 2604.27085, figure 16; ITcarrot/RoundPipe-artifact, pp-simulate). There a recomputation is no idle time; without
+a flush the bubble is that of one minibatch, less its fill and its drain. Its 1F1B waits for gradients to recompute.
 """
 
 from __future__ import annotations

@@ -110,6 +110,35 @@ def test_a_buffer_that_begins_to_move_later_is_an_error() -> None:
         trained(True, [Wandering(start=3), nn.Tanh()], check=False)  # which runs forwards of its own
 
 
+class Noted(nn.Module):
+    """Notes its calls; the `fails_at`-th one fails."""
+
+    def __init__(self, name: str, calls: list[str], fails_at: int = 0) -> None:
+        super().__init__()
+        self.name, self.calls, self.fails_at = name, calls, fails_at
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(self.name)
+        if len(self.calls) == self.fails_at:
+            raise RuntimeError("out of luck")
+        return x * self.weight
+
+
+def test_a_stage_recomputes_while_it_waits_for_gradients() -> None:
+    calls: list[str] = []
+    trained(True, [Noted("first", calls), nn.Tanh(), Noted("second", calls)], "naive", check=False)
+    assert calls[:4] == ["first", "first", "second", "second"]
+    assert calls == calls[:4] * 10
+
+
+def test_what_fails_when_recomputed_is_a_backward() -> None:
+    layers = [Noted("first", [], fails_at=4), nn.Tanh(), nn.Identity()]
+    with pytest.raises(WorkerError, match="out of luck") as caught:
+        trained(True, layers, "naive", check=False)
+    assert "stage 0, 0B1" in str(caught.value)
+
+
 class Watched(nn.Module):
     """Tells which of its outputs are still there."""
 

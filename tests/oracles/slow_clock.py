@@ -147,12 +147,14 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
             if message not in done.sent or message not in done.posted:
                 return False
             first_guess = max(done.sent[message], done.posted[message])
-            wait(
-                rank,
-                program.channels[instruction.channel].target,
-                instruction.index,
-                arrivals.get(("message", *message), (0.0, first_guess))[1],
+            channel, (_, until) = (
+                program.channels[instruction.channel],
+                arrivals.get(("message", *message), (0.0, first_guess)),
             )
+            if costs.recompute_s and channel.carries == "gradient":
+                # Its wait and what it recomputes meanwhile; drawn as if the wait came first.
+                until = max(now[rank], until - costs.recompute_s[channel.target] * slowness)
+            wait(rank, channel.target, instruction.index, until)
             now[rank] += end_s(instruction.channel) * slowness
             received[rank].append(message)
         at[rank] += 1

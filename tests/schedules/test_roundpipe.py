@@ -36,21 +36,18 @@ def plan_of(p: int, stages: int, f: float = 1.0, b: float = 2.0, transfer_s: flo
     return Plan.uniform(stages, f, b, transfer_s, order=homes(p, stages))
 
 
-def slots_of(stages: int, forwards: int, f: float, b: float) -> list[float]:
-    """Returns the seconds that a microbatch takes in each slot, as the paper counts them."""
-    last = stages - 1
-    coarse = [f * len(range(first, min(first + forwards, last))) for first in range(0, last, forwards)]
-    return [*coarse, *[f + b] * stages]
+Slot = tuple[float, float]
+"""Seconds of a microbatch before it needs the slot before (a repeated forward), and after."""
 
 
-def dispatched(slots: list[float], p: int, m: int) -> float:
-    """Returns the seconds of a row of slots, dispatched one by one: microbatch k begins in slot j when it has left slot
-    j - 1 and the worker is free."""
-    free, ends = [0.0] * p, [0.0] * m
-    for j, seconds in enumerate(slots):
-        for k in range(m):
-            free[j % p] = ends[k] = max(free[j % p], ends[k]) + seconds
-    return max(ends)
+def slots_of(forwards: list[float], stages: int, f: float, b: float) -> list[Slot]:
+    """Returns slots with these seconds of forwards, then that of the last stage, then backwards."""
+    return [*((0.0, seconds) for seconds in forwards), (0.0, f + b), *[(f, b)] * (stages - 1)]
+
+
+def dispatched(slots: list[Slot], p: int, m: int) -> float:
+    """Returns the seconds of a row of slots on workers in turn, dispatched one by one."""
+    return dispatched_on([[j % p for j in range(len(slots))]], slots, m)
 
 
 @st.composite
@@ -64,20 +61,24 @@ def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f
     p, stages, m = size
     schedule = roundpipe(plan_of(p, stages, f, b), m, forwards=forwards)
     timeline = simulate(lower(schedule), costs(schedule.plan), n * m)
-    assert timeline.makespan_s == pytest.approx(n * dispatched(slots_of(stages, forwards, f, b), p, m))
-    if forwards == 1:
+    coarse = [f * len(range(first, min(first + forwards, stages - 1))) for first in range(0, stages - 1, forwards)]
+    assert timeline.makespan_s == pytest.approx(n * dispatched(slots_of(coarse, stages, f, b), p, m))
+    if forwards == 1 and b >= f:
         assert schedule.claims.makespan_s is not None
         assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, b, 0.0))
 
 
-def dispatched_on(workers: list[list[int]], slots: list[float], m: int) -> float:
-    """Returns the seconds of minibatches, each with its slots on these workers, of which none waits for another."""
+def dispatched_on(workers: list[list[int]], slots: list[Slot], m: int) -> float:
+    """Returns the seconds of minibatches, each with its slots on these workers, of which none waits for another.
+
+    A microbatch begins in a slot when the worker is free, and goes on when it has left the slot before.
+    """
     free, ends = [0.0] * (1 + max(map(max, workers))), [0.0] * m
     for row in workers:
         ends = [0.0] * m
-        for worker, seconds in zip(row, slots, strict=True):
+        for worker, (early, seconds) in zip(row, slots, strict=True):
             for k in range(m):
-                free[worker] = ends[k] = max(free[worker], ends[k]) + seconds
+                free[worker] = ends[k] = max(free[worker] + early, ends[k]) + seconds
     return max(ends)
 
 
@@ -95,7 +96,7 @@ def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, 
             assert schedule.placement.rank_of(s, i * m, forward=True) == row[[s in slot for slot in slots].index(True)]
         for s in range(stages):
             assert schedule.placement.rank_of(s, (i + 1) * m - 1) == row[count - 1 - s]
-    seconds = [*(float(len(slot)) for slot in slots), *[3.0] * stages]
+    seconds = slots_of([float(len(slot)) for slot in slots], stages, 1.0, 2.0)
     program = lower(schedule)
     assert set(verify(program).staleness) == {1}
     if p > 1 and m >= p:
@@ -136,16 +137,24 @@ def test_slots_of_forwards_by_the_seconds(size: tuple[int, int, int], times: lis
     plan = plan_of(p, stages)
     rows = zip(plan.stages, times, times[8:], strict=False)
     plan = replace(plan, stages=tuple(replace(row, forward_s=float(f), backward_s=float(b)) for row, f, b in rows))
-    last, backwards = stages - 1, [row.forward_s + row.backward_s for row in reversed(plan.stages)]
+    last, head = stages - 1, plan.stages[-1]
+    backwards = [
+        (0.0, head.forward_s + head.backward_s),
+        *((row.forward_s, row.backward_s) for row in reversed(plan.stages[:-1])),
+    ]
 
     def divide(ends: tuple[int, ...]) -> list[float]:
         bounds = zip((0, *ends), (*ends, last), strict=True)
         return [sum(row.forward_s for row in plan.stages[begin:end]) for begin, end in bounds]
 
     def seconds(ends: tuple[int, ...]) -> float:
-        slots, n = [*divide(ends), *backwards], p if continued else 1
-        workers = [worker % p for worker in range(n * len(slots))]
-        return dispatched_on([workers[i * len(slots) :][: len(slots)] for i in range(n)], slots, m)
+        slots = [*((0.0, forward_s) for forward_s in divide(ends)), *backwards]
+
+        def dispatch(n: int) -> float:
+            workers = [worker % p for worker in range(n * len(slots))]
+            return dispatched_on([workers[i * len(slots) :][: len(slots)] for i in range(n)], slots, m)
+
+        return dispatch(2 * p) - dispatch(p) if continued else dispatch(1)
 
     chosen = tuple(slot.stop for slot in _choose_slots(plan, m, continued=continued))
     assert chosen[-1] == last

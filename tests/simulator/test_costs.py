@@ -101,6 +101,7 @@ def test_a_backward_that_recomputes_does_the_forward_again() -> None:
     plan = replace(PLAN, stages=(ROWS[0], replace(ROWS[1], recompute=True)))
     recomputing = costs(plan)
     assert (recomputing.forward_s, recomputing.backward_s, recomputing.weight_s) == ((4.0, 2.0), (8.0, 8.0), (4.0, 3.0))
+    assert recomputing.recompute_s == (0.0, 2.0)
 
 
 def test_a_tree_moves_all_bytes_twice() -> None:
@@ -138,6 +139,15 @@ def test_jitter_keeps_the_mean_and_has_the_variation_asked_for(variation: float)
     assert fmean(seconds) == pytest.approx(6.0, rel=5 * variation / sqrt(count))
     assert stdev(seconds) / fmean(seconds) == pytest.approx(variation, rel=0.1)
     assert min(seconds) > 0
+
+
+@given(st.integers(0, 99))
+def test_a_backward_that_recomputes_never_ends_before_its_gradient_arrives(seed: int) -> None:
+    plan = Plan.uniform(3, 4.0, 1.0)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    timeline = simulate(lower(build("1f1b", plan, 8)), costs(plan), 8, Stragglers(jitter=3.0, seed=seed))
+    ends_s = {(span.stage, span.index): span.end_s for span in timeline.spans if span.kind == "B"}
+    assert all(end_s >= ends_s.get((stage + 1, index), 0.0) for (stage, index), end_s in ends_s.items())
 
 
 def test_jitter_by_kind_of_op() -> None:

@@ -36,13 +36,18 @@ def period_s(timeline: Timeline, every: int, skip: int) -> float:
     return (spans[last].end_s - spans[first].end_s) / (spans[last].index - spans[first].index)
 
 
-@given(st.integers(1, 6), st.integers(1, 12), SECONDS, SECONDS, st.floats(0.0, 1.0))
+@given(st.integers(1, 6), st.integers(1, 12), SECONDS, SECONDS, st.floats(0.0, 1.0), st.booleans())
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_makespan_of_a_flushing_minibatch(name: str, p: int, m: int, f: float, b: float, share: float) -> None:
-    # GPipe, section 2.3. A message as long as an op at most is hidden in the stream and counts once each way.
+def test_makespan_of_a_flushing_minibatch(
+    name: str, p: int, m: int, f: float, b: float, share: float, recompute: bool
+) -> None:
+    # GPipe, section 2.3. A message as long as an op at most is hidden in the stream and counts once each way. Nothing
+    # is recomputed between the backwards of a microbatch: each stage has done so when the gradient arrives.
     c = share * min(f, b) if name == "gpipe" else 0.0
-    makespan_s = run(name, Plan.uniform(p, f, b, c), m, m).makespan_s
-    assert makespan_s == pytest.approx((m + p - 1) * (f + b) + 2 * c * (p - 1))
+    plan = Plan.uniform(p, f, b, c)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
+    expected_s = (m + p - 1) * (f + b) + 2 * c * (p - 1) + m * f * recompute
+    assert run(name, plan, m, m).makespan_s == pytest.approx(expected_s)
 
 
 @settings(max_examples=10)

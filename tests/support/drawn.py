@@ -134,6 +134,7 @@ def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
         forward_s=vector(),
         backward_s=backward,
         weight_s=tuple(seconds / 2 for seconds in backward),
+        recompute_s=tuple(seconds * draw(st.sampled_from([0.0, 0.25, 0.5])) for seconds in backward),
         update_s=vector(),
         sync_s=vector(),
         output_bytes=vector(),

@@ -17,8 +17,7 @@ from the worker after that of the minibatch before, so with equal slots workers 
 workers then take turns at a stage's backwards, and leave its gradients in shared memory for its home, the worker that
 makes its updates.
 
-Differences from the paper: a slot has all m microbatches, not p of them, and a backward repeats its forward when the
-gradient has arrived, not before.
+Unlike the paper's, a slot has all m microbatches, not p of them.
 """
 
 from __future__ import annotations
@@ -138,8 +137,9 @@ def _choose_slots(plan: kit.Plan, m: int, *, continued: bool) -> list[range]:
     """
     p, stages = plan.workers, plan.stages
     before = list(accumulate((stage.forward_s for stage in stages[:-1]), initial=0.0))
-    # A backward repeats its forward, and the last stage's follows it.
+    # A backward repeats its forward before its gradient arrives; the last stage's follows the forward.
     backwards_s = [stage.backward_s + stage.forward_s for stage in reversed(stages)]
+    early_s = [0.0, *(stage.forward_s for stage in reversed(stages[:-1]))]
 
     @cache
     def split(end: int, count: int) -> tuple[float, tuple[int, ...]]:
@@ -156,16 +156,20 @@ def _choose_slots(plan: kit.Plan, m: int, *, continued: bool) -> list[range]:
         return max(count + len(stages), p) * max(*backwards_s, split(len(stages) - 1, count)[0])
 
     def dispatch_s(count: int) -> float:
-        """Returns the seconds of a minibatch, or of p of them, dispatched slot by slot."""
+        """Returns the seconds of a minibatch, or of p of them after p others, dispatched slot by slot."""
         _, ends = split(len(stages) - 1, count)
-        slots_s = [before[end] - before[begin] for begin, end in zip((0, *ends), ends, strict=False)] + backwards_s
+        slots_s = [(before[end] - before[begin], 0.0) for begin, end in zip((0, *ends), ends, strict=False)]
+        slots_s += zip(backwards_s, early_s, strict=True)
         free_s, workers = [0.0] * p, itertools.cycle(range(p))
-        for _ in range(p if continued else 1):
+        begin_s = 0.0
+        for number in range(2 * p if continued else 1):
+            if number == p:
+                begin_s = max(free_s)
             ends_s = [0.0] * m
-            for slot_s, worker in zip(slots_s, workers, strict=False):
+            for (slot_s, slot_early_s), worker in zip(slots_s, workers, strict=False):
                 for k in range(m):
-                    free_s[worker] = ends_s[k] = max(free_s[worker], ends_s[k]) + slot_s
-        return max(free_s)
+                    free_s[worker] = ends_s[k] = max(free_s[worker], ends_s[k] - slot_early_s) + slot_s
+        return max(free_s) - begin_s
 
     # With fewer than 2 p - 2 slots a forward would wait for its weights, which their home makes after its next slot.
     fewest = max(1, 2 * p - 2 - len(stages)) if continued else 1
@@ -177,17 +181,17 @@ def _choose_slots(plan: kit.Plan, m: int, *, continued: bool) -> list[range]:
 def _make_claims(last: int) -> kit.Claims:
     """Returns the closed forms for S = last + 1 equal stages, each forward a slot.
 
-    A forward takes f, a backward f + b with the forward that it repeats. Slot j + 1 starts as soon as it has its first
-    microbatch from slot j and its worker has finished slot j + 1 - p. With m >= p it waits for the worker, once in p
-    slots; of the p - r slots after the last stage's, r = (S - 1) mod p, only if forwards are long.
+    A forward takes f, a backward f + b with the forward that it repeats, b >= f. Slot j + 1 starts as soon as its
+    worker has finished slot j + 1 - p and it has its first microbatch from slot j, or so much earlier that it has then
+    repeated its forward. It waits for the worker once in p slots, if m >= p, or m (f + b) >= p b in backwards; of the
+    p - r slots after the last stage's, r = (S - 1) mod p, only if forwards are long.
     """
 
     def makespan_s(p: int, m: int, n: int, f: float, i: float, w: float) -> float:
         b, (rounds, rest) = i + w, divmod(last, p)
-        if m < p:
-            return n * (last * (2 * f + b) + m * (f + b))
-        waits = max(0.0, (m - p) * f - (p - rest) * b) if 2 * rest >= p else 0.0
-        return n * ((rounds * m + rest) * (2 * f + b) + m * (f + b) + waits)
+        waits = max(0.0, (m - p) * f - (p - rest) * (b - f)) if 2 * rest >= p else 0.0
+        forwards = (rounds * max(m, p) + rest) * f
+        return n * (forwards + rounds * max(m * (f + b), p * b) + rest * b + m * (f + b) + waits)
 
     def away(p: int, s: int) -> int:
         return len(range((-s) % p or p, last + 1, p))

@@ -382,7 +382,9 @@ def _compute_least_s(plan: Plan, method: MethodProperties) -> float:
     last_backward_s = [(stage.redone_s + (m - 1) * (stage.fixed_s - stage.forward_fixed_s)) / m for stage in stages]
     shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
     work_s = [share * seconds for share, seconds in zip(shares, passes_s, strict=True)]
-    starts_s = accumulate((a / m + b for a, b in zip(passes_s, messages_s, strict=False)), initial=0.0)
+    # A later stage's gradients arrive after one forward and backward of each earlier stage, which recompute meanwhile.
+    first_passes_s = (sum(stage.split_s(m)) / site.speed for stage, site in zip(stages, sites, strict=True))
+    starts_s = accumulate((a + b for a, b in zip(first_passes_s, messages_s, strict=False)), initial=0.0)
     ends_s = [
         (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.trained_bytes, backward_s))
         for stage, site, tied_s, backward_s in zip(stages, sites, tied_sums, last_backward_s, strict=True)
@@ -414,11 +416,14 @@ def _list_message_seconds(plan: Plan) -> list[float]:
 
 
 def _list_round_trips(plan: Plan, messages_s: Sequence[float]) -> list[float]:
-    """Returns, for each stage, the least seconds per minibatch by the microbatches that it holds at once."""
+    """Returns, for each stage, the least seconds per minibatch by the microbatches that it holds at once.
+
+    Only the last stage cannot recompute while it waits for gradients.
+    """
     m, speeds, trip_s, trips_s = plan.microbatches, plan.costs.cluster.speeds, 0.0, []
     for s in reversed(range(len(plan.stages))):
         forward_s, backward_s = plan.stages[s].split_s(m)
-        passes_s = backward_s + forward_s * (1 + plan.stages[s].recompute)
+        passes_s = backward_s + forward_s * (1 + (plan.stages[s].recompute and s == len(plan.stages) - 1))
         trip_s += passes_s / max(speeds[worker] for worker in plan.costs.stage_workers[s]) + sum(messages_s[s : s + 1])
         trips_s.append(MEASURED_SHARE * m * trip_s / (plan.replicas[s] * (plan.in_flight[s] + plan.update_delay[s])))
     return trips_s

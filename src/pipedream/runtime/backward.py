@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from pipedream.core.plan.placement import Carries
-from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.op import Kind, Op, find_gradient_kind
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Content, Message
@@ -24,11 +24,13 @@ from pipedream.runtime.stateless_stage import StatelessStage
 class BackwardRunner:
     """Runs the backwards of a rank. Lifecycle: `begin` a stream; then `run`, or `run_inputs` and later `run_weights`.
 
+
     Args:
         is_stop_requested: called at the last backward before an update of a replicated stage.
 
     Attributes:
         update_completed_by: `Program.update_completed_by` of this rank.
+        recomputing: the backward whose forward is being repeated before it.
     """
 
     def __init__(
@@ -54,31 +56,63 @@ class BackwardRunner:
         self._forwards.offload.switch_to(program)
         self._placement = program.placement
         self._last_stage = program.placement.stages - 1
+        self._gradient_kind = find_gradient_kind(program.kinds)
+        self._channels = program.channels
         self._is_remote = [program.placement.is_remote(stage) for stage in range(program.placement.stages)]
         self.update_completed_by = program.update_completed_by(self._rank)
 
     def begin(self, stream: DataStream) -> None:
         self._stream = stream
+        self.recomputing: Op | None = None
 
     def run(self, stage: int, index: int) -> Waiting[None] | None:
         """Runs a B: computes the gradients of the weights and of the received tensors.
 
         Returns a generator of what it waits for, or None if it has run.
         """
+        return self._run_once_ready(self._run, stage, index)
+
+    def recompute_and_receive(
+        self, receive: Callable[[int, int], Waiting[None] | None], number: int, index: int
+    ) -> Waiting[None]:
+        """Repeats a forward whose graph was not kept while the gradients of its outputs are on their way.
+
+        Args:
+            receive: receives them.
+            number: of their channel.
+        """
+        stage = self._channels[number].target
+        self.recomputing = Op(self._gradient_kind, stage, index)
+        yield from self._run_once_ready(self._recompute, stage, index) or ()
+        self.recomputing = None
+        yield from receive(number, index) or ()
+
+    def _run_once_ready(self, run: Callable[[int, int], None], stage: int, index: int) -> Waiting[None] | None:
         stage_state = self._forwards.find_passes(stage)
-        if self._is_remote[stage] and isinstance(stage_state, StatelessStage):
+        if isinstance(stage_state, StatelessStage) and self._lacks_forward(stage, index):
             pending = stage_state.begin_pass(index, 0, changes_buffers=True)
             if not pending.ready():
-                return self._run_after_wait(pending, stage, index)
+                return self._run_after_wait(run, pending, stage, index)
             pending.result()
-        self._run(stage, index)
+        run(stage, index)
         return None
 
-    def _run_after_wait(self, pending: Pending[None], stage: int, index: int) -> Waiting[None]:
+    def _run_after_wait(
+        self, run: Callable[[int, int], None], pending: Pending[None], stage: int, index: int
+    ) -> Waiting[None]:
         start = self._recorder.mark()
         yield from wait_for(pending)
         self._recorder.note("wait", stage, self._stream.offset + index, start)
-        self._run(stage, index)
+        run(stage, index)
+
+    def _recompute(self, stage: int, index: int) -> None:
+        stage_state, start = self._begin_backward(self._gradient_kind, stage, index, "a repeated forward")
+        saved = self._saved_forwards[stage, index]
+        if saved.weights is not None:
+            with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
+                saved.repeat_forward()
+        self._recorder.note("recompute", stage, self._stream.offset + index, start)
+        self._activity.end()
 
     def _run(self, stage: int, index: int) -> None:
         stage_state, start = self._begin_backward(Kind.BACKWARD, stage, index, "a backward")
@@ -134,12 +168,15 @@ class BackwardRunner:
         self._activity.begin(task)
         self._forwards.offload.begin_backward(kind, stage, index)
         stage_state = self._forwards.find_passes(stage)
-        if self._is_remote[stage]:
-            # The forward ran on another rank, which has sent its input; the graph is built here.
+        if self._lacks_forward(stage, index):
+            # It ran on another rank, which has sent its input; the graph is built here.
             self._saved_forwards[stage, index] = self._forwards.recompute(
                 stage, index, stage_state, self._mailbox.take(Carries.STAGE_INPUT, stage, index)
             )
         return stage_state, self._recorder.mark()
+
+    def _lacks_forward(self, stage: int, index: int) -> bool:
+        return self._is_remote[stage] and (stage, index) not in self._saved_forwards
 
     def _choose_ready_hook(
         self, kind: Kind, stage: int, index: int, stage_state: StageState | StatelessStage

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,8 @@ class _Step(NamedTuple):
     instruction: Instruction
 
 
-_Actions = Mapping[Kind | Move, Callable[[int, int], Waiting[Any] | None]]
+_RECOMPUTE_AND_RECEIVE = "recompute and receive"
+_Actions = Mapping[Kind | Move | str, Callable[[int, int], Waiting[Any] | None]]
 
 
 def _resolve_steps(program: Program, rank: int, actions: _Actions) -> tuple[list[_Step], list[_Step]]:
@@ -85,8 +87,13 @@ def _resolve_steps(program: Program, rank: int, actions: _Actions) -> tuple[list
 
 def _resolve_step(program: Program, instruction: Instruction, actions: _Actions) -> _Step:
     advance = count_indices(instruction, program.cycle, program.updates)
-    stage_or_channel = instruction.stage if isinstance(instruction, Op) else instruction.channel
-    return _Step(actions[instruction.kind], stage_or_channel, instruction.index, advance, instruction)
+    action: Kind | Move | str = instruction.kind
+    if isinstance(instruction, Op):
+        return _Step(actions[action], instruction.stage, instruction.index, advance, instruction)
+    channel = program.channels[instruction.channel] if action is Move.RECEIVE else None
+    if channel and channel.carries == Carries.GRADIENT and program.recomputes(channel.target):
+        action = _RECOMPUTE_AND_RECEIVE
+    return _Step(actions[action], instruction.channel, instruction.index, advance, instruction)
 
 
 class Worker:
@@ -155,6 +162,7 @@ class Worker:
             Kind.WEIGHT_GRADIENT: backwards.run_weights,
             Kind.UPDATE: self._update,
             Move.RECEIVE: self._receive,
+            _RECOMPUTE_AND_RECEIVE: partial(backwards.recompute_and_receive, self._receive),
             Move.SEND: self._send,
             Move.SYNC: _skip_sync,
         }
@@ -231,7 +239,7 @@ class Worker:
     def where(self) -> str:
         if self._running is None:
             return "the start"
-        if (failed := find_failed_update(self.stage_states)) is not None:
+        if failed := find_failed_update(self.stage_states) or self._backwards.recomputing:
             return self._running.describe(failed)
         advance = self._period * self._running.cycle
         return self._running.describe(advance_instruction(self._instruction, advance, self._running.updates))
@@ -287,9 +295,9 @@ class Worker:
 
     def _admit(self, index: int) -> Message | None:
         """Takes the next microbatch from the data; ends the stream after the last one."""
-        if self._stream.trains and self._replicas[0] == 1 and self.stop_requested():
-            self._stop_data(StopReason.INTERRUPT)
         assert self._data is not None
+        if self._stream.trains and self._replicas[0] == 1 and self.stop_requested():
+            self._data.stop(StopReason.INTERRUPT)
         self._activity.begin("loading data")
         messages = self._data.take(index)
         self._activity.end()
@@ -327,8 +335,8 @@ class Worker:
             self.recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *versions)
         self.recorder.note("U", stage, number, start)
         yield from stage_state.average_replicas(self.recorder, stage, index)
-        if stop_requests:
-            self._stop_data(StopReason.INTERRUPT)
+        if stop_requests and self._data is not None:
+            self._data.stop(StopReason.INTERRUPT)
         if stage == min(self.stage_states):
             present = round(present_share * self._replicas[stage])
             self._uncollected += ((n, rate) for n in _list_minibatches(self.program, op, self._microbatches, present))
@@ -385,10 +393,6 @@ class Worker:
         self._backwards.begin(stream)
         self.results.begin(stream.split if stream.trains else 0)
         self._uncollected: deque[tuple[int, float]] = deque()
-
-    def _stop_data(self, stop_reason: StopReason) -> None:
-        if self._data is not None:
-            self._data.stop(stop_reason)
 
 
 def abandon(worker: Worker, *, wait: bool) -> None:

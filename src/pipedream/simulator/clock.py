@@ -6,6 +6,7 @@
 - A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without one, at its update.
   The update waits for the sum. A coupled update waits until all ranks have reached it, one of tied weights for the sum
   over their holders, which begins when all have reached it.
+- A backward that recomputes begins so long before its gradient arrives that it then has just repeated its forward.
 - A forward waits until the weights that it reads have been made on another rank, and copied.
 
 Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens.
@@ -113,6 +114,7 @@ class _Rank:
         joined: stage -> newest update whose sum has this rank's gradients.
         stepping: stage -> (update, its end), of updates that its host makes beside the passes.
         coupled: newest update before which it has waited for all ranks.
+        arrival_s: of the newest message received; an op may begin before it, but not end.
     """
 
     number: int
@@ -131,6 +133,7 @@ class _Rank:
     received: list[Wire] = field(default_factory=list)
     joined: dict[int, int] = field(default_factory=dict)
     coupled: int = 0
+    arrival_s: float = 0.0
     stepping: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -187,6 +190,8 @@ class _Clock:
                 return what, self.costs.op_s(Kind(letter), what) * slowness
             if code in (SEND, RECEIVE):
                 wire = self.messages.wires[what]
+                if code == RECEIVE:
+                    wire.early_s = self.costs.early_s(wire.channel) * slowness
                 return wire, self.costs.end_s(wire.channel) * slowness
             return what, 0.0
 
@@ -234,7 +239,7 @@ class _Clock:
             elif code == OP:
                 if load_s and not what and letter == "F" and not index % microbatches:
                     now += load_s
-                end = now + (seconds if draw is None else seconds * draw(letter))
+                end = now + seconds if draw is None else max(now + seconds * draw(letter), rank.arrival_s)
                 if self.overlaps and letter in "FU":
                     now, end = self._overlap(rank, letter, what, index, now, end)
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
@@ -253,7 +258,7 @@ class _Clock:
                 if not what.arrived:
                     what.waiting = rank
                     break
-                arrival = self._take_arrival(what, index)
+                arrival = self._take_arrival(rank, what, index)
                 if arrival > now:
                     spans.append(_new(Span, (number, "wait", what.channel.target, index, now, arrival)))
                     now = arrival
@@ -268,7 +273,7 @@ class _Clock:
                 self._join_barrier(rank, stage, update + turn * updates, now, backward_s)
             else:
                 stage, what = what if code in (TIED, READ) else (what if code == SYNC else _COUPLED, what)
-                over_s = self._await(rank, code, stage, index, now)
+                over_s = (self._await_shared if code == READ else self._await_barrier)(rank, stage, index, now)
                 if over_s is None:
                     break
                 if over_s > now:
@@ -305,10 +310,7 @@ class _Clock:
         self.left_s[letter, stage, index] = now
         self.ready += self.readers.pop((letter, stage, index), [])
 
-    def _await(self, rank: _Rank, code: int, what: Any, index: int, now: float) -> float | None:
-        return (self._await_shared if code == READ else self._await_barrier)(rank, what, index, now)
-
-    def _await_shared(self, rank: _Rank, op: tuple[str, int], index: int, now: float) -> float | None:
+    def _await_shared(self, rank: _Rank, op: Any, index: int, now: float) -> float | None:
         """Returns when what an op of a (letter, stage) reads from shared memory has arrived; None while unknown.
 
         A forward reads weights; an update, and the first backward of a turn, the gradients of the turn before.
@@ -335,15 +337,16 @@ class _Clock:
             self.messages.post(wire, now)
         received.clear()
 
-    def _take_arrival(self, wire: Wire, index: int) -> float:
-        sent_index, arrival = wire.arrived.popleft()
+    def _take_arrival(self, rank: _Rank, wire: Wire, index: int) -> float:
+        """Returns the second at which the op that receives a message may begin."""
+        sent_index, rank.arrival_s = wire.arrived.popleft()
         if sent_index != index:
             channel = wire.channel
             raise ScheduleError(
                 f"program {self.program.name!r}: rank {channel.receiver} wants {describe_message(channel, index)}, but "
                 f"the next on its channel is that of microbatch {sent_index}; receive in the order of sending"
             )
-        return arrival
+        return rank.arrival_s - wire.early_s
 
     def _end_rank(self, rank: _Rank, missing: int) -> None:
         if missing:

@@ -33,6 +33,7 @@ class Costs:
     Attributes:
         forward_s, backward_s: seconds of one microbatch.
         weight_s: the weight gradient's part of a split backward.
+        recompute_s: the repeated forward's part of a backward, which needs no gradient; () if nothing is recomputed.
         update_s, sync_s: seconds of one optimizer step, and of one sum over the replicas.
         output_bytes: bytes that each stage sends on, for one microbatch; its gradient is as large.
         workers: the cluster's worker of each rank; () for the first ones.
@@ -61,6 +62,7 @@ class Costs:
     tied: tuple[tuple[float, float], ...] = ()
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
     launch_s: tuple[tuple[float, float], ...] = ()
+    recompute_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         vectors = {
@@ -74,7 +76,7 @@ class Costs:
         for name, vector in vectors.items():
             if min(vector, default=0.0) < 0:
                 raise ValueError(f"{name} cannot be negative, found {vector}")
-        for name in ("buckets", "sum_bytes", "weight_bytes"):
+        for name in ("buckets", "sum_bytes", "weight_bytes", "recompute_s"):
             count = len(getattr(self, name))
             if count not in (0, len(self.forward_s)):
                 raise ValueError(f"{name} are for {count} stages, the seconds for {len(self.forward_s)}")
@@ -201,6 +203,10 @@ class Costs:
         # A gradient has as many bytes as its activation.
         return self.output_bytes[channel.source if channel.carries == Carries.ACTIVATION else channel.target]
 
+    def early_s(self, channel: Channel) -> float:
+        """Returns how long before a message arrives the op that receives it begins."""
+        return self.recompute_s[channel.target] if self.recompute_s and channel.carries == Carries.GRADIENT else 0.0
+
     def copy_s(self, stage: int, source: int, target: int) -> float:
         """Returns the seconds of copying a stage's weights to another rank: from the memory of the machine."""
         if not self.weight_bytes:
@@ -260,6 +266,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
     return Costs(
         forward_s=tuple(forward_s for forward_s, _ in splits),
         backward_s=tuple(b + f if stage.recompute else b for stage, (f, b) in zip(stages, splits, strict=True)),
+        recompute_s=tuple(f if stage.recompute else 0.0 for stage, (f, _) in zip(stages, splits, strict=True)),
         weight_s=tuple(backward_s / 2 if weight_s is None else weight_s / parts for _, backward_s in splits),
         update_s=tuple(
             stage.update_s + stage.trained_bytes * site.sum_costs.work_s_per_byte * (stage.replicas > 1)

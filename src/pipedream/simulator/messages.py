@@ -198,6 +198,7 @@ class Wire(_Queue):
         posted: times of unmatched receives.
         unmatched: messages without a posted receive, and when they were sent.
         arrived: messages not yet received, and when they arrived.
+        early_s: how long before that the op that receives one begins.
     """
 
     channel: Channel
@@ -209,6 +210,7 @@ class Wire(_Queue):
     arrived: deque[tuple[int, float]] = field(default_factory=deque)
     waiting: Any = None
     began_s: float = 0.0
+    early_s: float = 0.0
 
 
 class Messages:

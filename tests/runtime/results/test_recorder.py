@@ -4,6 +4,8 @@ microsecond after days.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from fake_cuda import FakeCuda
@@ -83,6 +85,21 @@ def test_an_op_begins_with_the_event_that_ended_the_last(cuda: FakeCuda) -> None
     _op(cuda, recorder, 100)
     spans = recorder.spans(0)
     assert spans[-1].start_s == pytest.approx(spans[-2].end_s + 5.0), "a pause is not part of the next op"
+
+
+def test_a_backward_has_what_was_recomputed_before_its_gradient_arrived(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    for index in range(2):
+        for kind, seconds in (("F", 1e-3), ("recompute", 2e-3), ("wait", 5e-3), ("B", 3e-3)):
+            _op(cuda, recorder, index, seconds, kind)
+    assert recorder.busy_share() == 0.0
+    spans = recorder.spans(0)
+    assert recorder.busy_share() == pytest.approx(6 / 11)
+    assert [span.kind for span in spans] == ["F", "wait", "B"] * 2
+    lengths_s = [span.end_s - span.start_s for span in spans]
+    assert lengths_s == pytest.approx([1e-3, 5e-3, 5e-3] * 2, abs=2e-6)
+    gaps_s = [second.start_s - first.end_s for first, second in pairwise(spans)]
+    assert gaps_s == pytest.approx([0.0] * 5, abs=2e-6)
 
 
 def test_events_are_used_again(cuda: FakeCuda) -> None:

@@ -217,6 +217,10 @@ class Program(Tabular, Rules, Artifact):
 
         return find_update
 
+    def recomputes(self, stage: int) -> bool:
+        """Returns whether a stage's backwards repeat its forwards."""
+        return self.plan.stages[stage].recompute or self.placement.is_remote(stage)
+
     def describe(self, instruction: Instruction) -> str:
         """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
         if isinstance(instruction, Op):

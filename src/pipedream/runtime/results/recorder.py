@@ -21,7 +21,7 @@ _TABLE_ROWS = 1 << 16
 _BUFFER_ROWS = 512
 """Rows are added to their table so many at a time, which is cheaper."""
 
-_KINDS = (*WORK, "wait", "send", "step")
+_KINDS = (*WORK, "recompute", "wait", "send", "step")
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _SPAN = np.dtype([(n, "i4") for n in ("phase", "kind", "stage", "index")] + [("start_s", "f8"), ("end_s", "f8")])
 _VERSIONS = np.dtype([(name, "i4") for name in ("phase", *GradientVersions._fields)])
@@ -125,7 +125,18 @@ class Recorder:
         self._flush_spans(wait=True)
         rows = self._spans.rows()
         phase_rows = rows[rows["phase"] == phase].tolist()
-        spans = [Span(self._rank, _KINDS[code], stage, i, start, end) for _, code, stage, i, start, end in phase_rows]
+        spans, recompute_s = [], 0.0
+        for _, code, stage, index, start_s, end_s in phase_rows:
+            kind = _KINDS[code]
+            if kind == "recompute":
+                recompute_s = end_s - start_s
+                continue
+            # It belongs to the backward, although the rank has waited for gradients since.
+            if kind == "wait":
+                start_s, end_s = start_s - recompute_s, end_s - recompute_s
+            elif kind in WORK:
+                start_s, recompute_s = start_s - recompute_s, 0.0
+            spans.append(Span(self._rank, kind, stage, index, start_s, end_s))
         return sorted(spans, key=attrgetter("start_s"))  # a step is noted after ops that ran meanwhile
 
     def gradient_versions(self, phase: int) -> list[GradientVersions]:
@@ -143,7 +154,7 @@ class Recorder:
         if end <= begin:
             return last_share  # all this time a GPU has run a single op
         rows = self._spans.rows()
-        rows = rows[(rows["kind"] < len(WORK)) & (rows["end_s"] >= begin)]
+        rows = rows[(rows["kind"] <= _CODES["recompute"]) & (rows["end_s"] >= begin)]
         busy_s = float((rows["end_s"] - np.maximum(rows["start_s"], begin)).sum())
         self._busy[reader] = end, busy_s / (end - begin)
         return self._busy[reader][1]

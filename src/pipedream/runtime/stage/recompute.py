@@ -1,7 +1,7 @@
 """Recomputation: a stage keeps only its input between forward and backward, and the backward repeats the forward.
 
 After Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), and GPipe (2019, section 2.3), which recomputes
-whole stages. The second forward gives the first one's numbers to the bit:
+whole stages, and while the gradients are on their way. The second forward gives the first one's numbers to the bit:
 
 - weights: the same version (newer ones under the backward rule 'recompute');
 - dropout: each layer's generator is seeded by microbatch and layer, and the loss draws from the earlier state;

@@ -126,17 +126,20 @@ class SavedForward:
         assert weights is not None, "a microbatch without samples has no graph"
         return weights
 
+    def repeat_forward(self) -> None:
+        """Recomputes the graph, if it was not kept and has not been recomputed yet."""
+        if self.recompute is not None:
+            recompute, self.recompute = self.recompute, None  # it holds the received message
+            recompute()
+
     def output_gradients(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
-        """Returns the gradients of the outputs and sets `loss_weight`; recomputes the graph first if it was not kept.
+        """Returns the gradients of the outputs and sets `loss_weight`; recomputes the graph first if need be.
 
         Args:
             message: has gradients of the outputs' shapes and dtypes; None at the last stage, whose gradient of the
                 loss is `scale` times `loss_scale`.
         """
-        if self.recompute is not None:
-            recompute, self.recompute = self.recompute, None  # it holds the received message
-            recompute()
-            del recompute
+        self.repeat_forward()
         self.loss_weight = self.loss_weight if message is None else message.loss_weight
         self.auxiliary_scale = self.loss_weight * loss_scale
         if message is None:
