@@ -1,6 +1,6 @@
 """Starts several processes of one function, joined by gloo, and brings home what each returned or raised.
 
-The processes come from a fork server that has imported torch once; and meet in a store that this process holds, as the
+The processes come from a fork server that has imported torch once, and meet in a store that this process holds, as the
 workers of torchrun meet in that of their agent.
 """
 
@@ -40,8 +40,7 @@ class End:
 
 def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 120.0) -> list[End]:
     """Runs ``function(*args)`` in as many processes as there are workers; never raises what they raise."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "pipedream.pipeline"])
+    context = _open_fork_server()
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(workers):
@@ -93,6 +92,13 @@ def values(ends: Sequence[End]) -> list[Any]:
         if end.error is not None:
             raise end.error
     return [end.value for end in ends]
+
+
+def _open_fork_server() -> multiprocessing.context.ForkServerContext:
+    """Returns the server, which imports what every test's module does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "pipedream.pipeline", "hypothesis", "pytest"])
+    return context
 
 
 def _work(pipe: Connection, rank: int, workers: int, port: int, function: Callable[..., Any], args: Any) -> None:
@@ -177,8 +183,7 @@ class Team:
         self._pipes, self._processes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "pipedream.pipeline"])
+        context = _open_fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         for rank in range(self.workers):
             parent_end, child_end = context.Pipe()
