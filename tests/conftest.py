@@ -75,7 +75,7 @@ class _TestsTogether(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
-        if test.partition("[")[0] in _starting_processes(file):
+        if re.split(r"::|\[", test)[0] in _starting_processes(file):
             return "processes that compute" if file.startswith(COMPUTING) else "processes"
         if re.search(r'needs_hf|"transformers"', _read(file)):
             return "Hugging Face"
@@ -89,9 +89,13 @@ def _read(file: str) -> str:
 
 @cache
 def _starting_processes(file: str) -> frozenset[str]:
-    """Returns the tests of a file that are marked `processes`, one by one or all of them."""
+    """Returns the tests of a file, and the classes of tests, that are marked `processes`, one by one or all of them."""
     parsed = ast.parse(_read(file)).body
-    tests = [node for node in parsed if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    tests = [
+        node
+        for node in parsed
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith(("test_", "Test"))
+    ]
     marks = [node for node in parsed if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
     if any(PROCESSES in ast.unparse(node) for node in marks):
         return frozenset(test.name for test in tests)
