@@ -12,7 +12,7 @@ from torch import nn
 
 from pipedream.core.model.collective import StageCollectives
 from tests.sharding import test_mesh_experts as experts
-from tests.sharding.test_mesh_training import CLIPPED, HALVES, Case, Mlp, _make_pipeline
+from tests.sharding.test_mesh_training import CLIPPED, HALVES, Case, Convolution, Mlp, _make_pipeline
 
 
 class Reads(Mlp):
@@ -24,6 +24,10 @@ class Reads(Mlp):
 
 def _train_reading() -> Any:
     return nn.Sequential(Reads(), Mlp(), nn.Linear(16, 4)), lambda size: torch.randn(size, 16)
+
+
+def _make_convolution() -> Any:
+    return nn.Sequential(Convolution(), nn.Flatten(), nn.Linear(4 * 36, 4)), lambda size: torch.randn(size, 4, 6, 6)
 
 
 BOTH = "batch:data, heads:model, d_ff:model"
@@ -40,7 +44,7 @@ CASES = {
     "two dimensions": Case("attention", "data:2,model:2", BOTH, "gpipe", stages=()),
     "convolution": Case("convolution", "data:2", "batch:data"),
     "found": Case("mlp", "cut1:2", "", "pipedream", None),
-    "found, by two cuts": Case("convolution", "cut1:2,cut2:2", "", stages=()),
+    "found, by two cuts": Case(_make_convolution, "cut1:2,cut2:2", "", stages=()),
     "experts": experts.CASES["gshard"],
     "meshes": Case("attention", "data:2/model:2", BOTH, "gpipe"),
     "boundary": Case("halves", "model:2/-/-", "d_ff:model", stages=(1, 2), names=HALVES),
