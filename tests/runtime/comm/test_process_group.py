@@ -271,6 +271,7 @@ def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
 def _profile_alone(others_wait: bool) -> None:
     """Rank 0 alone profiles, and then frees its group, as the interpreter's end does."""
     process_group.CALL_TIMEOUT_S = 2.0
+    store = distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         try:
             pipedream.profile(nn.Linear(4, 4), torch.zeros(8, 4))
@@ -278,11 +279,12 @@ def _profile_alone(others_wait: bool) -> None:
             message = str(error)
         process_group.leave_group()
         gc.collect()
+        store.set("profiled", "")
         raise PlanError(message)
     elif others_wait:
         dist.barrier()
     else:
-        time.sleep(20.0)
+        store.wait(["profiled"], timedelta(seconds=20))
 
 
 @pytest.mark.processes
