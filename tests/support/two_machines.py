@@ -62,7 +62,7 @@ def start_on(
         "static": ("--master-addr", first, "--master-port", "29517", "--node-rank", str(rank)),
         "c10d": (
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29517", "--rdzv-id", "test"),
-            *("--rdzv-conf", f"is_host={int(not rank)},keep_alive_interval=1,last_call_timeout=20"),
+            *("--rdzv-conf", f"is_host={int(not rank)},keep_alive_interval=1,last_call_timeout=8"),
             *("--local-addr", host.address),
         ),
     }[rendezvous]
