@@ -177,7 +177,7 @@ def test_torchrun_restarts_from_memory(tmp_path: Path) -> None:
 @pytest.mark.network
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "lost", [(0,), pytest.param((1,), marks=pytest.mark.slow), pytest.param((0, 1), marks=pytest.mark.slow)]
+    "lost", [(0,), pytest.param((1,), marks=pytest.mark.long), pytest.param((0, 1), marks=pytest.mark.long)]
 )
 def test_a_machine_that_is_lost_is_read_from_the_other_ones_memory(
     machines: Network, tmp_path: Path, lost: tuple[int, ...]
