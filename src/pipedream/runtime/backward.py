@@ -24,7 +24,6 @@ from pipedream.runtime.stateless_stage import StatelessStage
 class BackwardRunner:
     """Runs the backwards of a rank. Lifecycle: `begin` a stream; then `run`, or `run_inputs` and later `run_weights`.
 
-
     Args:
         is_stop_requested: called at the last backward before an update of a replicated stage.
 
@@ -109,7 +108,7 @@ class BackwardRunner:
         stage_state, start = self._begin_backward(self._gradient_kind, stage, index, "a repeated forward")
         saved = self._saved_forwards[stage, index]
         if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
+            with stage_state.backward_context(saved), stage_state.module.counting_collectives("repeated forward"):
                 saved.repeat_forward()
         self._recorder.note("recompute", stage, self._stream.offset + index, start)
         self._activity.end()

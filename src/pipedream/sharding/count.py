@@ -69,7 +69,13 @@ class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-_PASS_OF = {"weights' backward": "backward", "sums": "update", "norm": "update", "whole weights": "update"}
+_PASS_OF = {
+    "repeated forward": "backward",
+    "weights' backward": "backward",
+    "sums": "update",
+    "norm": "update",
+    "whole weights": "update",
+}
 
 
 class FirstPasses:
@@ -84,7 +90,7 @@ class FirstPasses:
         """Context of a part of a pass, the first of which is counted.
 
         Args:
-            what: "forward", "backward", "weights' backward", or of an update "sums", "norm" or "whole weights".
+            what: "forward", "backward", or a key of `_PASS_OF`.
         """
         if what in self._counted:
             yield
