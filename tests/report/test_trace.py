@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.trace import save_trace, trace
 from tests.report.conftest import Simulated
@@ -62,6 +64,15 @@ def test_rules_of_the_format(simulated: Simulated, name: str, stages: int, total
     _check(events)
     assert sum(e["ph"] == "X" for e in events) == len(timeline.spans)
     assert sum(e["ph"] == "s" for e in events) == 2 * (stages - 1) * total
+
+
+def test_a_backward_that_recomputes_begins_before_the_one_that_it_waits_for(simulated: Simulated) -> None:
+    plan = Plan.uniform(2)
+    plan = replace(plan, stages=(replace(plan.stages[0], forward_s=9.0, recompute=True), plan.stages[1]))
+    timeline = simulated("gpipe", split=2, plan=plan)
+    starts_s = {span.stage: span.start_s for span in timeline.spans if (span.kind, span.index) == ("B", 0)}
+    assert starts_s[0] < starts_s[1]
+    _check(trace(timeline)["traceEvents"])
 
 
 def test_measured_and_predicted_are_two_processes(simulated: Simulated, measured: Timeline, tmp_path: Path) -> None:

@@ -115,8 +115,10 @@ def _write_flows(run: int, timeline: Timeline) -> list[dict[str, Any]]:
             continue
         number += 1
         common = {"name": f"{SPAN_NAMES[kind]} {index}", "cat": "microbatch", "id": run << 32 | number, "pid": run}
+        # A backward that recomputes may begin before the one that it waits for.
+        end_s = max(span.start_s, after.start_s)
         events.append(common | {"ph": "s", "tid": span.rank * _ROOM, "ts": _round_us(span.start_s)})
-        events.append(common | {"ph": "f", "bp": "e", "tid": after.rank * _ROOM, "ts": _round_us(after.start_s)})
+        events.append(common | {"ph": "f", "bp": "e", "tid": after.rank * _ROOM, "ts": _round_us(end_s)})
     return events
 
 
