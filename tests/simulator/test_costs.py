@@ -70,6 +70,7 @@ def test_split_backward() -> None:
         ({"forward_s": (1.0,)}, "one number per stage, found 1 forward_s, 2 backward_s"),
         ({"sync_s": (0.0, -1.0)}, "sync_s cannot be negative"),
         ({"weight_s": (9.0, 1.0)}, "weight gradient is part of the backward"),
+        ({"recompute_s": (4.5, 0.0)}, "beside what is recomputed"),
         ({"input_bytes": -1.0}, "bytes cannot be negative"),
         ({"sum_bytes": (0.0,)}, "sum_bytes are for 1 stages, the seconds for 2"),
         ({"weight_bytes": (0.0,)}, "weight_bytes are for 1 stages, the seconds for 2"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from math import exp, isfinite, log1p, sqrt
 from operator import add
 from random import Random
@@ -83,9 +84,11 @@ class Costs:
         if self.input_bytes < 0 or min((*self.sum_bytes, *self.weight_bytes), default=0.0) < 0:
             sizes = f"{self.input_bytes}, {self.sum_bytes} and {self.weight_bytes}"
             raise ValueError(f"bytes cannot be negative, found {sizes}")
-        if any(weight > backward for weight, backward in zip(self.weight_s, self.backward_s, strict=True)):
+        parts_s = map(add, self.weight_s, self.recompute_s or repeat(0.0))
+        if any(parts > backward for parts, backward in zip(parts_s, self.backward_s, strict=True)):
             raise ValueError(
-                f"the weight gradient is part of the backward, found {self.weight_s} of {self.backward_s} seconds"
+                f"the weight gradient is part of the backward, beside what is recomputed ({self.recompute_s}), found "
+                f"{self.weight_s} of {self.backward_s} seconds"
             )
 
     def worker(self, rank: int) -> int:
