@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream
 from pipedream.runtime.checkpoint import writer
-from pipedream.training import train
+from pipedream.training import run_folder
 
 RANK = int(os.environ.get("RANK", "0"))
 FOLDER = Path(os.environ.get("TRIAL_FOLDER", "."))
@@ -105,7 +105,7 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
     atexit.register(count, "exit")
     count("start")
     writer.write_tensors = after(writer.write_tensors, "save")
-    train.write_run = after(train.write_run, "end")
+    run_folder.write_run = after(run_folder.write_run, "end")
     torch.manual_seed(seed)
     adamw = os.environ.get("TRIAL_TRAINING", "adamw") == "adamw"
     layers: list[nn.Module] = []

@@ -20,21 +20,16 @@ from typing import Any
 
 import recovery
 import torch
-from torch import nn
 
-from pipedream.capture import capture
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.planner import manual_plan
+import pipedream as pd
 from pipedream.runtime.checkpoint.folders import list_checkpoints
 from pipedream.training.run_folder import CHECKPOINTS
-from pipedream.workflows.plan import plan
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_row, format_table, make_parser, write_rows
 
 HERE = Path(__file__).resolve().parent
-PLANS = {"1-1": ((8,), (1, 1)), "2-1": ((8,), (2, 1)), "1-1-1": ((4, 8), (1, 1, 1)), "2-2": ((8,), (2, 2))}
+CUTS = {"1-1": (8,), "2-1": (8,), "1-1-1": (4, 8)}
 CASES = (
     ("1-1", "pipedream", "adamw"),
     ("1-1", "1f1b", "sgd"),
@@ -106,12 +101,11 @@ class Trial:
     @property
     def drains_anywhere(self) -> bool:
         """Whether it is the same run wherever the pipeline is drained; averages of BatchNorm's statistics are not."""
-        replicated = max(PLANS[self.plan][1]) > 1
-        return self.method in FLUSHING and not (replicated and self.training == "sgd")
+        return self.method in FLUSHING and not ("2" in self.plan and self.training == "sgd")
 
     @property
     def ranks(self) -> int:
-        return 2 if self.method == "chimera" else sum(PLANS[self.plan][1])
+        return 2 if self.method == "chimera" else sum(map(int, self.plan.split("-")))
 
 
 def trials(seed: int) -> list[Trial]:
@@ -199,19 +193,14 @@ class Job:
 
 def plan_file(folder: Path, trial: Trial) -> Path:
     """Writes the plan of the job's model."""
-    sys.path.insert(0, str(HERE))
     os.environ["TRIAL_FOLDER"], os.environ["TRIAL_TRAINING"] = str(folder), trial.training
     import job
 
-    model = job.recipe().model
-    assert isinstance(model, nn.Module)
-    graph = capture(model, (torch.zeros(32, 16),)).graph
-    profile = Profile("Sequential", graph, tuple(LayerProfile(1e-3, 2e-3, 512, 64) for _ in graph.layers), 32)
-    if trial.method == "chimera":
-        new_plan = plan(profile, Cluster.flat(2), schedule="chimera", microbatches=4, shape="pipeline")
-    else:
-        cuts, counts = PLANS[trial.plan]
-        new_plan = manual_plan(profile, Cluster.flat(sum(counts)), cuts, counts)
+    profile = pd.profile(job.recipe().model, torch.zeros(32, 16), device="meta", as_device="A100-80GB")
+    how: dict[str, Any] = {"shape": "pipeline", "schedule": "chimera", "microbatches": 4}
+    if trial.method != "chimera":
+        how = {"shape": trial.plan, "cuts": CUTS[trial.plan]}
+    new_plan = pd.plan(profile, pd.Cluster.flat(trial.ranks), **how)
     assert new_plan.config == trial.plan, new_plan
     return new_plan.save(folder / "plan.json")
 
