@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from pipedream.core.units import format_number
 from pipedream.report.style import LINES, length, line_style, ticks
@@ -12,37 +11,18 @@ from pipedream.report.svg import frame, polyline, text, y_axis
 WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 250, 150, 56, 76, 44, 150
 
 
-@dataclass(frozen=True)
-class Line:
-    """A median over seeds.
-
-    Attributes:
-        name: of the arm.
-        points: (x, least, median, most).
-    """
-
-    name: str
-    points: Sequence[tuple[float, float, float, float]]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Lines in one frame; `title` stands above it."""
-
-    title: str
-    lines: Sequence[Line]
+Lines = Mapping[str, Sequence[tuple[float, float, float, float]]]
+"""Name of an arm -> (x, least of the seeds, median, most) of each point."""
 
 
 def panels_svg(
-    rows: Sequence[Sequence[Panel]], *, title: str, x_label: str, y_label: str, low: float, high: float
+    rows: Sequence[Mapping[str, Lines]], *, title: str, x_label: str, y_label: str, low: float, high: float
 ) -> str:
     """Returns a picture of rows of panels, all of one height in y; what lies outside is drawn at the border.
 
-    Raises:
-        ValueError: there is no panel.
+    Args:
+        rows: title of a panel -> its lines.
     """
-    if not rows or not all(rows):
-        raise ValueError("a picture of panels was asked for without any; train some arms first")
     columns = max(len(row) for row in rows)
     width = LEFT + columns * (WIDTH + GAP) + LEGEND
     total = TOP + len(rows) * (HEIGHT + GAP)
@@ -57,9 +37,11 @@ def panels_svg(
     )
     for number, row in enumerate(rows):
         y = TOP + number * (HEIGHT + GAP)
-        names = list(dict.fromkeys(line.name for panel in row for line in panel.lines))
-        for column, panel in enumerate(row):
-            parts += _draw_panel(panel, names, LEFT + column * (WIDTH + GAP), y, low, high)
+        names = list(dict.fromkeys(name for lines in row.values() for name in lines))
+        for column, (heading, lines) in enumerate(row.items()):
+            left = LEFT + column * (WIDTH + GAP)
+            parts.append(text(left, y - 6, heading, colour="faint"))
+            parts += _draw_panel(lines, names, left, y, low, high)
         for i, name in enumerate(names):
             colour = list(LINES)[i % len(LINES)]
             x = LEFT + columns * (WIDTH + GAP) - 20
@@ -69,25 +51,24 @@ def panels_svg(
     return frame("".join(parts), width, total, title, standalone=True)
 
 
-def _draw_panel(panel: Panel, names: Sequence[str], left: float, top: float, low: float, high: float) -> list[str]:
+def _draw_panel(lines: Lines, names: Sequence[str], left: float, top: float, low: float, high: float) -> list[str]:
     bottom, right = top + HEIGHT, left + WIDTH
-    last = max((line.points[-1][0] for line in panel.lines if line.points), default=1.0)
+    last = max((points[-1][0] for points in lines.values()), default=1.0)
 
     def at(x: float, y: float) -> tuple[float, float]:
         inside = min(max(y, low), high)
         return left + x / last * WIDTH, bottom - (inside - low) / (high - low) * HEIGHT
 
-    parts = [text(left, top - 6, panel.title, colour="faint")]
-    parts += y_axis(ticks(low, high, 5), lambda tick: at(0, tick)[1], left, right, format_number)
+    parts = y_axis(ticks(low, high, 5), lambda tick: at(0, tick)[1], left, right, format_number)
     for tick in ticks(0, last, 4):
         parts.append(text(at(tick, low)[0], bottom + 14, format_number(tick), colour="faint", anchor="middle"))
-    for line in panel.lines:
-        colour = list(LINES)[names.index(line.name) % len(LINES)]
-        over = [at(x, most) for x, _, _, most in line.points]
-        under = [at(x, least) for x, least, _, _ in reversed(line.points)]
+    for name, points in lines.items():
+        colour = list(LINES)[names.index(name) % len(LINES)]
+        over = [at(x, most) for x, _, _, most in points]
+        under = [at(x, least) for x, least, _, _ in reversed(points)]
         if over != under[::-1]:
             ring = " ".join(f"{length(x)},{length(y)}" for x, y in over + under)
             parts.append(f'<polygon class="{colour}" points="{ring}" fill="{LINES[colour][0]}" fill-opacity="0.15"/>')
-        medians = [at(x, median) for x, _, median, _ in line.points]
-        parts.append(polyline(f"series of-{colour}", medians, LINES[colour][0], 1.6, title=line.name))
+        medians = [at(x, median) for x, _, median, _ in points]
+        parts.append(polyline(f"series of-{colour}", medians, LINES[colour][0], 1.6, title=name))
     return parts

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from arms import arms_of
-from pictures import Line, Panel, panels_svg
+from pictures import Lines, panels_svg
 from run import CURVES, LOOKS, SEEDS, STAGES, Curve, Curves, best_step, due, load
 from seconds import pace_of_gpt, times_of
 from tasks import TASKS
@@ -93,8 +93,8 @@ MIN_SEEDS = 3
 KINDS = {"1f1b": "synchronous 1F1B", "pipedream_2bw": "2BW", "pipedream": "PipeDream"}
 
 
-def main() -> int:
-    """Writes all that there is; returns the exit status."""
+def main() -> None:
+    """Writes all that there is."""
     make_parser(__doc__).parse_args()
     curves = load(CURVES)
     parts = [*_describe_runs(curves), *_format_effects(curves), *_format_times(curves)]
@@ -102,7 +102,6 @@ def main() -> int:
         parts += _format_table(curves, task) + _draw_pictures(curves, task)
     before, rest = PAGE.read_text().split(MARKS[0])
     PAGE.write_text("\n".join([before + MARKS[0], "", *parts, "", MARKS[1] + rest.split(MARKS[1])[1]]))
-    return 0
 
 
 def of_arm(curves: Curves, task: str, arm: str, stages: int) -> dict[int, Curve]:
@@ -303,13 +302,8 @@ def _draw_pictures(curves: Curves, task: str) -> list[str]:
     for by, label in (("updates", "updates"), ("time", "simulated time, in forwards of a minibatch at a stage")):
         rows = []
         for title, names in FAMILIES[task].items():
-            row = [
-                Panel(
-                    f"{title}, {p} stages", [line for name in names for line in _make_lines(curves, task, name, p, by)]
-                )
-                for p in TASKS[task].stages
-            ]
-            if any(panel.lines for panel in row):
+            row = {f"{title}, {p} stages": _make_lines(curves, task, names, p, by) for p in TASKS[task].stages}
+            if any(row.values()):
                 rows.append(row)
         if not rows:
             continue
@@ -322,20 +316,20 @@ def _draw_pictures(curves: Curves, task: str) -> list[str]:
     return texts
 
 
-def _make_lines(curves: Curves, task: str, arm: str, stages: int, by: str) -> Iterable[Line]:
-    arm_stages = of_arm(curves, task, arm, stages)
-    if not arm_stages:
-        return
-    updates = TASKS[task].updates
+def _make_lines(curves: Curves, task: str, names: Sequence[str], stages: int, by: str) -> Lines:
+    lines, updates = {}, TASKS[task].updates
     at = [-(-updates * look // LOOKS) for look in range(1, LOOKS + 1)]
-    xs: Sequence[float] = at if by == "updates" else times_of(arms_of(task)[arm], stages, updates, at)
-    runs = [curve.scores(task) for curve in arm_stages.values()]
-    columns = [sorted(scores) for scores in zip(*runs, strict=True)]
-    if TASKS[task].metric == "accuracy":
-        columns = [[1 - score for score in reversed(scores)] for scores in columns]
-    points = [(x, scores[0], median(scores), scores[-1]) for x, scores in zip(xs, columns, strict=True)]
-    yield Line(arm, points)
+    for name in names:
+        runs = [curve.scores(task) for curve in of_arm(curves, task, name, stages).values()]
+        if not runs:
+            continue
+        columns = [sorted(scores) for scores in zip(*runs, strict=True)]
+        if TASKS[task].metric == "accuracy":
+            columns = [[1 - score for score in reversed(scores)] for scores in columns]
+        xs: Sequence[float] = at if by == "updates" else times_of(arms_of(task)[name], stages, updates, at)
+        lines[name] = [(x, scores[0], median(scores), scores[-1]) for x, scores in zip(xs, columns, strict=True)]
+    return lines
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -194,8 +194,8 @@ def _list_environments(path: Path) -> list[dict[str, str]]:
 # -- running ---------------------------------------------------------------------------------------
 
 
-def main() -> int:
-    """Runs what is to do; returns the exit status."""
+def main() -> None:
+    """Runs what is to do."""
     parser = make_parser(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES)
@@ -230,8 +230,7 @@ def main() -> int:
         f"{len(cases) - len(remaining)} of {len(cases)} arms done in {time.monotonic() - begin:.0f} s"
         + ("; call again" * bool(remaining))
     )
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
