@@ -85,10 +85,8 @@ def tell_goodput(minutes: int, runs: int) -> str:
     best = median(rate for rate, _ in results["undisturbed"])
     rows = []
     for name, runs_of_name in results.items():
-        rate, pauses = (
-            median(rate for rate, _ in runs_of_name),
-            [pause for _, pauses in runs_of_name for pause in pauses],
-        )
+        rate = median(rate for rate, _ in runs_of_name)
+        pauses = [pause for _, pauses in runs_of_name for pause in pauses]
         pause = f"{median(pauses):.2f} s" if pauses else ""
         rows.append((name, len(pauses), f"{rate:.1f}", f"{rate / best:.1%}", pause))
     return format_table("restart from | failures | minibatches/s | of undisturbed | pause, median", "lrrrr", rows)

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -24,17 +25,8 @@ from pipedream.runtime.failure.processes import MEMORY
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "speedup"))
+import scaffold
 from models import MODELS
-from scaffold import (
-    Environment,
-    collect_rounds,
-    compare_rounds,
-    format_mib,
-    format_quartiles,
-    format_table,
-    make_parser,
-    parse_quick,
-)
 
 WORKERS = 2
 VARIANTS = ("without", "auto", "every 50")
@@ -70,16 +62,10 @@ def _watch(launcher: subprocess.Popen[bytes]) -> int:
     most_bytes = 0
     while launcher.poll() is None:
         files = MEMORY.glob(f"pipedream-*-{launcher.pid}-*/snapshots/**/*.distcp")
-        most_bytes = max(most_bytes, sum(_read_size(file) for file in files))
+        with suppress(FileNotFoundError):  # one has just been removed
+            most_bytes = max(most_bytes, sum(file.stat().st_size for file in files))
         time.sleep(0.02)
     return most_bytes
-
-
-def _read_size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:  # has just been removed
-        return 0
 
 
 def compare(model: str, minibatches: int, rounds: int) -> list[tuple[object, ...]]:
@@ -87,7 +73,7 @@ def compare(model: str, minibatches: int, rounds: int) -> list[tuple[object, ...
     with TemporaryDirectory() as folder:
         plan = Path(folder, "plan.json")
         plan.write_text(measure("without", model, 16)["plan_text"])  # all rounds train by the same plan
-        results = collect_rounds(lambda variant: measure(variant, model, minibatches, plan), VARIANTS, rounds)
+        results = scaffold.collect_rounds(lambda variant: measure(variant, model, minibatches, plan), VARIANTS, rounds)
     seconds = {variant: [summary["train_seconds"] for summary in summaries] for variant, summaries in results.items()}
     rows: list[tuple[object, ...]] = []
     for variant in VARIANTS[1:]:
@@ -97,10 +83,10 @@ def compare(model: str, minibatches: int, rounds: int) -> list[tuple[object, ...
                 f"{MODELS[model].title}, {variant}",
                 f"{statistics.median(seconds['without']) / minibatches * 1e3:.1f} ms",
                 f"{statistics.median(snapshot['every'] for snapshot in snapshots):g}",
-                format_quartiles(compare_rounds(seconds[variant], seconds["without"])),
+                scaffold.format_quartiles(scaffold.compare_rounds(seconds[variant], seconds["without"])),
                 _spell_share(results[variant]),
-                format_mib(snapshots[0]["planned_bytes"]),
-                format_mib(max(summary["most_bytes"] for summary in results[variant])),
+                scaffold.format_mib(snapshots[0]["planned_bytes"]),
+                scaffold.format_mib(max(summary["most_bytes"] for summary in results[variant])),
             )
         )
     return rows
@@ -116,19 +102,18 @@ def _spell_share(summaries: list[dict[str, Any]]) -> str:
     return f"{statistics.median(shares):.1%}" if shares else ""
 
 
-def main() -> int:
-    parser = make_parser(__doc__, "one round of few minibatches")
+def main() -> None:
+    parser = scaffold.make_parser(__doc__, "one round of few minibatches")
     parser.add_argument("--models", nargs="+", default=["vgg", "gpt"], choices=sorted(MODELS))
     parser.add_argument("--minibatches", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=10)
-    options = parse_quick(parser, minibatches=60, rounds=1)
-    environment = Environment()
+    options = scaffold.parse_quick(parser, minibatches=60, rounds=1)
+    environment = scaffold.Environment()
     rows = [row for model in options.models for row in compare(model, options.minibatches, options.rounds)]
     print(environment.describe(f"{options.rounds} rounds of {options.minibatches} minibatches, {WORKERS} workers"))
     titles = "network | a minibatch | every | seconds, of those without | cost, as measured by the run"
-    print(f"\n{format_table(f'{titles} | memory, planned | measured', 'lrrrrr', rows)}")
-    return 0
+    print(f"\n{scaffold.format_table(f'{titles} | memory, planned | measured', 'lrrrrr', rows)}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -32,8 +32,8 @@ MESSAGES = ("full", "bfloat16", "int8", "int4")
 MICROBATCHES = 4
 
 
-def main() -> int:
-    """Trains what is missing, and prints the tables; returns the exit status."""
+def main() -> None:
+    """Trains what is missing, and prints the tables."""
     parser = make_parser(__doc__)
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
@@ -50,7 +50,6 @@ def main() -> int:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             write_rows(file, rows)
     print(f"{Environment().describe('one process')}\n\n{_format_tables(rows)}")
-    return 0
 
 
 def _list_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -123,4 +122,4 @@ def _select(rows: Sequence[dict[str, Any]], where: dict[str, Any]) -> dict[int, 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,17 +26,7 @@ from pipedream.runtime.stage.offload_place import measure_disk
 from pipedream.workflows.methods import versions_of
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import (
-    TIGHT_MALLOC,
-    Environment,
-    compare_rounds,
-    format_head,
-    format_quartiles,
-    format_row,
-    make_parser,
-    print_sections,
-    run_processes,
-)
+import scaffold
 from scatter import Pair, scatter_svg
 
 _SLOTS = 8
@@ -96,7 +86,7 @@ class Row:
         sizes = (self.predicted_bytes, self.live_bytes, self.rise_bytes, self.resident_bytes)
         predicted, live, rise, resident = ("-" if size is None else f"{size / 1e6:.0f} MB" for size in sizes)
         offs = ["-" if off is None else f"{off:+.1%}" for off in (self.live_off, self.rise_off)]
-        return format_row((self.variant, self.stage, predicted, live, offs[0], rise, resident, offs[1]))
+        return scaffold.format_row((self.variant, self.stage, predicted, live, offs[0], rise, resident, offs[1]))
 
 
 VARIANTS = (
@@ -115,9 +105,8 @@ VARIANTS = (
 )
 
 
-def main() -> int:
-    """Runs the benchmark; returns the exit status."""
-    parser = make_parser(__doc__)
+def main() -> None:
+    parser = scaffold.make_parser(__doc__)
     parser.add_argument("--only", choices=("bytes", "slots", "largest", "bubble"))
     parser.add_argument("--size", choices=("test", "full"), default="full", help="test: that it runs")
     parser.add_argument("--width", type=int, default=1024)
@@ -128,12 +117,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", help="of the largest models; by default 1, 2 and 4")
     parser.add_argument("--disk", type=Path, help="folder for activations; by default a temporary one")
     sections = {"bytes": _compare_bytes, "slots": _compare_slots, "largest": _find_largest, "bubble": _compare_bubbles}
-    print_sections(sections, parser.parse_args())
-    return 0
+    scaffold.print_sections(sections, parser.parse_args())
 
 
 def _find_largest(options: argparse.Namespace) -> Iterator[str]:
-    environment = Environment()
+    environment = scaffold.Environment()
     with tempfile.TemporaryDirectory(dir=options.disk) as folder:
         log = partial(print, file=sys.stderr, flush=True)
         rows = largest.measure(options.size, Path(folder), log, options.workers)
@@ -145,7 +133,7 @@ def _find_largest(options: argparse.Namespace) -> Iterator[str]:
 def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
     """Compares minibatches of 1F1B with half of the activations on disk and with none, on two workers."""
     request: dict[str, Any] = {"width": 512, "blocks": 4, "batch": 512, "optimizer": "sgd"}
-    environment, rounds = Environment(), 1 if options.size == "test" else 7
+    environment, rounds = scaffold.Environment(), 1 if options.size == "test" else 7
     with tempfile.TemporaryDirectory(dir=options.disk) as folder:
         profile, rate = largest.measure_profile(request, Path(folder, "profile.json")), measure_disk(folder)
         core_s_per_byte = measure_core_time(folder)
@@ -156,7 +144,7 @@ def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
             plans[name] = str(Path(folder, f"{share}.json"))
             plan.save(Path(plans[name]))
         request |= {"do": "time", "plans": plans, "rounds": rounds, "minibatches": 4 if rounds == 1 else 20}
-        seconds_by_plan = run_processes(largest.WORKER, request, 2)
+        seconds_by_plan = scaffold.run_processes(largest.WORKER, request, 2)
     stage = max(plan.stages, key=lambda stage: stage.activation_bytes)
     passes_s, moved_bytes = stage.split_s(_SLOTS), stage.offload * stage.activation_bytes / _SLOTS
     yield environment.describe(f"{rounds} rounds of {request['minibatches']} minibatches of {_SLOTS} microbatches")
@@ -165,14 +153,14 @@ def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
         f"microbatch move in {moved_bytes / rate * 1e3:.1f} ms, at {format_rate(rate)}, which takes "
         f"{moved_bytes * core_s_per_byte * 1e3:.1f} ms of each pass\n"
     )
-    ratios = compare_rounds(seconds_by_plan["half on disk"], seconds_by_plan["in memory"])
-    yield format_head("seconds of a minibatch | in memory | half on disk | ratio", "lr")
-    cells = [format_quartiles(seconds_by_plan[name]) for name in plans]
-    yield format_row(("median (quartiles)", *cells, format_quartiles(ratios))) + "\n"
+    ratios = scaffold.compare_rounds(seconds_by_plan["half on disk"], seconds_by_plan["in memory"])
+    yield scaffold.format_head("seconds of a minibatch | in memory | half on disk | ratio", "lr")
+    cells = [scaffold.format_quartiles(seconds_by_plan[name]) for name in plans]
+    yield scaffold.format_row(("median (quartiles)", *cells, scaffold.format_quartiles(ratios))) + "\n"
 
 
 def _compare_bubbles(options: argparse.Namespace) -> Iterator[str]:
-    environment, log = Environment(), partial(print, file=sys.stderr, flush=True)
+    environment, log = scaffold.Environment(), partial(print, file=sys.stderr, flush=True)
     models, dilation = (bubble.MODELS[:1], 0.05) if options.size == "test" else (bubble.MODELS, 0.5)
     yield from bubble.compare_with_paper(models)
     with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +174,7 @@ def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
     if options.size == "test":
         request |= {"width": 192, "blocks": 3, "batch": 240}
         chosen = VARIANTS[:2]
-    environment = Environment()
+    environment = scaffold.Environment()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.disk) as folder:
         profiles = {
@@ -200,14 +188,14 @@ def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
     weights = next(iter(profiles.values())).parameter_bytes
     yield environment.describe(f"{request['minibatches']} minibatches of {request['batch']} a variant")
     yield f"- {request['blocks']} blocks of width {request['width']}, {weights / 1e6:.0f} MB of weights\n"
-    yield format_head("variant | stage | predicted | live | off | predicted rise | resident rise | off", "lr")
+    yield scaffold.format_head("variant | stage | predicted | live | off | predicted rise | resident rise | off", "lr")
     yield from map(str, rows)
-    yield "\n" + format_head("malloc gives back what is freed | workers | median off | worst off", "lr")
+    yield "\n" + scaffold.format_head("malloc gives back what is freed | workers | median off | worst off", "lr")
     for name, offs in (
         ("live", [abs(row.live_off) for row in rows if row.malloc and row.live_off is not None]),
         ("resident rise", [abs(row.rise_off) for row in rows if row.malloc]),
     ):
-        yield format_row((name, len(offs), f"{statistics.median(offs):.1%}", f"{max(offs):.1%}"))
+        yield scaffold.format_row((name, len(offs), f"{statistics.median(offs):.1%}", f"{max(offs):.1%}"))
     if options.plot:
         pairs = [
             Pair(row.predicted_bytes, row.live_bytes, f"{row.variant}, live", "live", row.malloc)
@@ -236,8 +224,8 @@ def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], f
     plan.save(folder / "plan.json")
     how = {name: getattr(variant, name) for name in ("schedule", "microbatches", "optimizer")}
     job = request | how | {"do": "train", "plan": str(folder / "plan.json")}
-    malloc = TIGHT_MALLOC if variant.malloc else {}
-    for answer in run_processes(largest.WORKER, job, plan.workers, malloc):
+    malloc = scaffold.TIGHT_MALLOC if variant.malloc else {}
+    for answer in scaffold.run_processes(largest.WORKER, job, plan.workers, malloc):
         peak, stage = plan.stages[answer["stage"]].peak_bytes, answer["stage"]
         live_bytes = None if variant.offload else answer["live_bytes"]
         sizes = peak, live_bytes, peak - answer["start_bytes"], answer["resident_rise_bytes"]
@@ -245,4 +233,4 @@ def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], f
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -35,8 +35,7 @@ class Row:
         return scaffold.format_row((self.figure, self.paper, self.predicted, f"{self.measured}{end}"))
 
 
-def main() -> int:
-    """Runs the benchmark; returns the exit status."""
+def main() -> None:
     questions = {"model": _ask_model, "data": _ask_data, "stash": _ask_stash, "experts": _ask_experts}
     parser = scaffold.make_parser(__doc__, "one round of a small model")
     parser.add_argument("--only", choices=questions)
@@ -48,7 +47,6 @@ def main() -> int:
     print(scaffold.format_head("figure | paper | predicted | measured"))
     scaffold.print_sections(questions, options)
     print("\n" + environment.describe(f"{options.rounds} rounds of {options.minibatches} minibatches"))
-    return 0
 
 
 def _ask_model(options: argparse.Namespace) -> Iterator[Row]:
@@ -138,4 +136,4 @@ def _ask_experts(options: argparse.Namespace) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from pipedream import slow_links
 
 sys.path.append(str(Path(__file__).parents[1]))
 import scaffold
-from worker_processes import Workers, worker_processes
+from worker_processes import worker_processes
 
 TORCH, OURS = "torch, Schedule1F1B", "pipedream, 1f1b"
 DEEP, FULL = "pipedream, 1f1b, depth full", "pipedream, depth full"
@@ -43,8 +42,7 @@ Rounds = list[list[Segment]]
 """Of a variant: rounds -> ranks."""
 
 
-def main() -> int:
-    """Runs the benchmark; returns the exit status."""
+def main() -> None:
     sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process}
     sections |= {"startup": _ask_startup, "memory": _ask_memory, "connections": _ask_connections}
     parser = scaffold.make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
@@ -58,7 +56,6 @@ def main() -> int:
     environment = scaffold.Environment()
     scaffold.print_sections(sections, options)
     print("Medians (quartiles) of the rounds.\n\n" + environment.describe(f"{options.rounds} rounds"))
-    return 0
 
 
 # -- several processes ------------------------------------------------------------------------------
@@ -184,15 +181,14 @@ def _ask_connections(options: argparse.Namespace) -> Iterator[str]:
         for gbit, both, size in product((1,) if options.quick else (1, 4, 10), (False, True), sizes):
             network.limit(gbit * 1e9 / 8)
             case = {"bytes": size, "both": both, "repeats": 1 if options.quick else max(4, (gbit << 24) // size)}
-            measure = partial(_measure_connections, workers, case)
-            rates = scaffold.collect_rounds(measure, map(str, counts), options.rounds)
+
+            def measure_gbit_per_s(count: str, case: dict[str, Any] = case) -> float:
+                return float(workers.ask(case | {"connections": int(count)})) * 8e-9
+
+            rates = scaffold.collect_rounds(measure_gbit_per_s, map(str, counts), options.rounds)
             cells = (scaffold.format_quartiles(rates[str(count)], "{:.2f}".format) for count in counts)
             yield scaffold.format_row((gbit, "both" if both else "one", size >> 20, *cells))
     yield ""
-
-
-def _measure_connections(workers: Workers, case: dict[str, Any], connections: str) -> float:
-    return float(workers.ask(case | {"connections": int(connections)})) * 8e-9
 
 
 # -- one process ------------------------------------------------------------------------------------
@@ -245,4 +241,4 @@ def _format_ms(seconds: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

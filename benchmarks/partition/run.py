@@ -31,8 +31,7 @@ LINK_BYTES = (400_000, 2_400_000)
 """Sizes of the exchanges by which a link is measured; both are far larger than what a link sends at once."""
 
 
-def main() -> int:
-    """Runs the benchmark; returns the exit status."""
+def main() -> None:
     sections = {"search": _ask_search, "seconds": _ask_seconds}
     parser = scaffold.make_parser(__doc__, "few steps, few models")
     parser.add_argument("--only", choices=sections)
@@ -44,7 +43,6 @@ def main() -> int:
     environment = scaffold.Environment()
     scaffold.print_sections(sections, options)
     print("\n" + environment.describe())
-    return 0
 
 
 def _choose_models(models: dict[str, Model], options: argparse.Namespace) -> Iterator[tuple[str, Model]]:
@@ -131,4 +129,4 @@ def _ask_least_disturbed(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

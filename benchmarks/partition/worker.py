@@ -54,13 +54,13 @@ def _link(sizes: list[int], times: int) -> list[float]:
     """
     x = torch.randn(192, 192)
 
-    def products(exchanged: Callable[[], object]) -> None:
+    def multiply(exchanged: Callable[[], object]) -> None:
         for _ in range(times):
             x @ x
             exchanged()
 
     def median_s(exchanged: Callable[[], object]) -> float:
-        return statistics.median(_time_together(lambda: products(exchanged)) for _ in range(3))
+        return statistics.median(_time_together(lambda: multiply(exchanged)) for _ in range(3))
 
     alone_s = median_s(lambda: None)
     return [(median_s(_exchange_of(size)) - alone_s) / times for size in sizes]
@@ -117,7 +117,6 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
         "exchange_s": several.exchanges.seconds(sizes, *link, len(step.calls)),
         "sent_bytes": int(sent),
         "predicted_bytes": several.sent_bytes,
-        "elements": plan.elements,
     }
 
 
@@ -134,10 +133,7 @@ def _time_in_turn(run: Callable[[], object]) -> float:
     return float(slowest)
 
 
-def _answer(request: dict[str, Any]) -> Any:
-    return {"link": _link, "step": _step}[request.pop("do")](**request)
-
-
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    answer_lines(_answer)
+    tasks: dict[str, Callable[..., Any]] = {"link": _link, "step": _step}
+    answer_lines(lambda request: tasks[request.pop("do")](**request))

@@ -56,7 +56,6 @@ class _Mean(nn.Module):
     """The mean over a sequence."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the mean over dimension 1."""
         return value.mean(1)
 
 

@@ -93,8 +93,7 @@ class Row:
         return "emulated" if not self.real else "paced" if self.dilation > 1 else "free"
 
 
-def main() -> int:
-    """Runs the benchmark; returns the exit status."""
+def main() -> None:
     options = _parse_options()
     if options.again:
         rows = []
@@ -103,7 +102,7 @@ def main() -> int:
             again = {"stage_s": plan.slowest_stage_s, "predicted_s": _predict_s(plan)}
             rows.append(Row(**row | again | {"segments_s": tuple(row["segments_s"])}))
         _write_rows(rows, options.out)
-        return 0
+        return
     stop_if(why_not(), "prediction")
     place = Environment()
     shapes = [plan for plan in PLANS if plan[0] in options.plans]
@@ -117,7 +116,6 @@ def main() -> int:
                 rows += _Bench(workers, network, options).measure_all(shapes, profiles)
     print(place.describe(f"{options.rounds} segments a plan") + "\n" + _describe_profiles(profiles))
     _write_rows(rows, options.out)
-    return 0
 
 
 def _write_rows(rows: list[Row], folder: Path | None) -> None:
@@ -299,13 +297,12 @@ def _plot(rows: Sequence[Row]) -> str:
 
 def _describe_profiles(profiles: dict[str, Profile]) -> str:
     """Returns a list in Markdown of what was profiled."""
-    lines = (
+    return "".join(
         f"- {name}: {(p.forward_s + p.backward_s + p.update_s + p.loss_s) * 1e3:.0f} ms a minibatch on one core, "
         f"weights {p.parameter_bytes / 1e6:.0f} MB\n"
         for name, p in profiles.items()
     )
-    return "".join(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -86,9 +86,5 @@ def _run(request: dict[str, Any]) -> list[float]:
     return [(end - start) / segment for start, end in pairwise(marks)]
 
 
-def _answer(request: dict[str, Any]) -> Any:
-    return _profile(request["model"]) if request["do"] == "profile" else _run(request)
-
-
 if __name__ == "__main__":
-    answer_lines(_answer)
+    answer_lines(lambda request: _profile(request["model"]) if request["do"] == "profile" else _run(request))

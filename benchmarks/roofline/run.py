@@ -30,7 +30,6 @@ class Causal(nn.TransformerEncoderLayer):
     """A block of a decoder."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Returns the block's output."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
         return super().forward(x, mask, is_causal=True)
 
@@ -39,7 +38,6 @@ class First(nn.Module):
     """Takes the first of a pair."""
 
     def forward(self, value: Any) -> Tensor:
-        """Returns it."""
         output: Tensor = value[0]
         return output
 
@@ -74,10 +72,7 @@ def lstm() -> tuple[nn.Module, Tensor]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "cnn": cnn,
-    "mlp": mlp,
-    "transformer": transformer,
-    "lstm": lstm,
+    make.__name__: make for make in (cnn, mlp, transformer, lstm)
 }
 
 
@@ -86,14 +81,12 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 def errors(predicted: Profile, measured: Profile) -> list[tuple[str, float, float, float]]:
     """Returns (what, predicted, measured seconds, share of all that was measured) of each forward and backward."""
-    whole = measured.forward_s + measured.backward_s
     rows = []
-    for layer, a, b in zip(measured.graph.layers, predicted.layers, measured.layers, strict=True):
-        for way, guess, seconds in (
-            ("forward", a.forward_s, b.forward_s),
-            ("backward", a.backward_s, b.backward_s),
-        ):
-            rows.append((f"{layer.name} {layer.kind} {way}", guess, seconds, seconds / whole))
+    for layer, *costs in zip(measured.graph.layers, predicted.layers, measured.layers, strict=True):
+        for way in ("forward", "backward"):
+            guess, seconds = (getattr(cost, f"{way}_s") for cost in costs)
+            share = seconds / (measured.forward_s + measured.backward_s)
+            rows.append((f"{layer.name} {layer.kind} {way}", guess, seconds, share))
     return rows
 
 
@@ -118,7 +111,6 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--h200", action="store_true", help="compare with the profiles of benchmarks/gpu instead")
     parser.add_argument("--runs", type=int, default=15, help="runs of each median")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", action="store_true", help="print each layer too")
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor, where others work on it too")
     options = parser.parse_args()
@@ -128,7 +120,7 @@ def main() -> None:
         return
     if options.cpu_time:
         time.perf_counter = time.process_time
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     environment = Environment()
     device = measure_device()
     print(f"{device}\n")
@@ -152,7 +144,7 @@ def main() -> None:
             if share > 0.005:
                 factor = f"{guess / seconds:.2f}" if guess else "-"
                 print(f"    {what:32} {format_seconds(guess):>9} {format_seconds(seconds):>9} {share:6.1%} {factor:>6}")
-    print("\n" + environment.describe(f"{options.threads} thread(s)"))
+    print("\n" + environment.describe("1 thread"))
 
 
 if __name__ == "__main__":

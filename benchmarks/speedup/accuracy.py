@@ -41,7 +41,7 @@ from pipedream.training.compare_runs import Runs, limit_threads
 from pipedream.training.compare_variants import accumulate_minibatches
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import format_table
+from scaffold import format_range, format_table
 from worker_processes import Disturbance
 
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
@@ -316,22 +316,17 @@ def _format_table(rows: list[dict[str, Any]]) -> str:
         table_row = [
             name,
             f"{variant_runs[0]['rate']:g}",
-            _format_range([row["final"] for row in variant_runs], lambda value: f"{value:.3f}"),
-            _format_range(seconds, lambda value: f"{value:.1f}"),
+            format_range([row["final"] for row in variant_runs], lambda value: f"{value:.3f}"),
+            _format_reached(seconds, lambda value: f"{value:.1f}"),
             "-" if None in (middle, ddp) else format_ratio(ddp / middle),
-            _format_range([row["bytes_to_target"] for row in variant_runs], format_bytes),
-            _format_range([row["samples_per_s"] for row in variant_runs], format_number),
+            _format_reached([row["bytes_to_target"] for row in variant_runs], format_bytes),
+            format_range([row["samples_per_s"] for row in variant_runs], format_number),
             f"{max(row['others'] for row in variant_runs):.0%}",
         ]
         table_rows.append(table_row)
-    lines = [
-        f"### {baseline['task']}, {format_link(baseline['bytes_per_s'])}",
-        "",
-        f"Target: {metric} {baseline['target']:g}. Medians of {seeds} seeds (their range).",
-        "",
-        format_table(f"{titles} | samples/s | others' share of the cores", "lr", table_rows),
-    ]
-    return "\n".join(lines)
+    head = f"### {baseline['task']}, {format_link(baseline['bytes_per_s'])}\n\n"
+    head += f"Target: {metric} {baseline['target']:g}. Medians of {seeds} seeds (their range).\n\n"
+    return head + format_table(f"{titles} | samples/s | others' share of the cores", "lr", table_rows)
 
 
 def _format_rates(rows: list[dict[str, Any]]) -> str:
@@ -355,10 +350,8 @@ def _find_median(values: Iterable[float | None]) -> float | None:
     return None if None in numbers else median(numbers)
 
 
-def _format_range(values: list[float | None], words: Callable[[float], str]) -> str:
+def _format_reached(values: list[float | None], words: Callable[[float], str]) -> str:
     """Returns the median and the range; says how many runs have no value."""
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values):
-        return f"not reached by {len(values) - len(numbers)} of {len(values)}"
-    middle = words(median(numbers))
-    return middle if len(numbers) == 1 else f"{middle} ({words(min(numbers))} to {words(max(numbers))})"
+    if None in values:
+        return f"not reached by {values.count(None)} of {len(values)}"
+    return format_range(values, words)

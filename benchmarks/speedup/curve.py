@@ -233,10 +233,7 @@ def _measure_point(
         count: replace(variant, runtime=replace(variant.runtime, message_s_per_byte=message_s_per_byte))
         for count, variant in profiles.items()
     }
-    plans: dict[str, Plan] = {}
-    for variant in VARIANTS:
-        if variant.name in names:
-            plans[variant.name] = variant.plan(profiles, cluster)
+    plans = {variant.name: variant.plan(profiles, cluster) for variant in VARIANTS if variant.name in names}
     verdicts = {}
     for name, count in CHOICES.items():
         allowed = {"allow_asynchronous": True, "allow_approximate": name.endswith("approximate")}
@@ -426,10 +423,8 @@ def _group_points(rows: list[dict[str, Any]], model: str) -> Iterator[tuple[floa
 
 
 def _find_message_bytes(points: _Points) -> int:
-    row = next(
-        (point[name] for _, point in points for name in ("1F1B", "2BW, full", "PipeDream, full") if name in point)
-    )
-    return int(row["message_bytes"])
+    names = "1F1B", "2BW, full", "PipeDream, full"
+    return int(next(point[name]["message_bytes"] for _, point in points for name in names if name in point))
 
 
 def _format_rates(points: _Points) -> str:
