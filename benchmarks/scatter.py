@@ -38,14 +38,12 @@ def scatter_svg(
     unit: str,
     tolerance: float = 0.0,
     write: Callable[[float], str] = format_number,
-    standalone: bool = True,
 ) -> str:
     """Returns the picture of at least one pair.
 
     Args:
         tolerance: dashed lines where the measured is by this share above or below the predicted.
         write: formats a tick.
-        standalone: False inside an HTML page.
 
     Raises:
         ValueError: no pair, or a number that is not positive.
@@ -92,4 +90,4 @@ def scatter_svg(
             f'<circle class="{colour}" cx="{_LEFT + _SIDE - 110}" cy="{y - 4}" r="4" fill="{LINES[colour][0]}"/>'
         )
         parts.append(text(_LEFT + _SIDE - 100, y, name))
-    return frame("".join(parts), _LEFT + _SIDE + _RIGHT, _TOP + _SIDE + _FOOT, title, standalone)
+    return frame("".join(parts), _LEFT + _SIDE + _RIGHT, _TOP + _SIDE + _FOOT, title, standalone=True)
