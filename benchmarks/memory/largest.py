@@ -8,12 +8,13 @@ next one does not.
 from __future__ import annotations
 
 import errno
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from scaffold import TIGHT_MALLOC, WorkersFailedError, format_table, run_processes
 
 import pipedream as pd
 from pipedream.core.errors import PlanError
@@ -22,9 +23,6 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.runtime.stage.offload_place import measure_disk
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import TIGHT_MALLOC, WorkersFailedError, format_table, run_processes
 
 WORKER = Path(__file__).with_name("worker.py")
 LIMIT_BYTES = 1_000_000_000
@@ -70,23 +68,9 @@ WAYS = (
 )
 
 
-@dataclass(frozen=True)
-class _Size:
-    """How much is measured.
-
-    Attributes:
-        room_bytes: memory beside Python and torch; None: what LIMIT_BYTES leaves.
-    """
-
-    workers: tuple[int, ...]
-    ways: tuple[str, ...]
-    room_bytes: int | None = None
-
-
-_SIZES = {
-    "test": _Size((1, 2), ("one worker", "1F1B, activations on disk"), 250_000_000),
-    "full": _Size((1, 2, 4), tuple(way.name for way in WAYS)),
-}
+_TEST_WAYS = ("one worker", "1F1B, activations on disk")
+_TEST_ROOM_BYTES = 250_000_000
+"""Memory beside Python and torch."""
 
 
 def measure(
@@ -102,15 +86,17 @@ def measure(
     gpt = SHAPE | {"blocks": 3, "microbatches": MICROBATCHES}
     profile = measure_profile(gpt, folder / "gpt.json")
     rate = measure_disk(str(folder))
-    few, rows = _SIZES[size], []
-    for workers in workers_of or few.workers:
+    is_test, rows = size == "test", []
+    for workers in workers_of or ((1, 2) if is_test else (1, 2, 4)):
         setting = _Setting(profile, workers, folder, rate)
-        ways = [way for way in WAYS if way.name in few.ways and (way.runs == "one") == (workers == 1)]
+        ways = [
+            way for way in WAYS if (way.runs == "one") == (workers == 1) and (not is_test or way.name in _TEST_WAYS)
+        ]
         base_bytes: dict[str, int] = {}
         for way in ways:
             if way.runs not in base_bytes:
                 base_bytes[way.runs] = setting.measure_base(way)
-            limit_bytes = LIMIT_BYTES if few.room_bytes is None else base_bytes[way.runs] + few.room_bytes
+            limit_bytes = base_bytes[way.runs] + _TEST_ROOM_BYTES if is_test else LIMIT_BYTES
             rows.append(_search(setting, way, limit_bytes, limit_bytes - base_bytes[way.runs], log))
             log(str(rows[-1]))
     return rows

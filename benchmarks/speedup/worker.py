@@ -45,14 +45,6 @@ from worker_processes import Disturbance, answer_lines
 _QUIET = 0.03
 """Share of the cores' time that other processes may take during a run."""
 
-TORCH = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-}
-"""This library's name of a method -> torch's class."""
-
 
 class _Stage(nn.Sequential):
     """Layers that torch calls with the parts of a tuple."""
@@ -132,7 +124,8 @@ class _Worker:
             PipelineStage(module, stage, len(plan_here.stages), torch.device("cpu"), group=self.group)
             for stage, module in zip(mine, modules, strict=True)
         ]
-        runs = TORCH[schedule]
+        name = "ZBVZeroBubble" if schedule == "zbv" else schedule.replace("_", "")
+        runs = schedules.get_schedule_class(name)
         pipeline_stages: Any = stages if issubclass(runs, schedules.PipelineScheduleMulti) else stages[0]
         runner = runs(pipeline_stages, self.microbatches, loss_fn=self.job.loss)
         update = self.job.optimizer([weight for module in modules for weight in module.parameters()])
