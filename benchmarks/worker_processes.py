@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from scaffold import stop_processes
 
 from pipedream import Profile
 from pipedream.slow_links import Network
-
-sys.path.append(str(Path(__file__).parent))
-from scaffold import stop_processes
 
 REAL = 2
 """Workers that compute, one core each; more wait for the profiled seconds."""

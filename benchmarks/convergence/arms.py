@@ -10,12 +10,10 @@ minibatch, D the staleness of a stage in updates.
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "oracles"))
 import delayed
 from delayed import Paper
 

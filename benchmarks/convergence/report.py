@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests" / "oracles")]
 from arms import arms_of
 from pictures import Lines, panels_svg
 from run import CURVES, LOOKS, SEEDS, STAGES, Curve, Curves, best_step, due, load
+from scaffold import format_table, make_parser
 from seconds import pace_of_gpt, times_of
 from tasks import TASKS
 
 from pipedream.core.variants import format_link
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import format_table, make_parser
 
 PAGE = Path(__file__).with_name("README.md")
 MARKS = ("<!-- made by report.py -->", "<!-- end -->")

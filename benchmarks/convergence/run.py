@@ -19,16 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests" / "oracles")]
 import torch
 from arms import ARMS, arms_of
+from scaffold import make_parser
 from serial import Output, train
 from steppers import STEPPERS
 from tasks import TASKS
 
 from pipedream.profiler.device import name_processor
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import make_parser
 
 CURVES = Path(__file__).with_name("curves.json")
 TUNING_SEED = 100

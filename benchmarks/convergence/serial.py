@@ -10,21 +10,17 @@ The step in a rotated basis is the library's own, which other tests compare with
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
+import delayed
 import torch
 from arms import Arm, Method
+from delayed import Values
 from torch import Tensor, nn
 
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.runtime.update.rotation import RotatedStep
-
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "oracles"))
-import delayed
-from delayed import Values
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Loss = Callable[[Tensor, Tensor], Tensor]

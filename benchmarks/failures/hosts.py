@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.append(str(Path(__file__).parents[1]))
 import kills
 import recovery
 

@@ -17,12 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import recovery
 import torch
 
 import pipedream as pd
-
-sys.path.append(str(Path(__file__).parents[1]))
-import recovery
 
 MINIBATCHES = 150
 _SHAPES = ((2,), (3,), (2, 1), (1, 2), (2, 2), (1, 1))

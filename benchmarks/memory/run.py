@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
 import bubble
 import largest
+import scaffold
+from scatter import Pair, scatter_svg
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -24,10 +27,6 @@ from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 from pipedream.runtime.stage.offload import measure_core_time
 from pipedream.runtime.stage.offload_place import measure_disk
 from pipedream.workflows.methods import versions_of
-
-sys.path.append(str(Path(__file__).parents[1]))
-import scaffold
-from scatter import Pair, scatter_svg
 
 _SLOTS = 8
 """Microbatches of a minibatch whose time is measured."""

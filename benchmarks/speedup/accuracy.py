@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from statistics import median
 from typing import Any
 
 from accuracy_recipe import ASKED, recipe
+from scaffold import format_range, format_table
+from worker_processes import Disturbance
 
 from pipedream import Cluster, Plan, Profile
 from pipedream import plan as make_plan
@@ -39,10 +40,6 @@ from pipedream.slow_links import Network, slow_network
 from pipedream.training.compare import profile_together
 from pipedream.training.compare_runs import Runs, limit_threads
 from pipedream.training.compare_variants import accumulate_minibatches
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import format_range, format_table
-from worker_processes import Disturbance
 
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
 TUNING_SEED = 100

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from models import MODELS
+from scaffold import format_table, take_turns
+from worker_processes import Workers, worker_processes
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile
@@ -25,10 +26,6 @@ from pipedream.report.variants import variants_svg
 from pipedream.slow_links import Network, slow_network
 from pipedream.training.compare_variants import predict_samples_per_s
 from pipedream.workflows.plan import plan_and_compare
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import format_table, take_turns
-from worker_processes import Workers, worker_processes
 
 _Points = Sequence[tuple[float, dict[str, dict[str, Any]]]]
 

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from curve import BY_NAME, LATENCY_S, WORKER, M, find_speeds, make_request, predict, profile_all
 from models import LARGE
+from scaffold import format_table
+from worker_processes import stop_processes, worker_processes
 
 from pipedream import Cluster
 from pipedream.core.units import format_bytes
 from pipedream.core.variants import format_link
 from pipedream.slow_links import slow_network
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import format_table
-from worker_processes import stop_processes, worker_processes
 
 LIMIT_BYTES = 1_400_000_000
 VARIANTS = (

@@ -10,16 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
 import accuracy
 import curve
 import limited
 import workers
+from scaffold import Environment, make_parser, stop_if
 
 from pipedream.core.units import parse_rate
 from pipedream.slow_links import why_not
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, make_parser, stop_if
 
 PARTS = {"curve": curve, "sleeping": curve, "accuracy": accuracy, "limited": limited, "workers": workers}
 """Each has `measure` and `tables`, and may have `pictures`."""

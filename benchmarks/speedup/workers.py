@@ -10,7 +10,6 @@ Needs the profiles that the original published: PIPEDREAM_PROFILES, or shared/pr
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scaffold import find_published, format_table
+from table_1 import TABLE_1, Row
 from torch import nn
+from worker_processes import Workers, worker_processes
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile
@@ -30,11 +32,6 @@ from pipedream.core.plan.cost import all_reduce_bytes
 from pipedream.slow_links import Network, slow_network, why_not
 from pipedream.training.emulate import scale_plan
 from pipedream.workflows.methods import score
-
-sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import find_published, format_table
-from table_1 import TABLE_1, Row
-from worker_processes import Workers, worker_processes
 
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run
 _MIN_DILATION = 4.0  # for what two cores do besides, such as passing on the messages of all-reduces
