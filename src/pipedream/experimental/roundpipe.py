@@ -114,10 +114,16 @@ def _check(plan: kit.Plan, forwards: int, delay: int) -> None:
             "of the cluster are on different ones; plan for one machine, or choose another method"
         )
     if plan.activations or plan.ranks > plan.workers:
-        option = f"activations={plan.activations!r}" if plan.activations else f"the meshes of plan {plan.config}"
+        reason = (
+            f"the meshes of plan {plan.config}, but its workers compute with weights of others, which a mesh divides"
+        )
+        if plan.activations:
+            reason = (
+                f"activations={plan.activations!r}, but its backwards recompute, which leaves only inputs to offload, "
+                "and its stages have no worker that could keep files"
+            )
         raise kit.ScheduleError(
-            f"schedule 'roundpipe' was asked for with {option}, but its workers compute with weights of others, which "
-            "a mesh would divide, and keep only inputs; leave that out, or choose another method"
+            f"schedule 'roundpipe' was asked for with {reason}; leave that out, or choose another method"
         )
     if forwards < 0 or delay not in (0, 1):
         raise kit.ScheduleError(
