@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,11 @@ def test_what_does_not_fit_is_named() -> None:
     whys = {candidate.shape: candidate.why for candidate in comparison.references}
     assert "fits" in whys["data-parallel"]
     assert "DDP on 4 workers: none of the data-parallel plans fits" in str(comparison)
+    assert "; give more memory or workers" in str(comparison)
+    assert "this would fit" not in str(comparison), "a rival gets no search of its own"
+    short = str(comparison.keep_best()).splitlines()
+    assert [line for line in short if re.fullmatch(r"DDP on 4 workers: none of [^;]*, a worker has 7.00 kB", line)]
+    assert not any(";" in line for line in short)
     with pytest.raises(PlanError, match="none of the plans"):
         planning.plan_and_compare(heavy, PlanRequest(Cluster.flat(4, memory_bytes=1000), schedule="1f1b"))
 

@@ -224,11 +224,12 @@ class Comparison(Tabular):
         return [asdict(candidate) for candidate in (*self.candidates, *self.references)]
 
     def keep_best(self) -> Comparison:
-        """Returns the best candidates only, with data parallelism and one worker."""
+        """Returns the best candidates only, with data parallelism and one worker, or why they cannot be used."""
         best = {*self.candidates[:1], *self._pick_best_of_kinds()}
         shown = [candidate for candidate in self.candidates if candidate in best or candidate.period_s is not None]
         shown = [candidate for number, candidate in enumerate(shown) if candidate in best or number < _FEW_ROWS]
-        return replace(self, candidates=tuple(shown))
+        references = (replace(reference, why=reference.why.partition(";")[0]) for reference in self.references)
+        return replace(self, candidates=tuple(shown), references=tuple(references))
 
     def _pick_best_of_kinds(self) -> list[Candidate]:
         """Returns the best pipeline, the best data parallelism, and one worker."""

@@ -505,7 +505,7 @@ def _list_references(
             recompute=request.recompute,
         )
         try:
-            plan = make_plan(profile, reference)
+            plan = _add_exchange(_compare(profile, reference).plan, profile, reference)  # not what else would fit
         except PlanError as error:
             yield planner.Candidate(schedule, m, "noam", 0, shape, why=str(error))
         else:
