@@ -219,6 +219,19 @@ def test_a_refusal_says_which_sequences_would_fit(share: float) -> None:
         plan_of(limit, profile=profile.of_length(int(advice[1]) + 4), activations="")
 
 
+@pytest.mark.parametrize(("schedule", "workers", "step"), [("interleaved_1f1b", 3, 3), ("chimera_doubled", 2, 4)])
+def test_a_refusal_counts_in_the_steps_of_the_method(schedule: str, workers: int, step: int) -> None:
+    profile, how = Profile.of_chain((LAYER,) * 6, batch=32, optimizer_bytes=80_000), {"schedule": schedule}
+
+    def plan_parts(m: int, memory_bytes: int | None = None) -> Plan:
+        return pd.plan(profile, Cluster.flat(workers, memory_bytes=memory_bytes), microbatches=m, **how)
+
+    limit = max(plan_parts(2 * step).worker_bytes.values())
+    with pytest.raises(ShortageError, match=rf"\(--microbatches {2 * step}, or a larger multiple of {step}\)"):
+        plan_parts(step, limit)
+    assert plan_parts(2 * step, limit).microbatches == 2 * step
+
+
 def test_what_alone_does_not_fit_may_together() -> None:
     limit = round(0.45 * max(stage.peak_bytes for stage in plan_of(None, schedule="1f1b", microbatches=1).stages))
     with pytest.raises(

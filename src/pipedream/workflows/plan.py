@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import cache, partial
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 from pipedream import planner, schedules
-from pipedream.core.errors import PipelineError, PlanError, ShortageError
+from pipedream.core.errors import PipelineError, PlanError, ScheduleError, ShortageError
 from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.graph_txt import GraphText
@@ -184,12 +184,14 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
     if not offloaded and len(single_offloads) > 1 and (plan := find_plan(**offloads)):
         offloaded = [plan]
     yield from map(_describe_offloads, offloaded)
-    too_few = request.microbatches or (MAX_MICROBATCHES if request.schedule == AUTO else 1)
+    too_few, step = request.microbatches or (MAX_MICROBATCHES if request.schedule == AUTO else 1), _find_step(request)
+    counts = range((too_few // step + 1) * step, source.batch + 1, step)
     for changes in ({}, offloads) if offloads and not offloaded else ({},):
-        m, plan = _split_until_it_fits(partial(find_plan, **changes), too_few, source.batch)
+        m, plan = _split_until_it_fits(partial(find_plan, **changes), counts)
         if plan:
             with_offloads = f" with {_describe_offloads(plan)}" if changes else ""
-            yield f"microbatches of at most {-(-source.batch // m)} samples (--microbatches {m}){with_offloads}"
+            larger = f", or a larger multiple of {step}" if step > 1 else ""
+            yield f"microbatches of at most {-(-source.batch // m)} samples (--microbatches {m}{larger}){with_offloads}"
             break
     length = profile.length if isinstance(profile, Profile) and not request.mesh else 0
     fitting, too_long = 0, _LENGTH_STEPS if length else 1
@@ -206,24 +208,31 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
         )
 
 
-def _split_until_it_fits(find_plan: Callable[..., Plan | None], too_few: int, batch: int) -> tuple[int, Plan | None]:
-    """Returns the fewest microbatches with which there is a plan, and that plan; None if even single samples need more.
+def _find_step(request: PlanRequest) -> int:
+    """Returns the step between the numbers of microbatches that a method takes."""
+    name, p, steps = request.schedule, request.workers_and_links.workers, []
+    if name == AUTO or schedules.layout_of(name) is None:
+        return 1
+    for m in (2 * p, 2 * p + 1, 3 * p, 4 * p):
+        with suppress(ScheduleError):
+            schedules.build(name, schedules.uniform(name, p, chunks=request.chunks), m)
+            steps.append(m)
+    return gcd(*steps) or 1
 
-    Args:
-        too_few: a number of microbatches with which nothing fits.
-        batch: the samples of a minibatch.
-    """
-    plan, fitting = None, too_few
-    while plan is None and fitting < batch:
-        too_few, fitting = fitting, min(2 * fitting, batch)
-        plan = find_plan(microbatches=fitting)
+
+def _split_until_it_fits(find_plan: Callable[..., Plan | None], counts: range) -> tuple[int, Plan | None]:
+    """Returns the fewest of these microbatches with which there is a plan, and that plan; None if there is none."""
+    plan, too_few, fitting = None, -1, -1
+    while plan is None and fitting < len(counts) - 1:
+        too_few, fitting = fitting, min(2 * fitting + 2, len(counts) - 1)
+        plan = find_plan(microbatches=counts[fitting])
     while plan and fitting - too_few > 1:
         middle = (too_few + fitting) // 2
-        if fewer := find_plan(microbatches=middle):
+        if fewer := find_plan(microbatches=counts[middle]):
             fitting, plan = middle, fewer
         else:
             too_few = middle
-    return fitting, plan
+    return counts[fitting] if plan else 0, plan
 
 
 def _find_fitting(
