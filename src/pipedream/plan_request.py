@@ -153,8 +153,8 @@ class PlanRequest:
     activations: str = option(
         "",
         "Where to offload activations between forward and backward: disk:FOLDER, or host, the memory of a GPU's "
-        "machine. Each stage offloads as few as it must to fit its memory.",
-        metavar="host|disk:FOLDER",
+        "machine; none keeps them. Each stage offloads as few as it must to fit its memory.",
+        metavar="none|host|disk:FOLDER",
         unset="in the worker's own memory",
         panel=Panel.SHAPE,
     )
@@ -193,7 +193,7 @@ class PlanRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
         Messages.read(self.messages)
-        Activations.read(self.activations)
+        object.__setattr__(self, "activations", str(Activations.read(self.activations)))
         read_optimizer_state(self.optimizer_state)
         check_snapshot_every(self.snapshot_every)
         if self.cost_model not in ("pipedream", "classic"):

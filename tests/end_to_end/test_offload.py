@@ -155,7 +155,7 @@ def test_a_tensor_that_is_written_after_it_was_saved_is_an_error(tmp_path: Path)
     [
         ("disk:/no/such/folder", "no file can be made in '/no/such/folder' \\(No such file or directory\\)"),
         ("host", "the workers are CPUs, whose memory is the host's; give disk:FOLDER"),
-        ("disk", "give 'host' or 'disk:FOLDER'"),
+        ("disk", "give 'host', 'disk:FOLDER' or 'none'"),
     ],
 )
 def test_a_place_that_cannot_hold_activations_is_refused(place: str, words: str) -> None:

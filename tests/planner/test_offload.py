@@ -266,6 +266,15 @@ def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
     assert "of the stages' offloaded to disk:/none" in str(plan)
 
 
+def test_none_keeps_activations_as_if_nothing_was_asked() -> None:
+    limit = NEEDS[0] - 150_000
+    with pytest.raises(ShortageError, match="activations on disk"):
+        plan_of(limit, activations="none")
+    assert plan_of(None, activations="none", recompute="always") == plan_of(None, activations="", recompute="always")
+    assert move_activations(plan_of(limit), "none") == move_activations(plan_of(limit), "")
+    assert not move_activations(plan_of(limit), "none").activations
+
+
 def test_recomputation_and_moving_exclude_each_other() -> None:
     with pytest.raises(PlanError, match="a stage that recomputes keeps nothing but its input"):
         plan_of(None, recompute="always")

@@ -10,7 +10,8 @@ from typing import Any
 from pipedream import schedules
 from pipedream.core.errors import PipelineError, PlanError
 
-_DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "simulate", "sums": "full"}
+_DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "simulate"}
+_DEFAULTS |= {"sums": "full", "activations": "none"}
 
 
 def check_options(

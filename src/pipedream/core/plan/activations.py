@@ -8,7 +8,7 @@ from typing import Self
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.cost import Numbers
 
-HOST, DISK = "host", "disk"
+HOST, DISK, NONE = "host", "disk", "none"
 
 WINDOW_SHARE = 1 / 8
 """Share of a microbatch's offloaded bytes that may still be in memory to be written; as many may be read ahead."""
@@ -35,12 +35,15 @@ class Activations:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Reads '', 'host' or 'disk:FOLDER'; raises a `PlanError` for anything else."""
+        """Reads 'none' or '', 'host' or 'disk:FOLDER'; raises a `PlanError` for anything else."""
         if isinstance(text, str):
             kind, _, folder = text.partition(":")
-            if text in ("", HOST) or (kind == DISK and folder):
-                return cls(kind, folder or None)
-        raise PlanError(f"activations={text!r} was asked for; give 'host' or 'disk:FOLDER'")
+            if text in ("", NONE, HOST) or (kind == DISK and folder):
+                return cls("" if kind == NONE else kind, folder or None)
+        raise PlanError(f"activations={text!r} was asked for; give 'host', 'disk:FOLDER' or 'none'")
 
     def __bool__(self) -> bool:
         return bool(self.kind)
+
+    def __str__(self) -> str:
+        return self.kind if self.folder is None else f"{self.kind}:{self.folder}"

@@ -335,13 +335,12 @@ def move_activations(plan: Plan, place: str) -> Plan:
     """Returns a plan that offloads to another place: the planned share, or all if none was planned.
 
     Args:
-        place: 'host' or 'disk:FOLDER'; '' leaves them on the device.
+        place: 'host' or 'disk:FOLDER'; 'none' or '' leaves them on the device.
 
     Raises:
         PlanError: another place.
     """
-    Activations.read(place)
-    stages = plan.stages
+    place, stages = str(Activations.read(place)), plan.stages
     if not place or not any(stage.offload for stage in stages):
         stages = tuple(replace(stage, offload=float(bool(place) and not stage.recompute)) for stage in stages)
     return replace(plan, stages=stages, activations=place)
