@@ -174,6 +174,41 @@ def test_a_disk_with_too_little_room_is_refused(tmp_path: Path, monkeypatch: pyt
         pd.Pipeline(nn.Sequential(*make_linears(2)), plan, loss=F.mse_loss, optimizer=torch.optim.SGD)
 
 
+def make_recipe(activations: str | None = None) -> pd.Recipe:
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(4)]
+    optimizer = partial(torch.optim.SGD, lr=0.01)
+    return pd.Recipe(nn.Sequential(*make_linears(3)), F.mse_loss, optimizer, data, activations=activations)
+
+
+def test_a_run_whose_plan_offloads_nothing_needs_the_folder_that_was_asked_for(tmp_path: Path) -> None:
+    refusal = r"^activations='disk:/no/such' was asked for, but no file can be made .*disk:FOLDER, or none\)"
+    with pytest.raises(PlanError, match=refusal):
+        pd.run(make_recipe, out=tmp_path / "a", activations="disk:/no/such", quiet=True)
+    with pytest.raises(PlanError, match=refusal):
+        pd.run(partial(make_recipe, "disk:/no/such"), out=tmp_path / "b", quiet=True)
+    for number, activations in enumerate(("none", "")):
+        recipe = partial(make_recipe, "disk:/no/such")
+        pd.run(recipe, out=tmp_path / str(number), activations=activations, quiet=True)
+    pd.run(partial(make_recipe, "none"), out=tmp_path / "c", quiet=True)
+
+
+def test_a_resumed_run_without_its_disk_says_what_its_plan_offloads(tmp_path: Path) -> None:
+    stages = Stage(0, 2, names=("0", "1"), offload=1.0), Stage(2, 3, names=("2",))
+    away, run_folder = tmp_path / "away", tmp_path / "run"
+    away.mkdir()
+    plan = Plan(stages, (2, 1), Cluster.flat(2), activations=f"disk:{away}")
+    pd.run(make_recipe, plan=plan, out=run_folder, checkpoint_every=2, minibatches=2, quiet=True)
+    away.rmdir()
+    offloaded = (
+        rf"^the plan 1-1 \(activations: 100%, 0% of the stages' offloaded to disk:{away}, .*\) was asked for, but "
+    )
+    for changes in ({}, {"memory_bytes": 10**9}):  # the same plan, and a new one
+        with pytest.raises(PlanError, match=f"{offloaded}no file can be made .*disk:FOLDER, or none\\)"):
+            pd.run(make_recipe, resume=run_folder, quiet=True, **changes)
+    pd.run(make_recipe, resume=run_folder, activations="none", quiet=True)
+    assert not Plan.load(run_folder / "plan.json").activations
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_ends_the_run_with_its_folder(

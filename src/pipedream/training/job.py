@@ -17,6 +17,7 @@ from pipedream.core.errors import PlanError, RecipeError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.activations import NONE
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.mesh import meshes_of, ranks_of
@@ -35,6 +36,7 @@ from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
+from pipedream.runtime.stage.offload_place import check_place
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.restarts import Survivors, find_survivors
 from pipedream.training.run_folder import ResumePoint, find_resume_point
@@ -231,6 +233,9 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     runtime = (timed_plan is not None and timed_plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
     is_given = plan is not None
     if plan is None:
+        kept = recipe if saved is None else saved
+        activations = (kept.activations if options.activations is None else options.activations) or NONE
+        check_place(activations, process.device, saved if options.activations is None else None)
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(options.single_mesh)} - {""})
         if options.mesh == AUTO:
             meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}"
@@ -262,9 +267,9 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
             allow_asynchronous=options.allow_asynchronous and job.schedule == AUTO,
             mesh=options.mesh,
             messages=Messages.read(options.messages or (recipe.messages if saved is None else saved.messages)),
-            activations=options.activations or (recipe.activations if saved is None else saved.activations) or "",
+            activations=activations,
             sums=options.sums or (recipe.sums or FULL if saved is None else saved.sums),
-            optimizer_state=options.optimizer_state or (recipe if saved is None else saved).optimizer_state,
+            optimizer_state=options.optimizer_state or kept.optimizer_state,
             snapshot_every=options.snapshot_every,
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
@@ -295,7 +300,8 @@ def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob
 def _choose_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
     """Returns the plan with the activations that the run or the recipe asks for."""
     if job.options.recompute:
-        return replace(plan, stages=tuple(replace(stage, recompute=True, offload=0.0) for stage in plan.stages))
+        stages = tuple(replace(stage, recompute=True, offload=0.0) for stage in plan.stages)
+        return replace(plan, stages=stages, activations="")
     activations = job.options.activations
     if activations is None and job.resumed is None and not plan.activations:
         activations = job.recipe.activations

@@ -412,11 +412,7 @@ def _describe_exchange(plan: Plan) -> list[str]:
         sizes = [format_bytes(stage.trained_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
         lines.append(f"sums: {plan.sums}, {', '.join(sizes)} an update in the mean (approximate)")
     if plan.activations:
-        sizes = [f"{stage.offload:.0%}" for stage in plan.stages]
-        moved_bytes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
-        lines.append(
-            f"activations: {', '.join(sizes)} of the stages' offloaded to {plan.activations}, {', '.join(moved_bytes)}"
-        )
+        lines.append(describe_offloads(plan))
     if plan.optimizer_state == HOST:
         size = sum(stage.memory.host_bytes or stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)
         what = "weights and gradients" if plan.costs.on_gpus else "copies of the weights"
@@ -430,6 +426,13 @@ def _describe_exchange(plan: Plan) -> list[str]:
         sizes = [format_bytes(stage.output_bytes * share) for stage in plan.stages[:-1]]
         lines.append(f"messages: {plan.messages}, {', '.join(sizes)} each way in the mean (approximate)")
     return lines
+
+
+def describe_offloads(plan: Plan) -> str:
+    """Says which activations a plan offloads, and where."""
+    sizes = [f"{stage.offload:.0%}" for stage in plan.stages]
+    moved_bytes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
+    return f"activations: {', '.join(sizes)} of the stages' offloaded to {plan.activations}, {', '.join(moved_bytes)}"
 
 
 def _describe_proof(plan: Plan, gap: float) -> str:

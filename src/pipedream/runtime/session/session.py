@@ -57,7 +57,7 @@ from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
-from pipedream.runtime.stage.offload_place import check_place
+from pipedream.runtime.stage.offload_place import check_offloads
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.parallelized import parallelize_layers
@@ -175,11 +175,10 @@ def _build_local_workers(
 
 
 def _check_activations(local: LocalWorkers) -> None:
-    programs = local.blueprint.programs
-    if any(program.plan.activations for program in programs):
+    if plans := [program.plan for program in local.blueprint.programs if program.plan.activations]:
         stages = _list_stages_here(local, [stage for stage, _ in local.stage_states])
-        for program in programs:
-            check_place(program, local.blueprint.device, stages)
+        for plan in plans:
+            check_offloads(plan, local.blueprint.device, stages)
 
 
 def _build_all(local: LocalWorkers, weights: Weights) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.survey import lower_quartile
-from pipedream.core.plan.activations import Activations
-from pipedream.core.schedule.program import Program
+from pipedream.core.plan.activations import HOST, Activations
+from pipedream.core.plan.plan import Plan, describe_offloads
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.runtime.stage.block_mover import BlockFile
 
@@ -27,46 +27,58 @@ _NETWORK_FILE_SYSTEMS = {
 }
 
 
-def check_place(program: Program, device: torch.device, stages: Iterable[int]) -> None:
-    """Raises a `PlanError` if activations cannot be offloaded to the plan's place; warns of a network file system.
+def check_place(text: str, device: torch.device, plan: Plan | None = None) -> None:
+    """Raises a `PlanError` if a worker on this device cannot offload activations to a place.
 
-    Args:
-        stages: the stages of all processes of this machine, one item for each replica here.
+    `plan`: asked for it; None for an option.
     """
-    plan = program.plan
-    place = Activations.read(plan.activations)
-    if not place or not any(stage.offload for stage in plan.stages):
-        return
-    request = f"activations={plan.activations!r} was asked for, but "
-    if place.folder is None and device.type == "cpu":
+    place = Activations.read(text)
+    request = f"activations={text!r} was asked for, but " if plan is None else _describe_request(plan)
+    if place.kind == HOST and device.type == "cpu":
         raise PlanError(f"{request}the workers are CPUs, whose memory is the host's; give disk:FOLDER")
-    if plan.ranks > plan.workers:
-        raise PlanError(f"{request}the plan {plan.config} has meshes, whose ranks keep parts of tensors; leave it out")
     if place.folder is None:
         return
     try:
         BlockFile(place.folder).close()
     except OSError as error:
         raise PlanError(
-            f"{request}no file can be made in {place.folder!r} ({error.strerror}); make the folder on every machine, "
-            "on a local disk that this user may write to"
+            f"{request}no file can be made in {place.folder!r} ({error.strerror}); make the folder on every "
+            "machine, on a local disk that this user may write to, or name another (--activations disk:FOLDER, or none)"
         ) from error
+
+
+def check_offloads(plan: Plan, device: torch.device, stages: Iterable[int]) -> None:
+    """Raises a `PlanError` if a plan's activations cannot be offloaded; warns of a network file system.
+
+    Args:
+        stages: the stages of all processes of this machine, one item for each replica here.
+    """
+    request = _describe_request(plan)
+    check_place(plan.activations, device, plan)
+    if plan.ranks > plan.workers:
+        raise PlanError(f"{request}it has meshes, whose ranks keep parts of tensors; leave it out")
+    if (folder := Activations.read(plan.activations).folder) is None:
+        return
     need_bytes = sum(plan.stages[stage].memory.moved_bytes for stage in stages)
-    free_bytes = shutil.disk_usage(place.folder).free
+    free_bytes = shutil.disk_usage(folder).free
     if need_bytes > free_bytes:
         raise PlanError(
-            f"{request}it takes {format_bytes(need_bytes)} of {place.folder!r}, where {format_bytes(free_bytes)} are "
+            f"{request}this takes {format_bytes(need_bytes)} of {folder!r}, where {format_bytes(free_bytes)} are "
             f"free, {format_bytes(need_bytes - free_bytes)} too few; free some, name another folder, or give the "
             "workers more memory"
         )
-    file_system = find_file_system(place.folder)
+    file_system = find_file_system(folder)
     if file_system in _NETWORK_FILE_SYSTEMS:
-        rate = format_rate(measure_disk(place.folder))
+        rate = format_rate(measure_disk(folder))
         warnings.warn(
-            f"activations are offloaded to {place.folder!r}, on a network file system ({file_system}) at {rate}; a "
+            f"activations are offloaded to {folder!r}, on a network file system ({file_system}) at {rate}; a "
             "local disk is faster",
             stacklevel=2,
         )
+
+
+def _describe_request(plan: Plan) -> str:
+    return f"the plan {plan.config} ({describe_offloads(plan)}) was asked for, but "
 
 
 def measure_disk(folder: str) -> float:
