@@ -174,6 +174,22 @@ def test_a_disk_with_too_little_room_is_refused(tmp_path: Path, monkeypatch: pyt
         pd.Pipeline(nn.Sequential(*make_linears(2)), plan, loss=F.mse_loss, optimizer=torch.optim.SGD)
 
 
+def test_a_host_with_too_little_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [
+        Stage(at, at + 1, names=(str(at),), offload=1.0, optimizer_bytes=800, memory=StageMemory(moved_bytes=2_000_000))
+        for at in range(2)
+    ]
+    plan = Plan(tuple(stages), (2, 1), Cluster.flat(2), activations="host", optimizer_state="host")
+    for free_bytes, words in (
+        (3_999_999, r"offloaded to the memory of one machine and need 4\.00 MB, .* 1\.00 B are missing"),
+        (4_000_000, r"optimizer state of 2 stages were .* need 1\.60 kB, 1\.60 kB more than the 0 B that are free"),
+        (4_001_600, "the workers are CPUs"),
+    ):
+        monkeypatch.setattr(pd.pipeline, "host_bytes", lambda size=free_bytes: size)
+        with pytest.raises(PlanError, match=words):
+            pd.Pipeline(nn.Sequential(*make_linears(2)), plan, loss=F.mse_loss, optimizer=torch.optim.SGD)
+
+
 def make_recipe(activations: str | None = None) -> pd.Recipe:
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(4)]
     optimizer = partial(torch.optim.SGD, lr=0.01)

@@ -20,7 +20,7 @@ from torch import nn
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.host_memory import check_host_memory
+from pipedream.core.plan.host_memory import OFFLOADED, check_host_memory, check_room
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (
     Blueprint,
@@ -199,7 +199,7 @@ def _build_all(local: LocalWorkers, weights: Weights) -> None:
 
 
 def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks: Sequence[int]) -> None:
-    """Raises a `PlanError` if this machine has too little memory for weights and optimizers that are kept there.
+    """Raises a `PlanError` if this machine has too little memory for what a plan keeps there.
 
     `ranks`: workers of this process.
     """
@@ -208,10 +208,13 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
         rules = [program.weights for program in blueprint.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
         check_host_memory(plan.stages, versions, free_bytes(), blueprint.program.gradient_sets)
-    elif plan.optimizer_state == HOST:
+    elif HOST in (plan.activations, plan.optimizer_state):
         local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
-        stages = _list_stages_here(local, local_stages)
-        check_host_memory([plan.stages[stage] for stage in stages], None, free_bytes())
+        stages, room_bytes = [plan.stages[stage] for stage in _list_stages_here(local, local_stages)], free_bytes()
+        if plan.activations == HOST:
+            room_bytes -= check_room(OFFLOADED, sum(stage.memory.moved_bytes for stage in stages), room_bytes)
+        if plan.optimizer_state == HOST:
+            check_host_memory(stages, None, room_bytes)
 
 
 def _list_stages_here(local: LocalWorkers, stages: Sequence[int]) -> list[int]:
