@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pipedream.core.plan.mesh import Box, Piece, slice_of, slice_within
-from pipedream.layouts.step import PartitionedStep, Parts, Ranks
+from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts
 
 
 class SimulatedRanks:
@@ -28,7 +28,7 @@ class SimulatedRanks:
         return arrived
 
 
-def find_whole(run: PartitionedStep, ranks: Ranks, tensor: str, parts: Parts) -> torch.Tensor:
+def find_whole(run: PartitionedStep, ranks: GroupRanks | SimulatedRanks, tensor: str, parts: Parts) -> torch.Tensor:
     """Returns a tensor from the parts of all ranks, which all call it."""
     stored, shape = run.exchanges.stored[tensor], run.exchanges.operators.tensors[tensor]
     owners = {box: rank for rank, box in reversed(list(enumerate(stored)))}

@@ -23,7 +23,7 @@ from pipedream.core.plan.mesh import Box, Piece
 from pipedream.layouts.search.exchanges import Exchanges
 from pipedream.layouts.search.partition import Halving, Partition, partition
 from pipedream.layouts.search.search import Search
-from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts, Ranks
+from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts
 from pipedream.layouts.tracing.trace import TracedStep, trace
 from tests.layouts.simulated_ranks import SimulatedRanks, find_whole
 
@@ -140,11 +140,11 @@ def _run_alone(name: str) -> dict[str, torch.Tensor]:
     }
 
 
-def _check(name: str, ranks: Ranks, count: int, **how: Any) -> None:
+def _check(name: str, ranks: GroupRanks | SimulatedRanks, count: int, **how: Any) -> None:
     _check_partition(name, ranks, partition(_make_step(name)[2].operators, count, **how))
 
 
-def _check_partition(name: str, ranks: Ranks, found_partition: Partition) -> None:
+def _check_partition(name: str, ranks: GroupRanks | SimulatedRanks, found_partition: Partition) -> None:
     """Compares a partitioned step with one process; each rank checks all tensors."""
     model, sample, step = _make_step(name)
     run = PartitionedStep(step, found_partition, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,28 +23,13 @@ Parts = dict[int, torch.Tensor]
 _Arrived = dict[int, list[tuple[Box, torch.Tensor]]]
 
 
-class Ranks(Protocol):
-    """The ranks of a partition that this process runs.
+class GroupRanks:
+    """The ranks of a partition that this process runs: one in each process of a group.
 
     Attributes:
         local: their numbers.
         sent_bytes: bytes that they have sent to others.
     """
-
-    local: Sequence[int]
-    sent_bytes: int
-
-    def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
-        """Sends pieces of a tensor; all ranks call it alike.
-
-        Args:
-            boxes: part that each rank has.
-        """
-        ...
-
-
-class GroupRanks:
-    """One rank in each process of a group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
@@ -53,6 +38,7 @@ class GroupRanks:
         self.sent_bytes = 0
 
     def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
+        """Sends pieces of a tensor, of which each rank has the part in `boxes`; all ranks call it alike."""
         mine, rank = parts[self._rank], self._rank
         arrived = [(piece.box, _cut_out(mine, boxes[rank], piece.box)) for piece in pieces if piece[:2] == (rank, rank)]
         between = [piece for piece in pieces if piece.sender != piece.receiver]
@@ -100,7 +86,7 @@ class PartitionedStep:
         exchanges: the messages of the ranks.
     """
 
-    def __init__(self, step: TracedStep, partition: Partition, ranks: Ranks) -> None:
+    def __init__(self, step: TracedStep, partition: Partition, ranks: GroupRanks) -> None:
         self._step = step
         self._ranks = ranks
         self.exchanges = Exchanges(step.operators, partition)
@@ -134,10 +120,8 @@ class PartitionedStep:
 
     def part(self, tensor: str, whole: torch.Tensor) -> Parts:
         """Returns the ranks' parts of a tensor."""
-        parts: Parts = {}
-        for rank in self._ranks.local:
-            parts[rank] = whole[slice_of(self.exchanges.stored[tensor][rank])].clone()
-        return parts
+        stored = self.exchanges.stored[tensor]
+        return {rank: whole[slice_of(stored[rank])].clone() for rank in self._ranks.local}
 
     def run(self, values: Mapping[str, Parts], keep: Iterable[str]) -> dict[str, Parts]:
         """Runs the operators that compute some tensors.
