@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -92,10 +92,37 @@ class Operators(Artifact):
     def with_shared_names(self) -> Operators:
         """Renames indices so that dimensions which operators connect have one name in all lines.
 
-        For operators, such as a model's, whose index names mean something in their own line alone. The name is that of
-        the first tensor with the dimension, and its number: `x0_0`.
+        For operators, such as a model's, whose index names mean something in their own line alone. An index and the
+        dimensions that it runs over have one name, unless an operator would then have two indices, or a tensor two
+        dimensions, of this name; lines are connected in their order. The name is that of the first tensor with the
+        dimension, and its number: `x0_0`.
         """
-        return replace(self, text=_share_names(self.tensors, self.groups, self.steps))
+        first = {tensor: group[0] for group in self.groups for tensor in group}
+        classes = _Connected()
+        for number, operator in enumerate(self.steps):
+            for access in operator.accesses:
+                for at, (index, size) in enumerate(zip(access.indices, self.tensors[access.tensor], strict=True)):
+                    if (name := operator.outermost(index, size)) is not None:
+                        classes.join((first[access.tensor], at), (number, name))
+        names: dict[_Place, str] = {}  # of each class
+        for tensor in self.tensors:
+            for at in range(len(self.tensors[tensor])):
+                names.setdefault(classes.find((first[tensor], at)), f"{tensor}_{at}")
+        used = set(names.values())
+        lines = []
+        for number, operator in enumerate(self.steps):
+            shared = {}
+            for letter in operator.sizes:
+                place = classes.find((number, letter))
+                if place not in names:  # it runs over no whole dimension
+                    name = f"{operator.result}_{letter}"
+                    while name in used:
+                        name += "_"
+                    used.add(name)
+                    names[place] = name
+                shared[letter] = names[place]
+            lines.append(rename_indices(operator.line, shared))
+        return replace(self, text="\n".join(lines))
 
     def report(self, layout: Layout, mesh: Mesh) -> Report:
         """Returns what the step takes on a mesh, whose layout shards indices by name in all lines.
@@ -224,46 +251,6 @@ def find_box(access: Access, ranges: Mapping[str, range], shape: tuple[int, ...]
         start = min(max(values.start, 0), size)
         box.append(range(start, max(start, min(values.stop, size))))
     return tuple(box)
-
-
-def _share_names(
-    tensors: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[str]], operators: Sequence[Operator]
-) -> str:
-    """Returns the operators' text with shared names of indices.
-
-    An index and the dimensions that it runs over have one name, unless an operator would then have two indices, or a
-    tensor two dimensions, of this name; lines are connected in their order. Names are those of a tensor and a
-    dimension, such as `w_0`.
-
-    Args:
-        groups: tensors that share a layout; their dimensions have the same names.
-    """
-    first = {tensor: group[0] for group in groups for tensor in group}
-    classes = _Connected()
-    for number, operator in enumerate(operators):
-        for access in operator.accesses:
-            for at, (index, size) in enumerate(zip(access.indices, tensors[access.tensor], strict=True)):
-                if (name := operator.outermost(index, size)) is not None:
-                    classes.join((first[access.tensor], at), (number, name))
-    names: dict[_Place, str] = {}  # of each class
-    for tensor in tensors:
-        for at in range(len(tensors[tensor])):
-            names.setdefault(classes.find((first[tensor], at)), f"{tensor}_{at}")
-    used = set(names.values())
-    lines = []
-    for number, operator in enumerate(operators):
-        shared = {}
-        for letter in operator.sizes:
-            place = classes.find((number, letter))
-            if place not in names:  # it runs over no whole dimension
-                name = f"{operator.result}_{letter}"
-                while name in used:
-                    name += "_"
-                used.add(name)
-                names[place] = name
-            shared[letter] = names[place]
-        lines.append(rename_indices(operator.line, shared))
-    return "\n".join(lines)
 
 
 class _Connected:
