@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 from math import factorial, prod
+from typing import Any
 
 import numpy as np
 
@@ -150,16 +151,11 @@ class SiteArrays:
     weights: list[FloatArray]
 
     def __getitem__(self, chosen: IntArray) -> SiteArrays:
-        return SiteArrays(
-            replicas=self.replicas[chosen],
-            speed=self.speed[chosen],
-            memory_bytes=self.memory_bytes[chosen],
-            sum_bytes_per_s=self.sum_bytes_per_s[chosen],
-            sum_latency_s=self.sum_latency_s[chosen],
-            before=[row[chosen] for row in self.before],
-            after=[row[chosen] for row in self.after],
-            weights=[row[chosen] for row in self.weights],
-        )
+        columns = (getattr(self, name) for name in self.__dataclass_fields__)
+        rows: list[Any] = [
+            [row[chosen] for row in column] if isinstance(column, list) else column[chosen] for column in columns
+        ]
+        return SiteArrays(*rows)
 
 
 @dataclass(frozen=True, eq=False)

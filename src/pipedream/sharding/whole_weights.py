@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import unwrap
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 
 from pipedream.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from pipedream.sharding.stage import StageSharding
 
 _ELEMENTWISE = {
     unwrap(kind.step)
@@ -34,14 +37,6 @@ _ELEMENTWISE = {
 }
 
 
-class _Parts(Protocol):
-    """The part of each weight that a rank has, see `sharding.stage.StageSharding`."""
-
-    def gather_all(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]: ...
-
-    def take_part(self, names: list[str], whole: torch.Tensor) -> torch.Tensor: ...
-
-
 def steps_each_element(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of torch's that can step a part of a weight; others may need all of it."""
     return unwrap(type(optimizer).step) in _ELEMENTWISE
@@ -49,7 +44,7 @@ def steps_each_element(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def whole_weights(
-    optimizer: torch.optim.Optimizer, handles: Mapping[str, nn.Parameter], parts: _Parts
+    optimizer: torch.optim.Optimizer, handles: Mapping[str, nn.Parameter], sharding: StageSharding
 ) -> Iterator[None]:
     """Context in which an optimizer of handles, which hold parts, has whole weights, gradients and states."""
     names = {handle: name for name, handle in handles.items()}
@@ -65,7 +60,7 @@ def whole_weights(
             [saved[a][k] for a, k in states],
         )
         owners = [names[handle] for handle in stepped]
-        gathered = parts.gather_all(
+        gathered = sharding.gather_all(
             [*owners, *owners, *(owners[at] for at, _ in states)], [tensor for row in tensors for tensor in row]
         )
         for (at, key), whole in zip(states, gathered[2 * len(stepped) :], strict=True):
@@ -84,7 +79,7 @@ def whole_weights(
     def keep_parts() -> None:
         for weight, handle in handle_of.items():
             owner = [names[handle]]
-            handle.data.copy_(parts.take_part(owner, weight.detach()))
+            handle.data.copy_(sharding.take_part(owner, weight.detach()))
             if state := optimizer.state.pop(weight, {}):
                 optimizer.state[handle] = {key: cut(owner, key, value, weight, handle) for key, value in state.items()}
         for group in optimizer.param_groups:
@@ -100,7 +95,7 @@ def whole_weights(
                 f"{owner[0]!r} of {tuple(weight.shape)} looks like one of a rank's parts, {tuple(value.shape)}; use "
                 "another layout, or an optimizer that steps each element by itself"
             )
-        return parts.take_part(owner, value)
+        return sharding.take_part(owner, value)
 
     gather()
     yield

@@ -140,10 +140,6 @@ class Step(NamedTuple):
     result: Use
     reduced: frozenset[str]
 
-    def count_copied(self, over: Over, mesh: Mesh) -> int:
-        """Returns the elements of a rank's copies."""
-        return sum(use.count_copied(over, mesh) for use in (*self.operands, self.result))
-
     def report(self, over: Over, mesh: Mesh) -> Report:
         """Returns what it takes by itself; its peak is that of the copies."""
         done = mesh.size * part(self.operations, self.names, over, mesh)
@@ -157,7 +153,8 @@ class Step(NamedTuple):
         for kind, dimension, elements in collectives:
             if mesh.dimensions[dimension] > 1:
                 moved[kind, dimension] = moved.get((kind, dimension), 0) + mesh.size * elements
-        return Report(mesh, self.count_copied(over, mesh), done, self.operations, moved)
+        copied = sum(use.count_copied(over, mesh) for use in (*self.operands, self.result))
+        return Report(mesh, copied, done, self.operations, moved)
 
 
 def part(elements: int, names: Names | frozenset[str], over: Over, mesh: Mesh) -> int:

@@ -68,12 +68,9 @@ class IntegerProgram:
         name, *rest = names
         yield from self._yield_ways(rest, before)
         for dimension in self._options[name]:
-            if not any(name in together and self._is_taken(together, dimension, before) for together in self._apart):
+            taken = {other for other, used in before.items() if used == dimension}
+            if not any(name in together and taken & together for together in self._apart):
                 yield from self._yield_ways(rest, {**before, name: dimension})
-
-    @staticmethod
-    def _is_taken(together: frozenset[str], dimension: str, before: Over) -> bool:
-        return any(other in together and used == dimension for other, used in before.items())
 
     def _yield_agreement(self) -> Iterator[tuple[Row, float, float]]:
         """Yields rows with their least and greatest value."""

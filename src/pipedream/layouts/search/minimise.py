@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from heapq import heapify, heappop, heappush
@@ -138,16 +138,12 @@ class Elimination:
             return
         random, yielded = Random(0), set()
         for _ in range(most):
-            choice = self._choose(random.choice)
+            choice: dict[Variable, int] = {}
+            for name, table in reversed(self._buckets):
+                choice[name] = random.choice(_find_tied(table, choice))
             if (values := tuple(choice.values())) not in yielded:
                 yielded.add(values)
                 yield choice
-
-    def _choose(self, pick: Callable[[list[int]], int]) -> dict[Variable, int]:
-        chosen: dict[Variable, int] = {}
-        for name, table in reversed(self._buckets):
-            chosen[name] = pick(_find_tied(table, chosen))
-        return chosen
 
     def _iterate(self) -> Iterator[dict[Variable, int]]:
         chosen: dict[Variable, int] = {}

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
-from pipedream.core.plan.mesh import Mesh
 from pipedream.planner.arrays import FloatArray, IntArray, Tables
 from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState, MeshWorkers
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, find_spans, states_of_counts
@@ -89,11 +88,11 @@ class MeshProgram(MeshCosts):
         after = {0: {0}}  # ranks -> how many workers they may be, for those that can be reached
         for ranks in range(1, self._total + 1):
             for number, mesh in enumerate(self.space.meshes):
-                for replicas in self._list_replicas(ranks, mesh):
+                for replicas in range(1, ranks // mesh.size + 1):
                     later_ranks = ranks - replicas * mesh.size
                     later = after.get(later_ranks)
                     lies = self.space.site_at(self._total - ranks, replicas, mesh) if later else None
-                    if lies is None or later is None:
+                    if lies is None or later is None or self.cycle % replicas:
                         continue
                     for rest in sorted(later):
                         workers = rest + replicas if self._counts_workers else 0
@@ -102,9 +101,6 @@ class MeshProgram(MeshCosts):
                             state = MeshState(ranks, workers, number if self.how == "exact" else 0)
                             in_flight = self._estimate_in_flight(replicas, later_ranks, rest)
                             yield state, MeshState(later_ranks, rest, 0), MeshWorkers(number, replicas, lies, in_flight)
-
-    def _list_replicas(self, ranks: int, mesh: Mesh) -> list[int]:
-        return [count for count in range(1, ranks // mesh.size + 1) if not self.cycle % count]
 
     def _starts(self, tables: dict[MeshState, FloatArray]) -> list[MeshState]:
         whole = None if self.counts is None else sum(self.counts)
