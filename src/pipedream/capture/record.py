@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -279,14 +280,12 @@ class _Recorder(TorchFunctionMode):
         """Returns why the present call must not be cut inside, or ""."""
         if get_ident() != self.thread:
             return "in a thread of its own, and stages begin and end in that of the forward"
-        frame = sys._getframe(3)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(3)):
             code = frame.f_code
             if code.co_filename.endswith("torch/utils/checkpoint.py"):
                 return "checkpointed"
             if code.co_filename.endswith("torch/autograd/function.py") and code.co_name == "apply":
                 return IN_FUNCTION
-            frame = frame.f_back  # type: ignore[assignment]
         return ""
 
     def _leave(self, call: CallRecord, args: Any, kwargs: Any, output: Any) -> None:

@@ -7,9 +7,11 @@ import linecache
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 _MODULE = "pipedream_module"  # attribute of an exception
@@ -29,25 +31,18 @@ def user_line(error: BaseException | None = None) -> str:
     Returns an empty string if there is no such line.
     """
     while error is not None:
-        frames = []
-        traceback = error.__traceback__
-        while traceback is not None:
-            frames.append((traceback.tb_frame.f_code, traceback.tb_lineno))
-            traceback = traceback.tb_next
-        for code, line in reversed(frames):
-            if _is_user_code(code):
-                return _describe_line(code, line)
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            if is_users_file(frame.f_code.co_filename):
+                return _describe_line(frame.f_code, line)
         error = error.__cause__
         if error is None:
             return ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_user_code(frame.f_code):
-            return _describe_line(frame.f_code, frame.f_lineno)
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if is_users_file(frame.f_code.co_filename):
+            return _describe_line(frame.f_code, line)
         file = Path(frame.f_code.co_filename)
         if str(file).startswith(_PACKAGE) and file.name not in _CALLED_BY_MODELS:
             break  # the frames above are callers of this package
-        frame = frame.f_back
     return ""
 
 
@@ -61,12 +56,10 @@ def split_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def name_call() -> str:
     """Returns ``pipedream.profile (train.py:12)``, the outermost running call of this package."""
     name = "a call of pipedream"
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (caller := frame.f_back) is not None:
+    for (frame, _), (caller, line) in pairwise(traceback.walk_stack(sys._getframe(1))):
         if frame.f_code.co_filename.startswith(_PACKAGE) and not caller.f_code.co_filename.startswith(_PACKAGE):
             function = "Pipeline" if frame.f_code.co_name == "__init__" else frame.f_code.co_name
-            name = f"pipedream.{function} ({Path(caller.f_code.co_filename).name}:{caller.f_lineno})"
-        frame = caller
+            name = f"pipedream.{function} ({Path(caller.f_code.co_filename).name}:{line})"
     return name
 
 
@@ -124,13 +117,11 @@ def note_module(error: BaseException, modules: Iterable[tuple[str, Any]]) -> Non
     if hasattr(error, _MODULE):
         return
     names = {id(module): f"the module {name!r}" * bool(name) for name, module in modules}
-    traceback = error.__traceback__
-    while traceback is not None:
-        owner: Any = traceback.tb_frame.f_locals.get("self")
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner: Any = frame.f_locals.get("self")
         if id(owner) in names:
             name = names[id(owner)] or f"the model {type(owner).__name__}"
             setattr(error, _MODULE, (name, source_of(type(owner).forward)))
-        traceback = traceback.tb_next
 
 
 def source_of(function: Any) -> str:
@@ -141,10 +132,6 @@ def source_of(function: Any) -> str:
     except (TypeError, OSError, ValueError):
         return ""
     return f"{Path(file or '?').name}:{line}"
-
-
-def _is_user_code(code: CodeType) -> bool:
-    return is_users_file(code.co_filename)
 
 
 def is_users_file(file: str) -> bool:
