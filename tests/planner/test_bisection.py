@@ -17,11 +17,12 @@ from pipedream.core.hardware.cluster import Cluster, Level, SumCosts, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.occupancy import stash
-from pipedream.planner import SearchSpace, pipeline_search, search_plan
+from pipedream.planner import SearchSpace, pipeline_search
 from pipedream.planner.bisection import TOLERANCE, Bisection
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, DynamicProgram, replicated_states
 from pipedream.planner.feasibility import RelaxedLine, StageNeeds, period_s
 from pipedream.planner.workers import WorkerLine
+from tests.planner.planned import search_plan
 
 
 def random_chain(draw: random.Random, layers: int) -> Profile:

@@ -19,10 +19,11 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule import lowering
-from pipedream.planner import MeshSearch, SearchSpace, cycles, pipeline_search, search_plan
+from pipedream.planner import MeshSearch, SearchSpace, cycles, pipeline_search
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
 from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.workflows.plan import plan
+from tests.planner.planned import search_plan
 
 
 def chain(draw: random.Random, layers: int) -> Profile:

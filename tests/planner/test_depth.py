@@ -15,10 +15,11 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan import depth
 from pipedream.core.schedule.lowering import lower
-from pipedream.planner import SearchSpace, manual_plan, search_plan
+from pipedream.planner import SearchSpace, manual_plan
 from pipedream.planner.tables.search_space import apply_depth
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
+from tests.planner.planned import search_plan
 
 FOUR = Profile.of_chain((LayerProfile(1.0, 2.0, 300, 1000, 100),) * 4)
 

@@ -17,7 +17,8 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.plan.cost import Site
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SearchSpace, cuts, search_plan
+from pipedream.planner import SearchSpace, cuts
+from tests.planner.planned import search_plan
 
 
 def random_graph(draw: random.Random, most: int = 7) -> Profile:

@@ -15,11 +15,12 @@ from marks import seeds
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, profile_of_rank
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import MeshSearch, SearchSpace, mesh_search, search_plan
+from pipedream.planner import MeshSearch, SearchSpace, mesh_search
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.mesh_search import fits_rank_memory
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
+from tests.planner.planned import search_plan
 
 
 def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[StageChoice, ...]]:

@@ -19,7 +19,7 @@ from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import VersionsRule, stash
-from pipedream.planner import SearchSpace, search_plan
+from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.recurrence import (
     DynamicProgram,
     State,
@@ -27,6 +27,7 @@ from pipedream.planner.dynamic_program.recurrence import (
     states_of_counts,
     straight_states,
 )
+from tests.planner.planned import search_plan
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,

@@ -21,7 +21,8 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search, search_plan
+from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search
+from tests.planner.planned import search_plan
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)

@@ -19,10 +19,11 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.host_memory import drop_snapshots
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SearchSpace, search_plan
+from pipedream.planner import SearchSpace
 from pipedream.planner.workers import list_orders
 from pipedream.report.text import stage_memory_table
 from pipedream.workflows.check import check_plan
+from tests.planner.planned import search_plan
 
 LAYER = LayerProfile(1.0, 2.0, 100, 10_000, activation_bytes=1000)
 CHAIN = Profile.of_chain((LAYER, LAYER, LAYER, replace(LAYER, parameter_bytes=40_000)), optimizer_bytes=140_000)

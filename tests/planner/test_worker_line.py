@@ -17,8 +17,9 @@ from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import Site
 from pipedream.core.schedule.occupancy import stash
-from pipedream.planner import SearchSpace, search_plan
+from pipedream.planner import SearchSpace
 from pipedream.planner.workers import WorkerLine, list_orders
+from tests.planner.planned import search_plan
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
     ((4, ()),),

@@ -21,6 +21,5 @@ from pipedream.planner.search import Finalist as Finalist
 from pipedream.planner.search import PlanSearch as PlanSearch
 from pipedream.planner.search import list_finalists as list_finalists
 from pipedream.planner.search import parse_counts as parse_counts
-from pipedream.planner.search import search_plan as search_plan
 from pipedream.planner.tables.search_space import SearchSpace as SearchSpace
 from pipedream.planner.two_bw import two_bw as two_bw

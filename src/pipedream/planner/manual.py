@@ -36,7 +36,8 @@ def manual_plan(
         cuts: indices of layers, or names of layers or modules; a module is cut before its first layer.
         replicas: workers of each stage; None: one each.
         update_delay: that of the replicated stages of a pipeline.
-        versions, occupancy, recompute: see `search_plan`.
+        versions, occupancy: see `SearchSpace.of`.
+        recompute: see `PlanSearch`.
 
     Raises:
         PlanError: a cut that the model does not allow, counts that match neither the stages nor the workers, or a stage

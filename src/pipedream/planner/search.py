@@ -18,7 +18,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.core.units import format_bytes, format_excess, format_seconds
 from pipedream.planner.dynamic_program.recurrence import check_recompute, refuse
 from pipedream.planner.pipeline_search import PipelineSearch
@@ -37,20 +36,9 @@ _LARGE = 1e8  # (layers times workers) squared
 _SPARE_STEPS = 4  # of the bisection for the least memory to keep free for messages
 
 
-def search_plan(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    versions: VersionsRule = stash,
-    occupancy: MethodOccupancy | None = None,
-    microbatches: int = 1,
-    in_flight: str | tuple[int, ...] = "noam",
-    shape: str | tuple[int, ...] = "any",
-    update_delay: int = 0,
-    all_workers: bool = False,
-    recompute: str = "never",
-) -> Plan:
-    """Finds the plan with the smallest predicted seconds per minibatch.
+@dataclass(frozen=True, eq=False)
+class PlanSearch:
+    """The searches of one space for plans of several shapes, each with the smallest predicted seconds per minibatch.
 
     Ties go to fewer bytes sent between stages, then fewer stages, then fewer workers, then the plan that is smallest,
     stage by stage, in (last layer, replicas).
@@ -59,44 +47,10 @@ def search_plan(
     tried. A model with many layers on many workers is planned by bisection (`planner.bisection`); the plan's
     bound then says how far from optimal it may be.
 
-    Args:
-        versions: versions of the weights that a stage holds, given its in-flight count and its update delay.
-        occupancy: computes what each stage of a plan holds under the method; None: as many microbatches in flight as
-            the depth allows, and `versions` of the weights. If it depends on the whole plan (vertical sync), the search
-            assumes the least that is possible, and the memory of the plan found is checked exactly.
-        microbatches: parts that a minibatch is split into.
-        in_flight: the depth, which is applied to the plan found at the paper's depth; memory is checked again.
-        shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated; 'pipeline' has
-            at least two stages, if the model and the workers allow them; 'straight' has one stage for each worker;
-            'data-parallel' has one stage on all workers; '2-1' or (2, 1) are the replicas of each stage.
-        update_delay: the update delay of a pipeline's replicated stages; 1 applies their updates after the next
-            forward.
-        all_workers: 'any' and 'pipeline' leave no worker idle.
+    Attributes:
         recompute: which stages keep only their input and repeat the forward before the backward: 'never' none, 'auto'
             those that do not fit the memory otherwise, 'always' all.
-
-    Raises:
-        PlanError: an unknown shape, more stages than the model can be cut into, more workers than the cluster has, or
-            nothing fits the memory at this depth.
-    """
-    search = PlanSearch.of(
-        profile,
-        cluster,
-        recompute=recompute,
-        all_workers=all_workers,
-        versions=versions,
-        update_delay=update_delay,
-        microbatches=microbatches,
-        occupancy=occupancy,
-    )
-    return search.best(shape, in_flight)
-
-
-@dataclass(frozen=True, eq=False)
-class PlanSearch:
-    """The searches of one space for plans of several shapes, see `search_plan`.
-
-    Attributes:
+        all_workers: 'any' and 'pipeline' leave no worker idle.
         names_rivals: notes say what other plans take, which takes longer.
     """
 
@@ -115,7 +69,7 @@ class PlanSearch:
 
     def best(
         self,
-        shape: str | tuple[int, ...],
+        shape: str | tuple[int, ...] = "any",
         in_flight: str | tuple[int, ...] = "noam",
         slower: float = 1.0,
         limit_s: float = inf,
@@ -123,12 +77,17 @@ class PlanSearch:
         """Returns the plan of a shape, at a depth.
 
         Args:
+            shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated; 'pipeline'
+                has at least two stages, if the model and the workers allow them; 'straight' has one stage for each
+                worker; 'data-parallel' has one stage on all workers; '2-1' or (2, 1) are the replicas of each stage.
+            in_flight: the depth, which is applied to the plan found at the paper's depth; memory is checked again.
             slower: as in a `Finalist`.
             limit_s: seconds per minibatch above which a plan does not count; it is returned without its depth and
                 bytes, which take longer.
 
         Raises:
-            PlanError: see `search_plan`.
+            PlanError: an unknown shape, more stages than the model can be cut into, more workers than the cluster has,
+                or nothing fits the memory at this depth.
         """
         if slower == 1:
             plan = self._find_fitting(shape, limit_s)

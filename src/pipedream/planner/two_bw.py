@@ -26,7 +26,7 @@ from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import MethodOccupancy
 from pipedream.core.units import format_bytes, format_seconds
-from pipedream.planner.search import search_plan
+from pipedream.planner.search import PlanSearch
 from pipedream.planner.tables.search_space import SearchSpace
 
 
@@ -83,7 +83,7 @@ def two_bw(
         if stages > len(SearchSpace.of(profile, cluster).positions) - 1:
             continue
         try:
-            base = replace(search_plan(profile, cluster.without_memory_limits(), shape=(w,) * stages), cluster=cluster)
+            base = replace(PlanSearch.of(profile, cluster.without_memory_limits()).best((w,) * stages), cluster=cluster)
         except PlanError:  # no chain of the graph's cuts has this many stages
             continue
         splits = [workers << power for power in range((max_microbatches // workers).bit_length())]

@@ -547,7 +547,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     order = layout.order(p, chunks or layout.chunks or 1)
     count = layout.stages(p, chunks)
     line = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-    straight = planner.search_plan(profile, line, versions=lambda in_flight, update_delay: 1, shape="straight")
+    straight = planner.PlanSearch.of(profile, line, versions=lambda in_flight, update_delay: 1).best("straight")
     recompute = request.recompute == "always"
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in straight.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
@@ -601,11 +601,11 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
     parts = parsed.microbatches
     line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if parsed.plan.worker_order else cluster
     options: dict[str, Any] = {"occupancy": methods.occupancy_of(name), "microbatches": parts}
-    options |= {"in_flight": request.in_flight, "recompute": request.recompute}
+    options |= {"recompute": request.recompute}
     if request.cuts is None:
-        plan = planner.search_plan(profile, line, shape="straight", **options)
+        plan = planner.PlanSearch.of(profile, line, **options).best("straight", request.in_flight)
     else:
-        plan = planner.manual_plan(profile, line, request.cuts, **options)
+        plan = planner.manual_plan(profile, line, request.cuts, in_flight=request.in_flight, **options)
     if len(plan.stages) != stages:
         raise PlanError(
             f"schedule {name!r} has {stages} stages, the cuts make {len(plan.stages)}; give one cut between each two"
