@@ -110,11 +110,13 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
         together_s.append(_time_together(lambda: several.run(parts, results)))
     gc.enable()
     sizes = {name: dtype.itemsize for name, dtype in step.dtypes.items()}
+    busiest_bytes = several.exchanges.list_busiest_bytes(sizes, len(step.calls))
+    bytes_per_s, latency_s = link  # in each direction at once
     return {
         "together_s": together_s,
         "alone_s": alone_s,
-        "exchanges": len(several.exchanges.list_busiest_bytes(sizes, len(step.calls))),
-        "exchange_s": several.exchanges.seconds(sizes, *link, len(step.calls)),
+        "exchanges": len(busiest_bytes),
+        "exchange_s": latency_s * len(busiest_bytes) + sum(busiest_bytes) / bytes_per_s,
         "sent_bytes": int(sent),
         "predicted_bytes": several.sent_bytes,
     }

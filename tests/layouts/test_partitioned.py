@@ -267,7 +267,7 @@ class _Recording(SimulatedRanks):
 
 @pytest.mark.parametrize("method", ["spartan", pytest.param("model", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mlp", pytest.param("words", marks=pytest.mark.slow)])
-def test_seconds_are_those_of_the_busiest_rank_of_each_exchange(name: str, method: str) -> None:
+def test_busiest_bytes_are_those_of_the_busiest_rank_of_each_exchange(name: str, method: str) -> None:
     step, ranks = _make_step(name)[2], _Recording(4)
     result = partition(step.operators, 4, method)
     _check_partition(name, ranks, result)
@@ -275,8 +275,6 @@ def test_seconds_are_those_of_the_busiest_rank_of_each_exchange(name: str, metho
     sizes = {tensor: dtype.itemsize for tensor, dtype in step.dtypes.items()}
     busiest = ranks.busiest[: len(exchanges.list_busiest_bytes(sizes, len(step.calls)))]
     assert exchanges.list_busiest_bytes(sizes, len(step.calls)) == busiest
-    assert exchanges.seconds(sizes, 1e6, 0.0, len(step.calls)) == pytest.approx(sum(busiest) / 1e6)
-    assert exchanges.seconds(sizes, 1e30, 0.5, len(step.calls)) == pytest.approx(len(busiest) / 2)
 
 
 def test_without_replicas_a_rank_has_its_share_of_all_tensors() -> None:

@@ -130,18 +130,6 @@ class Exchanges:
                 busiest.append(element_bytes[name] * max(ends.values()))
         return busiest
 
-    def seconds(
-        self, element_bytes: Mapping[str, int], bytes_per_s: float, latency_s: float, steps: int | None = None
-    ) -> float:
-        """Returns the seconds of all exchanges, one after the other, where links take both directions at once.
-
-        Args:
-            bytes_per_s: bandwidth of a rank in each direction.
-            latency_s: latency of an exchange.
-        """
-        busiest = self.list_busiest_bytes(element_bytes, steps)
-        return latency_s * len(busiest) + sum(busiest) / bytes_per_s
-
     def _iterate(self, steps: int | None = None) -> Iterator[tuple[str, tuple[Piece, ...]]]:
         """Yields the tensor and the pieces of each exchange, in order."""
         for number, step in enumerate(self.operators.steps[:steps]):
