@@ -108,7 +108,7 @@ class Run:
     def __str__(self) -> str:
         count, m = self.minibatches, self.schedule.microbatches
         text = f"a run of {count} minibatch{'es' if count > 1 else ''}"
-        return text if _keeps_minibatches(self.schedule) else f"{text} of m = {m} microbatch{'es' if m > 1 else ''}"
+        return text if self.schedule.updates.mean_of_rounds else f"{text} of m = {m} microbatch{'es' if m > 1 else ''}"
 
 
 def run_of(
@@ -135,7 +135,7 @@ def run_of(
     """
     built = _build(schedule, plan, microbatches, split, usual) if isinstance(schedule, str) else schedule
     if microbatches not in (None, built.microbatches):
-        if _keeps_minibatches(built):
+        if built.updates.mean_of_rounds:
             raise ScheduleError(
                 f"schedule {built.name!r} does not split a minibatch, but {microbatches} microbatches per minibatch "
                 "were asked for; leave the number out, and give the length of the run in minibatches "
@@ -157,7 +157,8 @@ def _build(name: str, plan: Plan, microbatches: int | None, split: int | None, u
         try:
             return build(name, plan, microbatches)
         except ScheduleError:
-            if not _keeps_minibatches(built := build(name, plan)):
+            built = build(name, plan)
+            if not built.updates.mean_of_rounds:
                 raise
             return built
     built = build(name, plan, split)
@@ -165,10 +166,6 @@ def _build(name: str, plan: Plan, microbatches: int | None, split: int | None, u
         with suppress(ScheduleError):
             return build(name, plan, usual)
     return built
-
-
-def _keeps_minibatches(schedule: Schedule) -> bool:
-    return schedule.updates.mean_of_rounds
 
 
 def _choose_length(schedule: Schedule, usual: int) -> int:
