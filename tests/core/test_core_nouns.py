@@ -100,18 +100,6 @@ def chain(count: int, *ties: tuple[int, ...]) -> LayerGraph:
 
 
 class TestGraph:
-    @given(st.integers(2, 8), st.data())
-    def test_cuts_against_the_definition(self, count: int, data: st.DataObject) -> None:
-        pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-        edges = tuple(data.draw(st.lists(st.sampled_from(pairs), unique=True)))
-        ties = tuple(data.draw(st.lists(st.sampled_from(pairs), max_size=2)))
-        graph = replace(chain(count, *ties), edges=edges)
-        for cut in range(1, count):
-            before_cut = set(range(cut))
-            crossing = {source for source, target in edges if source in before_cut and target not in before_cut}
-            apart = any(len(before_cut & set(tie)) not in (0, len(set(tie))) for tie in ties)
-            assert (cut in graph.cuts()) == (crossing <= {cut - 1} and not apart)
-
     @pytest.mark.parametrize(
         ("build", "message"),
         [

@@ -169,18 +169,6 @@ class LayerGraph(Artifact):
     ) -> LayerGraph:
         return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, inseparable)
 
-    def cuts(self) -> tuple[int, ...]:
-        """Returns the cuts that the runtime supports; cut i is between layers i - 1 and i.
-
-        Only the output of layer i - 1 crosses it, and no tied group has layers on both sides.
-        """
-        return tuple(
-            i
-            for i in range(1, len(self.layers))
-            if all(source == i - 1 for source, target in self.edges if source < i <= target)
-            and all(max(group) < i or min(group) >= i for group in self.ties)
-        )
-
 
 _SHOWN_VALUES, _SHOWN_REASONS = 2, 20
 
