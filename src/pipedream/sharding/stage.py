@@ -200,8 +200,8 @@ class StageSharding:
     def share_initial(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies the values of the worker's first rank to the others."""
         for tensor in tensors:
-            for at in range(len(self.mesh.dimensions)):
-                dist.broadcast(tensor.data, group=self.device_mesh.get_group(at), group_src=0)
+            for group in self.device_mesh.get_all_groups():
+                dist.broadcast(tensor.data, group=group, group_src=0)
 
     def shard_parameters(
         self,

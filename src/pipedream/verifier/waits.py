@@ -156,14 +156,13 @@ class _Waits:
 
     def _post(self, rank: int) -> None:
         for messages in self.unposted[rank].values():
-            while messages and self._has_place(messages[0]):
+            while messages:
+                previous = self.previous_in_place.get(messages[0])
+                if previous is not None and previous not in self.consumed:
+                    break
                 message = messages.popleft()
                 self.posted.add(message)
                 self._issue(rank, message)
-
-    def _has_place(self, message: Message) -> bool:
-        previous = self.previous_in_place.get(message)
-        return previous is None or previous in self.consumed
 
     def _issue(self, rank: int, message: Message) -> None:
         lane = self.lane[message[0]]
