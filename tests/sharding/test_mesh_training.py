@@ -191,7 +191,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     shard_weights: str = ""
     names: dict[str, str] = field(default_factory=dict)
-    sizes: tuple[int, ...] = (8, 8, 8, 5)
+    sizes: tuple[int, ...] = (8, 8, 5)
     recompute: bool = False
 
     def __str__(self) -> str:
