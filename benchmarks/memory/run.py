@@ -108,20 +108,16 @@ def main() -> None:
     parser = scaffold.make_parser(__doc__)
     parser.add_argument("--only", choices=("bytes", "slots", "largest", "bubble"))
     parser.add_argument("--size", choices=("test", "full"), default="full", help="test: that it runs")
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--minibatches", type=int, default=6)
     parser.add_argument("--plot", type=Path, help="file for a picture")
     parser.add_argument("--workers", type=int, nargs="+", help="of the largest models; by default 1, 2 and 4")
-    parser.add_argument("--disk", type=Path, help="folder for activations; by default a temporary one")
     sections = {"bytes": _compare_bytes, "slots": _compare_slots, "largest": _find_largest, "bubble": _compare_bubbles}
     scaffold.print_sections(sections, parser.parse_args())
 
 
 def _find_largest(options: argparse.Namespace) -> Iterator[str]:
     environment = scaffold.Environment()
-    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         log = partial(print, file=sys.stderr, flush=True)
         rows = largest.measure(options.size, Path(folder), log, options.workers)
     shape = ", ".join(f"{name} {count}" for name, count in largest.SHAPE.items())
@@ -133,7 +129,7 @@ def _compare_slots(options: argparse.Namespace) -> Iterator[str]:
     """Compares minibatches of 1F1B with half of the activations on disk and with none, on two workers."""
     request: dict[str, Any] = {"width": 512, "blocks": 4, "batch": 512, "optimizer": "sgd"}
     environment, rounds = scaffold.Environment(), 1 if options.size == "test" else 7
-    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         profile, rate = largest.measure_profile(request, Path(folder, "profile.json")), measure_disk(folder)
         core_s_per_byte = measure_core_time(folder)
         plans = {}
@@ -168,14 +164,14 @@ def _compare_bubbles(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
-    request = {name: getattr(options, name) for name in ("width", "blocks", "batch", "minibatches")}
+    request = {"width": 1024, "blocks": 9, "batch": options.batch, "minibatches": 6}
     chosen = VARIANTS
     if options.size == "test":
         request |= {"width": 192, "blocks": 3, "batch": 240}
         chosen = VARIANTS[:2]
     environment = scaffold.Environment()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         profiles = {
             name: largest.measure_profile(request | {"optimizer": name}, Path(folder, f"{name}.json"))
             for name in sorted({v.optimizer for v in chosen})

@@ -39,8 +39,7 @@ def main() -> None:
     questions = {"model": _ask_model, "data": _ask_data, "stash": _ask_stash, "experts": _ask_experts}
     parser = scaffold.make_parser(__doc__, "one round of a small model")
     parser.add_argument("--only", choices=questions)
-    parser.add_argument("--rounds", type=int, default=5, help="segments of each variant, in turns")
-    parser.add_argument("--minibatches", type=int, default=2, help="of a segment")
+    parser.set_defaults(rounds=5, minibatches=2)  # segments of each variant, in turns; minibatches of a segment
     options = scaffold.parse_quick(parser, rounds=1, minibatches=1)
     scaffold.stop_if(None if len(os.sched_getaffinity(0)) > 1 else "it needs two cores", "meshes")
     environment = scaffold.Environment()

@@ -48,9 +48,7 @@ def main() -> None:
     parser = scaffold.make_parser(__doc__, "one round, short sleeps, and all memory runs in the same processes")
     parser.add_argument("--only", choices=sections)
     parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, in turns")
-    parser.add_argument("--segment", type=int, default=64, help="microbatches that a segment of waiting stages times")
-    parser.add_argument("--stages", type=int, nargs="+", choices=(2, 4), default=(2, 4), help="of waiting stages")
-    parser.add_argument("--messages", type=int, nargs="+", default=(4096, 1 << 20), metavar="BYTES")
+    parser.set_defaults(segment=64, stages=(2, 4), messages=(4096, 1 << 20))  # of waiting stages
     options = scaffold.parse_quick(parser, rounds=1, segment=8, stages=(2,), messages=(4096,))
     scaffold.stop_if(None if len(os.sched_getaffinity(0)) > 1 else "it needs two cores", "overhead")
     environment = scaffold.Environment()

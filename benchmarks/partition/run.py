@@ -27,6 +27,7 @@ SEARCH_S = {"WResNet-152, widened 10 times": 8.3, "RNN, 10 layers, 20 time steps
 SLOW_METHODS = ("recursive", "data", "all-row", "model")
 """Whose steps are timed."""
 
+RATE_BYTES_PER_S = 25e6
 LINK_BYTES = (400_000, 2_400_000)
 """Sizes of the exchanges by which a link is measured; both are far larger than what a link sends at once."""
 
@@ -35,7 +36,6 @@ def main() -> None:
     sections = {"search": _ask_search, "seconds": _ask_seconds}
     parser = scaffold.make_parser(__doc__, "few steps, few models")
     parser.add_argument("--only", choices=sections)
-    parser.add_argument("--rate", type=float, default=25e6, help="of a link, in bytes per second")
     parser.add_argument("--rounds", type=int, default=7, help="steps that are timed")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for other processes to end")
     options = scaffold.parse_quick(parser, rounds=2, patience=0.0)
@@ -78,7 +78,7 @@ def _ask_seconds(options: argparse.Namespace) -> Iterator[str]:
     yield scaffold.format_head(f"{titles} | of recursive | others", "lrlr")
     for count in (2, 4):
         with (
-            slow_network((count,), (options.rate,)) as network,
+            slow_network((count,), (RATE_BYTES_PER_S,)) as network,
             worker_processes(network, count, str(Path(__file__).with_name("worker.py"))) as workers,
         ):
             link = _link(workers)

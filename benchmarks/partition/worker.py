@@ -31,6 +31,7 @@ from pipedream.layouts import GroupRanks, PartitionedStep, TracedStep
 from pipedream.sharding.functions import exchange
 
 sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import gather
 from worker_processes import answer_lines
 
 
@@ -80,9 +81,7 @@ def _time_together(run: Callable[[], object]) -> float:
     dist.barrier()
     began = time.perf_counter()
     run()
-    passed = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    dist.all_reduce(passed, dist.ReduceOp.MAX)
-    return float(passed)
+    return float(max(gather(time.perf_counter() - began)))
 
 
 def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> dict[str, Any]:
@@ -99,8 +98,7 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
     parts = {name: several.part(name, tensor) for name, tensor in values.items()}
     results = [*step.gradients.values(), *step.updated.values(), *step.outputs]
     several.run(parts, results)
-    sent = torch.tensor(ranks.sent_bytes)
-    dist.all_reduce(sent)
+    sent_bytes = sum(gather(ranks.sent_bytes))
     alone.run(parts, results)
     gc.collect()
     gc.disable()
@@ -117,22 +115,21 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
         "alone_s": alone_s,
         "exchanges": len(busiest_bytes),
         "exchange_s": latency_s * len(busiest_bytes) + sum(busiest_bytes) / bytes_per_s,
-        "sent_bytes": int(sent),
+        "sent_bytes": sent_bytes,
         "predicted_bytes": several.sent_bytes,
     }
 
 
 def _time_in_turn(run: Callable[[], object]) -> float:
     """Returns the most seconds that one rank takes, each in its turn."""
-    slowest = torch.tensor(0.0, dtype=torch.float64)
+    seconds = 0.0
     for rank in range(dist.get_world_size()):
         dist.barrier()
         if rank == dist.get_rank():
             began = time.perf_counter()
             run()
-            slowest += time.perf_counter() - began
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+            seconds = time.perf_counter() - began
+    return float(max(gather(seconds)))
 
 
 if __name__ == "__main__":

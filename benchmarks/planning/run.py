@@ -97,11 +97,8 @@ def print_levels(files: Sequence[Path]) -> None:
 
 def print_chains() -> None:
     """Prints how long it takes to plan chains of hundreds of layers, and to simulate the plans."""
-    print(
-        format_head(
-            "a chain | workers | planning | gap | repeats after | simulate | slowest stage | simulated", "llrlr"
-        )
-    )
+    titles = "a chain | workers | planning | gap | repeats after | simulate | slowest stage | simulated"
+    print(format_head(titles, "llrlr"))
     for layers, widths in ((200, (64,)), (1000, (8, 16, 8))):
         seconds, plan = timed(partial(search, chain(layers), make_cluster(widths, (150e9, 12.5e9, 1.25e9))))
         score_s, result = timed(partial(score, plan))
@@ -148,14 +145,8 @@ def table_of_meshes() -> None:
             search_s, _ = timed(partial(search, profile, limited, mesh="auto"))
             whole_s, _ = timed(partial(planning.plan, profile, limited, mesh="auto"))
             size = "" if memory_bytes is None else f", {memory_bytes / 1e9:.0f} GB a rank"
-            cells = (
-                f"{alone_s:.1f} s",
-                gap_of(plan),
-                f"{search_s:.1f} s",
-                f"{whole_s:.1f} s",
-                f"{whole_s / search_s:.1f}",
-            )
-            print(format_row((f"{name}{size}", *cells)), flush=True)
+            cells = f"{alone_s:.1f} s", gap_of(plan), f"{search_s:.1f} s", f"{whole_s:.1f} s"
+            print(format_row((f"{name}{size}", *cells, f"{whole_s / search_s:.1f}")), flush=True)
 
 
 def on_meshes(count: int) -> Profile:

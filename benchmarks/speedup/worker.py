@@ -39,7 +39,7 @@ from pipedream.runtime.torch_baselines import Task, data_parallel, measure_messa
 from pipedream.slow_links import LINK
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import read_memory, restart_peak
+from scaffold import gather, read_memory, restart_peak
 from worker_processes import Disturbance, answer_lines
 
 _QUIET = 0.03
@@ -190,10 +190,8 @@ class _Worker:
 
     def _sum_over_ranks(self, samples: int, seconds: float, sent_bytes: int) -> dict[str, float]:
         """Returns the figures of both workers: the slower one's rate, the sum of what they sent."""
-        slowest, sent = torch.tensor([seconds]).double(), torch.tensor([sent_bytes]).double()
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        dist.all_reduce(sent, group=self.group)
-        return {"samples_per_s": samples / float(slowest), "bytes_per_sample": float(sent) / samples}
+        seconds_by_rank, sent_by_rank = zip(*gather((seconds, sent_bytes), self.group), strict=True)
+        return {"samples_per_s": samples / max(seconds_by_rank), "bytes_per_sample": sum(sent_by_rank) / samples}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Runs what is asked; torch's schedules refuse some models, on both workers alike."""
@@ -219,9 +217,7 @@ class _Worker:
             before_bytes = restart_peak()
             disturbance = Disturbance(self._read_cpu_s)
             answer = getattr(self, do)(**request)
-            rise_bytes = torch.tensor([read_memory("VmHWM") - before_bytes])
-            dist.all_reduce(rise_bytes, dist.ReduceOp.MAX, group=self.group)
-            answer["rise_bytes"] = int(rise_bytes)
+            answer["rise_bytes"] = max(gather(read_memory("VmHWM") - before_bytes, self.group))
             gc.collect()
             answer["others"] = disturbance.share()
             if not best or answer["others"] < best["others"]:
@@ -234,9 +230,7 @@ class _Worker:
 
     def _read_cpu_s(self) -> float:
         """Returns the seconds of a core that both workers have used."""
-        own_s = torch.tensor([sum(os.times()[:2])], dtype=torch.float64)
-        dist.all_reduce(own_s, group=self.group)
-        return float(own_s)
+        return float(sum(gather(sum(os.times()[:2]), self.group)))
 
 
 def _count_sent_bytes() -> int:
