@@ -56,18 +56,9 @@ class Block(nn.Module):
         return x + self.outer(F.gelu(self.inner(self.norm(x))))
 
 
-class Loader:
-    """Fresh minibatches, so that none is held but by the pipeline."""
-
-    def __init__(self, batch: int, count: int) -> None:
-        self.batch, self.count = batch, count
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(self.count):
-            yield _draw(self.batch)
-
-    def __len__(self) -> int:
-        return self.count
+def _draw_batches(request: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields fresh minibatches, so that none is held but by the pipeline."""
+    return (_draw(request["batch"]) for _ in range(request["minibatches"]))
 
 
 def _draw(samples: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +114,7 @@ def _train_blocks(request: dict[str, Any], plan: Plan, mark: Callable[[], None])
     with pd.Pipeline(job.make(), plan, **how) as pipeline:
         before_bytes = restart_peak()
         mark()
-        for _ in pipeline.train(Loader(request["batch"], request["minibatches"])):
+        for _ in pipeline.train(_draw_batches(request)):
             pass
         mark()
         rise_bytes = read_memory("VmHWM") - before_bytes
@@ -175,8 +166,7 @@ def time_plans(request: dict[str, Any]) -> dict[str, list[float]]:
     for name in take_turns(request["plans"], request["rounds"]):
         how = {"loss": job.loss, "optimizer": job.optimizer, "check": False}
         with pd.Pipeline(job.make(), Plan.load(request["plans"][name]), **how) as pipeline:
-            loader = Loader(request["batch"], request["minibatches"])
-            ends_s = [time.perf_counter() for _ in pipeline.train(loader)]
+            ends_s = [time.perf_counter() for _ in pipeline.train(_draw_batches(request))]
         seconds_by_plan[name].append((ends_s[-1] - ends_s[1]) / (len(ends_s) - 2))
     return seconds_by_plan
 
