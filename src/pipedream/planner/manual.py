@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
+from typing import Any
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
@@ -23,21 +23,17 @@ def manual_plan(
     cuts: tuple[int | str, ...],
     replicas: tuple[int, ...] | None = None,
     *,
-    versions: VersionsRule = stash,
-    occupancy: MethodOccupancy | None = None,
-    microbatches: int = 1,
     in_flight: str | tuple[int, ...] = "noam",
-    update_delay: int = 0,
     recompute: str = "never",
+    **of_space: Any,
 ) -> Plan:
     """Returns the plan with a cut before each of the given layers, in the order of the model's graph.
 
     Args:
         cuts: indices of layers, or names of layers or modules; a module is cut before its first layer.
         replicas: workers of each stage; None: one each.
-        update_delay: that of the replicated stages of a pipeline.
-        versions, occupancy: see `SearchSpace.of`.
         recompute: see `PlanSearch`.
+        of_space: arguments of `SearchSpace.of`.
 
     Raises:
         PlanError: a cut that the model does not allow, counts that match neither the stages nor the workers, or a stage
@@ -58,15 +54,7 @@ def manual_plan(
             f"replicas {counts} take {sum(counts)} workers, the cluster has {cluster.workers}; ask for fewer or give "
             "more workers"
         )
-    space = SearchSpace.of(
-        profile,
-        cluster,
-        versions=versions,
-        update_delay=update_delay,
-        microbatches=microbatches,
-        occupancy=occupancy,
-        downsets=(),
-    )
+    space = SearchSpace.of(profile, cluster, downsets=(), **of_space)
     check_recompute(recompute)
     plan = space.build_plan(positions, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
     if recompute == "auto":
