@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import isfinite
 
 import torch
@@ -71,17 +72,10 @@ class Comparer:
         self.rank = rank
         self._fingerprint = fingerprint
         self._receive = receive
-        self._reference: Reference | None = None
 
-    @property
+    @cached_property
     def reference(self) -> Reference:
-        if self._reference is None:
-            self._reference = Reference.from_json(self._receive())
-        return self._reference
-
-    @reference.setter
-    def reference(self, reference: Reference) -> None:
-        self._reference = reference
+        return Reference.from_json(self._receive())
 
     def fingerprint(self, tensor: torch.Tensor, factor: float = 1.0) -> Fingerprint:
         """Returns the fingerprint of a tensor that was multiplied by a factor."""
