@@ -612,8 +612,8 @@ BREAKS = (
     Break(
         "stage: a split backward loses what leaves the path",
         "runtime/stage/split_backward.py",
-        "branch.run(self._incoming.pop(number))",
-        "self._incoming.pop(number)",
+        "branch.run(self.incoming.pop(number))",
+        "self.incoming.pop(number)",
         ("runtime/stage/test_split_backward.py",),
     ),
     # Checkpoints

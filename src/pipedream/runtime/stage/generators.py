@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,30 +74,22 @@ def list_own_generators(modules: Iterable[nn.Module]) -> list[Any]:
     return list(find_generators({str(number): vars(module) for number, module in enumerate(modules)}).values())
 
 
+@dataclass(eq=False)
 class OtherGenerators:
     """The generators of Python and NumPy, and those that layers hold, at a stage with replicas.
 
     Replicas have copies in the same state, so they are seeded for each microbatch, like torch's own.
 
-    Args:
-        seed: of the run.
-        replicated: whether the stage has other replicas; without them nothing is seeded.
-
     Attributes:
-        may_draw: False once a forward in training mode has drawn nothing.
+        seed: of the run.
+        may_draw: whether the stage has other replicas, without which nothing is seeded; False once a forward in
+            training mode has drawn nothing.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        layers: Sequence[tuple[str, nn.Module]],
-        own_generators: Sequence[Any],
-        replicated: bool,
-    ) -> None:
-        self._seed = seed
-        self._layers = layers
-        self._own_generators = own_generators
-        self.may_draw = replicated
+    seed: int
+    layers: Sequence[tuple[str, nn.Module]]
+    own_generators: Sequence[Any]
+    may_draw: bool
 
     @contextmanager
     def seeding(self, microbatch: int) -> Iterator[None]:
@@ -104,10 +97,10 @@ class OtherGenerators:
         if not self.may_draw:
             yield
             return
-        name, layer = self._layers[0]
-        with seeded_rng(layer_seed(self._seed, microbatch, name), self._own_generators):
+        name, layer = self.layers[0]
+        with seeded_rng(layer_seed(self.seed, microbatch, name), self.own_generators):
             old = RngStates.read().to_json()
             yield
-            if layer.training and not self._own_generators:
+            if layer.training and not self.own_generators:
                 new = RngStates.read().to_json()
                 self.may_draw = any(old[kind] != new[kind] for kind in ("python", "numpy") if kind in old)

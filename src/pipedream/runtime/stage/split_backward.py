@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -80,46 +81,40 @@ class _Branch:
         _free_saved(self.node)
 
 
+@dataclass(eq=False)
 class Deferred:
     """The gradients of weights that I has left for W.
 
-    Args:
+    Attributes:
         computed: (weight, gradient) that I has computed.
         independent: outputs that depend on no received tensor, their gradients, and the weights that they reach.
         incoming: number of a branch -> incoming gradients of its node, in the order of their arrival.
     """
 
-    def __init__(
-        self,
-        computed: list[tuple[torch.Tensor, torch.Tensor]],
-        independent: tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]],
-        branches: list[_Branch],
-        incoming: dict[int, _Gradients],
-    ) -> None:
-        self._computed = computed
-        self._independent = independent
-        self._branches = branches
-        self._incoming = incoming
+    computed: list[tuple[torch.Tensor, torch.Tensor]]
+    independent: tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]
+    branches: list[_Branch]
+    incoming: dict[int, _Gradients]
 
     def run(self) -> Iterator[torch.Tensor]:
         """Adds the gradients to the weights' ``.grad``; yields each complete weight. Runs once."""
-        edges, gradients, leaves = self._independent
+        edges, gradients, leaves = self.independent
         remaining = Counter(leaves)
-        for number in self._incoming:
-            remaining.update(self._branches[number].leaves)
-        if self._computed:
-            torch.autograd.backward([leaf for leaf, _ in self._computed], [gradient for _, gradient in self._computed])
-            yield from (leaf for leaf, _ in self._computed)
-            self._computed.clear()
+        for number in self.incoming:
+            remaining.update(self.branches[number].leaves)
+        if self.computed:
+            torch.autograd.backward([leaf for leaf, _ in self.computed], [gradient for _, gradient in self.computed])
+            yield from (leaf for leaf, _ in self.computed)
+            self.computed.clear()
         if leaves:
             torch.autograd.backward(edges, gradients, inputs=leaves)
             yield from _count_down(leaves, remaining)
-        self._independent = ([], [], [])
-        for number in list(self._incoming):
-            branch = self._branches[number]
-            branch.run(self._incoming.pop(number))
+        self.independent = ([], [], [])
+        for number in list(self.incoming):
+            branch = self.branches[number]
+            branch.run(self.incoming.pop(number))
             yield from _count_down(branch.leaves, remaining)
-        self._branches = []
+        self.branches = []
 
 
 def split_backward(
