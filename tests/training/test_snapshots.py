@@ -25,6 +25,8 @@ import pipedream
 from pipedream.core.errors import PlanError, RecipeError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.plan.host_memory import count_saved_bytes, count_snapshot_bytes
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 from pipedream.recipe import load_recipe
 from pipedream.slow_links import Network, slow_network
@@ -153,15 +155,23 @@ def test_first_replicas_save_their_stages() -> None:
     assert count_saved_bytes(replace(plan, stages=tuple(stages))) == [3, 0, 12, 12, 48, 0]
 
 
+def write_with_plan(folder: Path) -> Plan:
+    """Writes the recipe, and a plan, so that nothing is profiled."""
+    write(folder, ONCE)
+    plan = Plan((Stage(0, 3, names=tuple("012")), Stage(3, 7, names=tuple("3456"))), (2, 1), Cluster.flat(2))
+    plan.save(folder / "plan.json")
+    return plan
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_torchrun_restarts_from_memory(tmp_path: Path) -> None:
     """Of one machine; nothing is left in its memory."""
-    write(tmp_path, ONCE)
+    write_with_plan(tmp_path)
     ended = commands.run(
         *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "-m", "pipedream", "train", "mortal.py"),
-        *("--out", "run", "--checkpoint-every", "0", "--snapshot-every", "4"),
+        *("--plan", "plan.json", "--out", "run", "--checkpoint-every", "0", "--snapshot-every", "4"),
         folder=tmp_path,
     )
     assert ended.status == 0, ended.err
@@ -183,14 +193,14 @@ def test_a_machine_that_is_lost_is_read_from_the_other_ones_memory(
     machines: Network, tmp_path: Path, lost: tuple[int, ...]
 ) -> None:
     """Of a machine that is lost, others have what was in memory; its disk is lost too, unless nothing else is left."""
-    write(tmp_path, ONCE)
-    program = ("-m", "pipedream", "train", str(tmp_path / "mortal.py"), "--out", "run", "--resume", "run")
+    plan = write_with_plan(tmp_path)
+    program = ("-m", "pipedream", "train", str(tmp_path / "mortal.py"), "--plan", str(tmp_path / "plan.json"))
+    program += ("--out", "run", "--resume", "run")
     program += ("--snapshot-every", "4", "--checkpoint-every", "10" if lost == (0, 1) else "0")
     started = started_on_both(machines, "static", program, tmp_path, own_memory=True)
     ends = [process.end() for process in started]
     assert all(ended.status for ended in ends), [ended.err for ended in ends]
     homes = [tmp_path / f"machine{number}" for number in (0, 1)]
-    plan = pipedream.Plan.load(homes[0] / "run" / "plan.json")
     for number in lost:
         shutil.rmtree(homes[number] / "memory")
         if len(lost) == 1:
