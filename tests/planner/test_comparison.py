@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import pipedream as pd
 from pipedream import cli
 from pipedream.core.errors import PipelineError, PlanError
-from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
@@ -138,7 +138,7 @@ def test_never_slower_than_what_it_was_compared_with(profile: Profile, cluster: 
 
 @given(profiles(), clusters(), st.sampled_from([*BOUNDED_METHODS]), st.data())
 def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: str, data: st.DataObject) -> None:
-    """Replica counts, depth and update delay are drawn, too."""
+    """Replica counts, depth, update delay and which stages recompute are drawn, too."""
     free, counts = min(cluster.workers, 8), []
     while free and len(counts) < len(profile.layers):
         counts.append(data.draw(st.integers(1, free)))
@@ -147,6 +147,8 @@ def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: s
     delay = data.draw(st.sampled_from([0, 1])) if schedule == "pipedream" else 0
     try:
         plan = pd.plan(profile, cluster, schedule=schedule, shape=tuple(counts), in_flight=depth, update_delay=delay)
+        again = tuple(replace(stage, recompute=data.draw(st.booleans())) for stage in plan.stages)
+        plan = replace(plan, stages=again)
         period_s = score(plan).period_s
     except PipelineError:
         assume(False)
@@ -224,6 +226,15 @@ def test_the_bound_knows_what_messages_take() -> None:
         plan = pd.plan(profile, Cluster.flat(2, 1e6), schedule=schedule, shape=(1, 1), microbatches=m)
         assert 0.98 * seconds * (1 - 1e-9) <= make_candidate(plan, "").least_s <= seconds * (1 + 1e-9)
         assert score(plan).period_s == pytest.approx(seconds)
+
+
+def test_the_bound_knows_that_unequal_replicas_take_turns() -> None:
+    """Of 3 microbatches each of two replicas has 2 in every other minibatch: 4 s, and 2 s if the fast one has them."""
+    profile = Profile.of_chain((LayerProfile(2.0, 4.0, 0, 0, 0),), batch=8)
+    cluster = Cluster((Level(2, 1e9),), kinds=(Workers(1, speed=2.0), Workers(1)))
+    plan = pd.plan(profile, cluster, schedule="1f1b", shape=(2,), microbatches=3)
+    assert make_candidate(plan, "").least_s == pytest.approx(3.0)
+    assert score(plan).period_s == pytest.approx(3.0)
 
 
 def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:

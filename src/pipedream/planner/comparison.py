@@ -25,8 +25,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import inf
+from operator import add
 from typing import Any
 
 from pipedream.core.display import Tabular
@@ -376,26 +377,35 @@ def _compute_least_s(plan: Plan, method: MethodProperties) -> float:
                 )
             ),
         )
-    passes_s = [
-        (stage.forward_s + stage.redone_s + (m - 1) * stage.fixed_s) / site.speed
-        for stage, site in zip(stages, sites, strict=True)
-    ]
+    passes_s = [stage.forward_s + stage.redone_s + (m - 1) * stage.fixed_s for stage in stages]
     last_backward_s = [(stage.redone_s + (m - 1) * (stage.fixed_s - stage.forward_fixed_s)) / m for stage in stages]
-    shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
-    work_s = [share * seconds for share, seconds in zip(shares, passes_s, strict=True)]
+    fastest = [max(plan.costs.cluster.speeds[worker] for worker in workers) for workers in plan.costs.stage_workers]
+
+    def find_longest(seconds: Iterable[float], more_s: Iterable[float]) -> list[float]:
+        # Of unequal replicas the fastest may have the most microbatches; the slowest has its share on average.
+        return [
+            max((-(-m // site.replicas) / m * a + b) / speed, (a / site.replicas + b) / site.speed)
+            for a, b, site, speed in zip(seconds, more_s, sites, fastest, strict=True)
+        ]
+
+    work_s = find_longest(passes_s, repeat(0.0, len(stages)))
     # A later stage's gradients arrive after one forward and backward of each earlier stage, which recompute meanwhile.
-    first_passes_s = (sum(stage.split_s(m)) / site.speed for stage, site in zip(stages, sites, strict=True))
+    first_passes_s = (sum(stage.split_s(m)) / speed for stage, speed in zip(stages, fastest, strict=True))
     starts_s = accumulate((a + b for a, b in zip(first_passes_s, messages_s, strict=False)), initial=0.0)
-    ends_s = [
-        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.trained_bytes, backward_s))
-        for stage, site, tied_s, backward_s in zip(stages, sites, tied_sums, last_backward_s, strict=True)
+    updates_s = [stage.update_s for stage in stages]
+    with_ties_s: list[float] = list(map(add, updates_s, tied_sums))
+    sums_s = [
+        float(site.sum_s(stage.trained_bytes, backward_s))
+        for stage, site, backward_s in zip(stages, sites, last_backward_s, strict=True)
     ]
-    added_s = [share * seconds / site.speed for share, seconds, site in zip(shares, runtime, sites, strict=True)]
-    updates_s = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
-    own_s = [*map(sum, zip(work_s, ends_s, strict=True)), *map(sum, zip(work_s, updates_s, added_s, strict=True))]
+    own_s: list[float] = [
+        *map(add, find_longest(passes_s, with_ties_s), sums_s),
+        *find_longest(map(add, passes_s, runtime), updates_s),
+    ]
     if method.splits_backward:
         return max(own_s)
-    return max(max(a + b for a, b in zip(starts_s, work_s, strict=True)) + ends_s[0], *own_s)
+    end_s = with_ties_s[0] / fastest[0] + sums_s[0]
+    return max(max(a + b for a, b in zip(starts_s, work_s, strict=True)) + end_s, *own_s)
 
 
 def _list_message_seconds(plan: Plan) -> list[float]:
