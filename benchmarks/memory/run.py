@@ -108,6 +108,7 @@ def main() -> None:
     parser = scaffold.make_parser(__doc__)
     parser.add_argument("--only", choices=("bytes", "slots", "largest", "bubble"))
     parser.add_argument("--size", choices=("test", "full"), default="full", help="test: that it runs")
+    parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--plot", type=Path, help="file for a picture")
     parser.add_argument("--workers", type=int, nargs="+", help="of the largest models; by default 1, 2 and 4")
@@ -164,7 +165,7 @@ def _compare_bubbles(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
-    request = {"width": 1024, "blocks": 9, "batch": options.batch, "minibatches": 6}
+    request = {"width": options.width, "blocks": 9, "batch": options.batch, "minibatches": 6}
     chosen = VARIANTS
     if options.size == "test":
         request |= {"width": 192, "blocks": 3, "batch": 240}
