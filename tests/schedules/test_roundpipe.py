@@ -71,7 +71,7 @@ def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f
 def dispatched_on(workers: list[list[int]], slots: list[Slot], m: int) -> float:
     """Returns the seconds of minibatches, each with its slots on these workers, of which none waits for another.
 
-    A microbatch begins in a slot when the worker is free, and goes on when it has left the slot before.
+    A microbatch starts in a slot when the worker is free; what follows `early` also needs the previous slot.
     """
     free, ends = [0.0] * (1 + max(map(max, workers))), [0.0] * m
     for row in workers:

@@ -188,8 +188,8 @@ def _make_claims(last: int) -> kit.Claims:
     """Returns the closed forms for S = last + 1 equal stages, each forward a slot.
 
     A forward takes f, a backward f + b with the forward that it repeats, b >= f. Slot j + 1 starts as soon as its
-    worker has finished slot j + 1 - p and it has its first microbatch from slot j, or so much earlier that it has then
-    repeated its forward. It waits for the worker once in p slots, if m >= p, or m (f + b) >= p b in backwards; of the
+    worker has finished slot j + 1 - p and its first microbatch has left slot j; a backward slot starts f earlier, to
+    repeat a forward. It waits for the worker once in p slots, if m >= p, or m (f + b) >= p b in backwards; of the
     p - r slots after the last stage's, r = (S - 1) mod p, only if forwards are long.
     """
 

@@ -29,7 +29,7 @@ class BackwardRunner:
 
     Attributes:
         update_completed_by: `Program.update_completed_by` of this rank.
-        recomputing: the backward whose forward is being repeated before it.
+        recomputing: the backward whose forward is being repeated.
     """
 
     def __init__(

@@ -6,7 +6,7 @@
 - A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without one, at its update.
   The update waits for the sum. A coupled update waits until all ranks have reached it, one of tied weights for the sum
   over their holders, which begins when all have reached it.
-- A backward that recomputes begins so long before its gradient arrives that it then has just repeated its forward.
+- A backward that recomputes begins early: it has repeated its forward by the time its gradient arrives.
 - A forward waits until the weights that it reads have been made on another rank, and copied.
 
 Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens.

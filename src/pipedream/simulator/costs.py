@@ -207,7 +207,7 @@ class Costs:
         return self.output_bytes[channel.source if channel.carries == Carries.ACTIVATION else channel.target]
 
     def early_s(self, channel: Channel) -> float:
-        """Returns how long before a message arrives the op that receives it begins."""
+        """Returns how long before a message's arrival the op that receives it may begin."""
         return self.recompute_s[channel.target] if self.recompute_s and channel.carries == Carries.GRADIENT else 0.0
 
     def copy_s(self, stage: int, source: int, target: int) -> float:

@@ -198,7 +198,7 @@ class Wire(_Queue):
         posted: times of unmatched receives.
         unmatched: messages without a posted receive, and when they were sent.
         arrived: messages not yet received, and when they arrived.
-        early_s: how long before that the op that receives one begins.
+        early_s: how long before its arrival the op that receives a message may begin.
     """
 
     channel: Channel

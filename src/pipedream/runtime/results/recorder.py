@@ -131,7 +131,7 @@ class Recorder:
             if kind == "recompute":
                 recompute_s = end_s - start_s
                 continue
-            # It belongs to the backward, although the rank has waited for gradients since.
+            # The repeated forward counts as part of the backward; the wait between them moves before both.
             if kind == "wait":
                 start_s, end_s = start_s - recompute_s, end_s - recompute_s
             elif kind in WORK:
