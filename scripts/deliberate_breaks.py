@@ -1036,6 +1036,34 @@ BREAKS = (
         "status = 1",
         ("cli/test_show_command.py", "cli/test_plan_command.py"),
     ),
+    Break(
+        "callbacks: an average is followed before the weights are evaluated",
+        "callbacks.py",
+        '            self.report(waits=name == "test_ema")',
+        "            self.report()",
+        ("test_callbacks.py",),
+    ),
+    Break(
+        "callbacks: averages are not followed",
+        "callbacks.py",
+        'if name == "test" or (name == "test_ema" and "test" not in self._names):',
+        'if name == "test":',
+        ("test_callbacks.py",),
+    ),
+    Break(
+        "pipeline: plain weights are given as averages",
+        "pipeline.py",
+        "    if ema and options.ema is None:",
+        "    if False:",
+        ("test_pipeline.py",),
+    ),
+    Break(
+        "training: a frozen model trains",
+        "runtime/session/training.py",
+        "            if not any(tensor.requires_grad for tensor in tensors_in(inputs)):",
+        "            if False:",
+        ("test_pipeline.py",),
+    ),
 )
 
 

@@ -291,3 +291,92 @@ def test_all_processes_stop_at_the_same_minibatch(
         assert stopped
         assert (losses, minibatches) == alone[:2]
     assert all(torch.equal(results[0][2][name], tensor) for name, tensor in alone[2].items())
+
+
+class Heard(EarlyStopping):
+    """Early stopping that notes what it hears."""
+
+    def __init__(self, monitor: str = "loss", patience: int = 100) -> None:
+        super().__init__(monitor, patience=patience)
+        self.values: list[float] = []
+
+    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
+        self.values.append(metrics[self.monitor])
+        super().on_evaluation(pipeline, metrics)
+
+
+def evaluated(calls: str, *, epochs: int = 3, rate: float = 0.1, **rest: Any) -> tuple[list[dict[str, float]], int]:
+    """Trains with some evaluations after each epoch: T plain, A of the average, V of another name, S a save.
+
+    Returns the results of each letter, and the epochs trained.
+    """
+    animal, results = zoo.make("mlp"), {letter: list[float]() for letter in calls}
+    options = {"schedule": "1f1b", "ema": 0.9, "metrics": {"size": lambda output, _: output.abs().mean()}} | rest
+    optimizer = partial(torch.optim.SGD, lr=rate)
+    with pd.Pipeline(
+        animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=optimizer, **options
+    ) as pipeline:
+        for done in pipeline.train(animal.batches, epochs=epochs):
+            for letter in calls if done.ends_epoch else "":
+                choice = {"A": {"ema": True}, "V": {"name": "val"}}.get(letter, {})
+                results[letter].append(pipeline.evaluate(animal.batches, **choice)["loss"])
+        return results, pipeline.position[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(
+    ("calls", "followed"), [("T", "T"), ("A", "A"), ("TA", "T"), ("AT", "T"), ("VA", "A"), ("AV", "A"), ("VTA", "T")]
+)
+def test_callbacks_follow_the_average_where_nothing_else_is_evaluated(calls: str, followed: str, schedule: str) -> None:
+    heard = Heard()
+    results, _ = evaluated(calls, callbacks=[heard], schedule=schedule)
+    assert heard.values == results[followed]
+    assert len(heard.values) == 3
+
+
+@pytest.mark.parametrize("monitor", ["loss", "size"])
+def test_early_stopping_fires_on_averaged_weights(monitor: str) -> None:
+    _, epochs = evaluated("A", epochs=8, rate=0.0, callbacks=[EarlyStopping(monitor, patience=1)])
+    assert epochs == 2
+
+
+def test_a_plateau_follows_the_average() -> None:
+    plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0)
+    animal, rates = zoo.make("mlp"), []
+    with pd.Pipeline(
+        animal.model,
+        zoo.plan_of(animal, 2),
+        loss=animal.loss,
+        optimizer=SGD,
+        schedule="1f1b",
+        ema=0.9,
+        scheduler=plateau,
+    ) as pipeline:
+        for _ in range(3):  # evaluated between two calls of `train`
+            rates.append(list(pipeline.train(animal.batches))[-1].rate)
+            pipeline.evaluate(animal.batches, ema=True)
+    assert rates == [0.1, 0.05, 0.025]
+
+
+def test_an_averaged_evaluation_is_in_the_checkpoint(tmp_path: Path) -> None:
+    animal, heard = zoo.make("mlp"), Heard()
+    with pd.Pipeline(
+        animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, ema=0.9, callbacks=[heard]
+    ) as pipeline:
+        list(pipeline.train(animal.batches))
+        pipeline.evaluate(animal.batches, ema=True)
+        assert not pipeline.should_stop
+        assert len(heard.values) == 1
+        pipeline.evaluate(animal.batches, ema=True)
+        pipeline.save(tmp_path)
+        other = heard.state_dict()
+        heard.best_score = None
+        pipeline.load(tmp_path)
+    assert heard.state_dict() == other
+    assert other["wait_count"] == 1
+
+
+@pytest.mark.parametrize(("calls", "names"), [("V", r"\['val'\]"), ("", "none")])
+def test_early_stopping_without_its_evaluations_warns(calls: str, names: str) -> None:
+    with pytest.warns(UserWarning, match=f"early stopping follows evaluations named 'test', but this run made {names}"):
+        evaluated(calls, epochs=1, callbacks=[EarlyStopping()])

@@ -617,3 +617,34 @@ def test_autocast_by_name(name: str) -> None:
     for wrong in ("bf17", True, "int8"):
         with pytest.raises(PipelineError, match="is not known; write bfloat16, float16"):
             pipeline_of(zoo.make("mlp"), autocast=wrong)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict", "state_dict", "save_pretrained"])
+def test_averaged_weights_that_nobody_keeps_are_refused(call: str, tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+    arguments = {"state_dict": (), "save_pretrained": (tmp_path,)}.get(call, (animal.batches,))
+    with pipeline_of(animal) as pipeline:
+        with pytest.raises(PipelineError, match=r"no averaged weights: give ema=\.\.\."):
+            list(getattr(pipeline, call)(*arguments, ema=True))
+        list(pipeline.train(animal.batches))
+        assert not list(tmp_path.iterdir())
+
+
+FROZEN = {
+    "linear": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+    "no parameters": nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Flatten()),
+    "BatchNorm": nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)),
+    "dropout": nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
+}
+
+
+@pytest.mark.parametrize("model", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("rest", [{}, {"check": False}, {"schedule": "pipedream"}, {"stages": 1}], ids=str)
+def test_a_model_without_trained_parameters_is_refused(model: nn.Sequential, rest: dict[str, Any]) -> None:
+    model, data = copy.deepcopy(model).requires_grad_(False), [(torch.randn(4, 4), torch.zeros(4, 4))]
+    options = {"schedule": "1f1b", "stages": 2} | rest
+    plan = pd.plan(pd.profile(model, data[0][0], runs=1), pd.Cluster.flat(options.pop("stages")), shape="pipeline")
+    with pd.Pipeline(model, plan, loss=F.mse_loss, optimizer=SGD, **options) as pipeline:
+        pipeline.evaluate(data)
+        with pytest.raises(PipelineError, match="nothing is trainable: all parameters of the model are frozen"):
+            list(pipeline.train(data))

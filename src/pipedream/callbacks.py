@@ -9,7 +9,8 @@ pipedream.Recipe(..., callbacks=[pipedream.callbacks.EarlyStopping("loss"), Save
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ class Callback:
         """After a minibatch's gradients are in the weights, before the loop receives it."""
 
     def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        """After an evaluation named 'test', with 'loss' and the metrics."""
+        """After an evaluation named 'test', with 'loss' and the metrics; see `FollowedEvaluations`."""
 
     def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
         """After a checkpoint is complete; training waits for it if a callback has this method.
@@ -103,6 +104,54 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best_score, self.wait_count = state["best_score"], state["wait_count"]
+
+
+class FollowedEvaluations:
+    """Reports the evaluations named 'test' or, while there are none, those named 'test_ema', of the averaged weights.
+
+    One of the average waits until training continues or something is asked of the pipeline: 'test' may come after it.
+
+    Attributes:
+        needed_by: what needs evaluations.
+    """
+
+    def __init__(self, pipeline: Any, callbacks: Sequence[Callback], local: Any, monitor: str) -> None:
+        self._pipeline, self._callbacks, self._local, self._monitor = pipeline, callbacks, local, monitor
+        self.needed_by = ["the scheduler ReduceLROnPlateau"] if local.follows_evaluations else []
+        self.needed_by += ["early stopping"] if monitored(callbacks) else []
+        self._waiting: Mapping[str, float] | None = None
+        self._names: set[str] = set()
+
+    def add(self, name: str, means: Mapping[str, float]) -> None:
+        self._names.add(name)
+        if name == "test" or (name == "test_ema" and "test" not in self._names):
+            self.report(waits=name == "test")
+            self._waiting = means
+            self.report(waits=name == "test_ema")
+
+    def report(self, waits: bool = False) -> None:
+        """Reports the evaluation that waits, unless it still does."""
+        if self._waiting is not None and not waits:
+            means, self._waiting = self._waiting, None
+            self._local.step_schedules(means[self._monitor])
+            for callback in self._callbacks:
+                callback.on_evaluation(self._pipeline, means)
+
+    def during(self, stream: Iterable[Any]) -> Iterator[Any]:
+        for done in stream:
+            yield done
+            self.report()
+
+    def end(self, minibatches: int) -> None:
+        """Reports the evaluation that waits; warns if there never was one that something needs."""
+        self.report()
+        unseen = self.needed_by and not self._names & {"test", "test_ema"}
+        if unseen and minibatches and self._local.rank == 0:
+            warnings.warn(
+                f"{self.needed_by[0]} follows evaluations named 'test', but this run made "
+                f"{sorted(self._names) or 'none'}; call evaluate(..., name='test') after epochs",
+                stacklevel=3,
+            )
 
 
 def monitored(callbacks: Any) -> list[str]:

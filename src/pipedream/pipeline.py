@@ -19,11 +19,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
-from pipedream.callbacks import load_states, states_of
+from pipedream.callbacks import FollowedEvaluations, load_states, states_of
 from pipedream.capture import Captured, PlainModel
 from pipedream.core.artifact import check_json
 from pipedream.core.checkpoint import PipelineRequest
-from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.errors import PipelineError, PlanError, ScheduleError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
@@ -78,11 +78,9 @@ class Pipeline:
 
     Attributes:
         phases: with their compensation; one if the method does not change.
-        prepared: each phase's schedule, program and proof.
-        schedule, program, proof: of the current phase.
-        rank: of this process; 0 if it has all workers.
-        distributed: the workers are several processes.
-        follows_evaluations: the learning-rate scheduler is a ReduceLROnPlateau, which needs evaluations.
+        prepared: each phase's schedule, program and proof; schedule, program, proof: of the current phase.
+        rank: of this process; 0 if it has all workers. distributed: the workers are several processes.
+        followed: what callbacks and ReduceLROnPlateau get of the evaluations.
         ready, drains: drained results that `train` has yet to yield; minibatch numbers of drains.
         extra: given to `save`, or loaded from a checkpoint.
         saved_bytes: returns each rank's bytes of tensors in a checkpoint now; every rank calls it.
@@ -118,7 +116,7 @@ class Pipeline:
         self.saved_bytes, self._callbacks = saver.count_bytes, tuple(options.callbacks)
         self.extra: Mapping[str, Any] = {}
         self.rank, self.distributed = self._local.rank, self._local.distributed
-        self.follows_evaluations = self._local.follows_evaluations
+        self.followed = FollowedEvaluations(self, self._callbacks, self._local, options.monitor)
         warn_of_loopback(self.plan, self.rank)
         self._loggers = Loggers(
             options.loggers, self.rank, self.program.placement.workers, lambda: measured.status(self._local, "loggers")
@@ -146,7 +144,8 @@ class Pipeline:
         self._local.note_call("train()", training.number)
         training.is_running, training.should_stop = True, False
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
-        yield from training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues)
+        stream = training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues)
+        yield from self.followed.during(stream)
 
     def _report_done(self, done: Done) -> None:
         self._loggers.minibatch(done)
@@ -163,14 +162,17 @@ class Pipeline:
         self._loggers.pause()
         return self._training.number
 
-    def _begin_collective_call(self, name: str) -> None:
+    def _begin_collective_call(self, name: str, ema: bool = False) -> None:
         """Begins a collective call: drains, and waits for the other ranks."""
+        _check_average(self._options, ema)
+        self.followed.report(waits=name == "evaluate()")
         self._local.note_call(name, self._training.number - len(self.ready))
         self.drain()
         self._local.await_same_call()
 
     def _finish(self) -> None:
         """Ends a stream that its loop has left by a `break`."""
+        self.followed.report()
         self._training.finish()
         self._loggers.pause()
 
@@ -180,17 +182,14 @@ class Pipeline:
         Args:
             ema: use the averaged weights.
             name: loggers get ``NAME/loss`` and so on; callbacks and ReduceLROnPlateau follow the evaluations named
-                'test'. By default 'test', or with `ema` 'test_ema'.
+                'test', or 'test_ema' while there are none of that name. By default 'test', or with `ema` 'test_ema'.
         """
-        self._begin_collective_call("evaluate()")
+        self._begin_collective_call("evaluate()", ema)
         done = self._streams.evaluate(loader, self._adapt_batch, ema)
         self._training.raise_interrupt()
         means, name = {"loss": done.loss, **done.metrics}, name or ("test_ema" if ema else "test")
         self._loggers.evaluation(name, means, max(self._training.number - 1, 0))
-        if name == "test":
-            self._local.step_schedules(means[self._options.monitor])
-            for callback in self._callbacks:
-                callback.on_evaluation(self, means)
+        self.followed.add(name, means)
         return means
 
     def predict(self, loader: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
@@ -199,7 +198,7 @@ class Pipeline:
         Every rank must iterate it to its end. The loader may yield pairs or bare inputs. Objects in the output that
         cannot be sent, such as a cache of keys and values, are None.
         """
-        self._begin_collective_call("predict()")
+        self._begin_collective_call("predict()", ema)
         for output in self._streams.predict(loader, lambda batch: (self._adapt_batch.input_of(batch), None), ema):
             yield output.value
         self._training.raise_interrupt()
@@ -210,7 +209,7 @@ class Pipeline:
         If a compensation trains predicted weights, these are returned, as they are evaluated and averaged; with
         `predicted=False` the weights they are predicted from, w of `core.schedule.compensation` (SpecTrain, LWP).
         """
-        self._begin_collective_call("state_dict()")
+        self._begin_collective_call("state_dict()", ema)
         return collect_state_dict(self._local, ema, predicted)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, ema: bool = False, predicted: bool = True) -> None:
@@ -222,7 +221,7 @@ class Pipeline:
         Raises:
             CaptureError: the model has no ``save_pretrained``.
         """
-        self._begin_collective_call("save_pretrained()")
+        self._begin_collective_call("save_pretrained()", ema)
         save_pretrained(self._local, Path(folder), ema, predicted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,8 +291,7 @@ class Pipeline:
         self._streams.skip_comparison()
         self._session.checkpointer.restore(path, manifest)
         self._training.restore(manifest)
-        self.extra = manifest.extra
-        self._checkpoint = path
+        self.extra, self._checkpoint = manifest.extra, path
         load_states(self._callbacks, manifest.callbacks)
         return self.position
 
@@ -305,6 +303,7 @@ class Pipeline:
     @property
     def should_stop(self) -> bool:
         """Set to True, by a callback or in the loop, to end `train` after the minibatches in flight."""
+        self.followed.report()
         return self._training.should_stop
 
     @should_stop.setter
@@ -358,6 +357,7 @@ class Pipeline:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or (isinstance(error, KeyboardInterrupt) and self._training.is_interrupted):
+            self.followed.end(self._training.number)
             self._finish()
             self._local.note_call("close()", self._training.number)
             self._local.await_same_call()
@@ -369,6 +369,11 @@ class Pipeline:
             self._session.close(failed=True)
             with suppress(Exception):  # the error that is raised already says more
                 self._loggers.finalize("failed")
+
+
+def _check_average(options: PipelineOptions, ema: bool) -> None:
+    if ema and options.ema is None:
+        raise PipelineError("ema=True was asked for, but there are no averaged weights: give ema=..., such as 0.99")
 
 
 def _choose_exchange(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> Plan:

@@ -9,7 +9,6 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
-from pipedream.callbacks import monitored
 from pipedream.core.errors import RecipeError
 from pipedream.core.plan.host_memory import count_saved_bytes
 from pipedream.core.plan.plan import Plan
@@ -177,12 +176,10 @@ def _build_pipeline(planned: PlannedJob, device: str) -> Pipeline:
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
     """Raises a `RecipeError` if something depends on evaluations and this run makes none."""
-    needs_evaluations = ["the scheduler ReduceLROnPlateau"] if pipeline.follows_evaluations else []
-    needs_evaluations += ["early stopping"] if monitored(recipe.callbacks) else []
-    if needs_evaluations and (recipe.test is None or not options.evaluate_every):
+    if pipeline.followed.needed_by and (recipe.test is None or not options.evaluate_every):
         missing = "the recipe has no test loader" if recipe.test is None else "evaluate_every=0 leaves only the last"
         raise RecipeError(
-            f"{needs_evaluations[0]} needs evaluations, but {missing}; evaluate after epochs, or leave it out"
+            f"{pipeline.followed.needed_by[0]} needs evaluations, but {missing}; evaluate after epochs, or leave it out"
         )
 
 

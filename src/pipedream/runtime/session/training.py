@@ -11,8 +11,10 @@ from typing import Any
 import torch._dynamo  # noqa: F401  # the first optimizer does so if not done here, where `pause_collection` helps
 
 from pipedream.core.checkpoint import Checkpoint, Position
+from pipedream.core.errors import PipelineError
 from pipedream.core.schedule.phase import Phase, find_next_end, phase_after
 from pipedream.runtime.comm.message import StopReason
+from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.data.splitter import AdaptBatch
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.session.session import Session
@@ -82,6 +84,22 @@ class Training:
                 stacklevel=4,
             )
 
+    def _refuse_frozen(self, adapt: AdaptBatch) -> AdaptBatch:
+        """Returns what adapts batches, and if nothing is trained refuses them, as the backward of a plain loop does."""
+        if any(parameter.requires_grad for parameter in self._session.local.model.parameters()):
+            return adapt
+
+        def adapt_trained(batch: Any) -> tuple[Any, Any]:
+            inputs, targets = adapt(batch)
+            if not any(tensor.requires_grad for tensor in tensors_in(inputs)):
+                raise PipelineError(
+                    "nothing is trainable: all parameters of the model are frozen; call requires_grad_() on those to "
+                    "train, and make a new Pipeline"
+                )
+            return inputs, targets
+
+        return adapt_trained
+
     def run(
         self, loader: Any, adapt: AdaptBatch, epochs: int, until_epoch: int | None = None, *, continues: bool
     ) -> Iterator[Done]:
@@ -92,6 +110,7 @@ class Training:
             continues: continues with the data after an earlier run.
         """
         self._warn_of_evaluation_mode()
+        adapt = self._refuse_frozen(adapt)
         state, self._data_state = self._data_state, None
         if state is None and continues:
             state = self._streams.data_state(*self.position)
