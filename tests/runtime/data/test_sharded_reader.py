@@ -365,7 +365,7 @@ def test_processes_that_read_alike_read_what_a_plain_loop_does(name: str) -> Non
         for reader in readers:
             peeked = reader.peek()
             assert peeked is not None
-            assert peeked is next(reader)
+            assert peeked.number == next(reader).number
             minibatches = [(peeked.epoch, listed(peeked.batch)), *(part[1:3] for part in batches_of(reader))]
             assert minibatches == expected[extent.skip :]
             reader.close(), reader._sharded.close()

@@ -44,11 +44,13 @@ def adapt(batch: Any) -> tuple[Any, Any]:
 
 
 def reader_of(count: int) -> LoaderReader:
-    return IterableReader(batches(count), DataOrder(), EpochRange(), None)
+    reader = IterableReader(batches(count), DataOrder(), EpochRange(), None)
+    reader.adapt = adapt
+    return reader
 
 
 def reading(count: int, senders: Mapping[int, LocalChannel] | None = None) -> ReadingSource:
-    return ReadingSource(reader_of(count), Splitter(adapt), senders, replicas=1 + len(senders or {}))
+    return ReadingSource(reader_of(count), Splitter(), senders, replicas=1 + len(senders or {}))
 
 
 def hand_over(count: int, readers: Sequence[int]) -> tuple[list[Source], list[LocalChannel]]:
@@ -65,7 +67,7 @@ def hand_over(count: int, readers: Sequence[int]) -> tuple[list[Source], list[Lo
             reader = FollowingReader(reader, channels[0, replica], replica)
         senders = {b: channels[replica, b] for b in replicas if readers[b] == replica != b}
         followers = [] if replica else [channels[0, b] for b in replicas if readers[b] == b != 0]
-        sources.append(ReadingSource(reader, Splitter(adapt), senders, followers, len(readers)))
+        sources.append(ReadingSource(reader, Splitter(), senders, followers, len(readers)))
     return sources, list(channels.values())
 
 
@@ -142,9 +144,10 @@ def test_a_replica_that_reads_other_samples_is_stopped() -> None:
         sharded = ShardedLoader(DataLoader(Numbers(), batch_sampler=order))
         sharded.alike = True
         reader: Any = ShardedReader(sharded, DataOrder(), EpochRange(), None)
+        reader.adapt = lambda batch: (batch, None)
         if not rest:
             reader = FollowingReader(reader, channel, 7)
-        source = ReadingSource(reader, Splitter(lambda batch: (batch, None)), replicas=2, **rest)
+        source = ReadingSource(reader, Splitter(), replicas=2, **rest)
         source.begin(2, 0 if rest else 1, 0)
         return source
 
@@ -371,7 +374,8 @@ def test_a_circle_would_be_found() -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_error_of_the_data_reaches_the_one_who_asks(parts: int) -> None:
     reader = IterableReader([{"x": 1}], DataOrder(), EpochRange(), None)
-    source = ReadingSource(reader, Splitter(lambda batch: (batch["y"], None)), {1: LocalChannel()})
+    reader.adapt = lambda batch: (batch["y"], None)
+    source = ReadingSource(reader, Splitter(), {1: LocalChannel()})
     source.begin(parts, 0, 0)
     with pytest.raises(KeyError, match="y"):
         source.take(0)

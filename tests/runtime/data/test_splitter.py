@@ -170,11 +170,11 @@ def test_a_list_of_dicts_whose_length_is_not_the_batchs_is_shared() -> None:
 
 
 def test_a_list_that_is_split_once_is_split_again() -> None:
-    splitter = Splitter(lambda batch: (batch, ()))
+    splitter = Splitter()
     splitter.begin(2, 0)
     for number, lengths in enumerate(((3, 5, 2), (4, 4), (2, 2))):
         batch = {"ids": torch.arange(len(lengths)), "words": [torch.arange(n) for n in lengths]}
-        parts = splitter.split(number, Minibatch(number, 0, batch, False))
+        parts = splitter.split(number, Minibatch(number, 0, (batch, ()), False))
         assert sum(len(unflatten(p.structure, p.tensors)["words"]) for p, _ in parts) == len(lengths)
 
 
@@ -213,17 +213,18 @@ SHARED = {"x": torch.ones(8, 6), "context": torch.ones(5, 5)}
     ],
 )
 def test_whether_a_tensor_is_split_is_decided_once(later: dict[str, Any], reason: str) -> None:
-    splitter = Splitter(lambda batch: (batch, batch["x"].detach()), {"y": 1})
+    splitter = Splitter({"y": 1})
     splitter.begin(2, 0)
-    splitter.split(0, Minibatch(0, 0, SHARED, False))
-    second = Minibatch(1, 0, SHARED | later, True)
+    splitter.split(0, Minibatch(0, 0, (SHARED, SHARED["x"]), False))
+    batch = SHARED | later
+    second = Minibatch(1, 0, (batch, batch["x"].detach()), True)
     with pytest.raises(WorkerError, match=reason) if reason else nullcontext():
         splitter.split(1, second)
 
 
 def test_a_tensor_whose_dimension_is_given_may_have_any_size() -> None:
-    splitter = Splitter(lambda batch: (batch, ()), {"context": None})
+    splitter = Splitter({"context": None})
     splitter.begin(2, 0)
     for number, size in enumerate((5, 8, 4)):
-        parts = splitter.split(number, Minibatch(number, 0, SHARED | {"context": torch.ones(size, 5)}, False))
+        parts = splitter.split(number, Minibatch(number, 0, (SHARED | {"context": torch.ones(size, 5)}, ()), False))
         assert [len(unflatten(part.structure, part.tensors)["context"]) for part, _ in parts] == [size, size]

@@ -251,6 +251,9 @@ class ShardedReader(LoaderReader):
                 return False
         return True
 
+    def _adapt_late(self, batch: Any) -> Any:
+        return self._adapt(batch, is_fixed=self._loader.num_workers > 0)  # other processes use no memory again
+
     def _save_epoch_state(self, epoch: int) -> None:
         super()._save_epoch_state(epoch)
         self._epoch_states[epoch]["seeded"] = self._sharded.seeded

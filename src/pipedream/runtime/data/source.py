@@ -372,14 +372,14 @@ class DataSources:
         sources: dict[int, Source]
         if self._takes_turns and target is self._training and channels.group is None:
             ends = {number: LocalChannel() for number in range(1, len(self._input_ranks))}
-            splitter = Splitter(request.adapt, self._batch_dim)
+            splitter = Splitter(self._batch_dim)
             source = TurnSource(target.open(request), splitter, ends, replicas=len(self._input_ranks))
             receivers = (ReceivingSource(_PullingReceiver(end, source), takes_turns=True) for end in ends.values())
             return dict(zip(self._input_ranks, (source, *receivers), strict=True))
         if channels.group is None or len(self._input_ranks) == 1:
             readers = tee(target.open(request), len(self._ranks_here)) if self._ranks_here else []
             sources = {
-                rank: ReadingSource(reader, Splitter(request.adapt, self._batch_dim))
+                rank: ReadingSource(reader, Splitter(self._batch_dim))
                 for rank, reader in zip(self._ranks_here, readers, strict=True)
             }
         else:
@@ -415,7 +415,7 @@ class DataSources:
                 f"it is a {type(loader).__name__}, but rank {first} has a DataLoader over a map-style data set",
                 "create the same loader on every rank",
             )
-        splitter = Splitter(request.adapt, self._batch_dim)
+        splitter = Splitter(self._batch_dim)
         if sharded:
             return {rank: ReadingSource(target.open(request, replica, replicas), splitter)}
         if readers[replica] != replica:
@@ -488,6 +488,7 @@ class _OpenLoader:
             self.reader = ShardedReader(sharded, self.order, epochs, state)
         else:
             self.reader = IterableReader(loader, self.order, epochs, state)
+        self.reader.adapt = request.adapt
         return self.reader
 
     def initial_state(self, loader: Any, epochs: EpochRange, replicas: int) -> dict[str, Any]:

@@ -102,8 +102,7 @@ class Splitter:
     on_first: Callable[[Any, Any, Parts], None] | None = None
     planned_samples: int = 1
 
-    def __init__(self, adapt: AdaptBatch, batch_dim: BatchDim = 0) -> None:
-        self._adapt = adapt
+    def __init__(self, batch_dim: BatchDim = 0) -> None:
         self._batch_dim = batch_dim
         self._is_split: dict[tuple[str, str | int, int], bool] = {}
         self._lists: Lists = set(), set()
@@ -115,7 +114,7 @@ class Splitter:
 
     def split(self, number: int, minibatch: Minibatch) -> Parts:
         """Returns the microbatches of minibatch `number` of the stream."""
-        inputs, targets = self._adapt(minibatch.batch)
+        inputs, targets = minibatch.batch
         first = number * self._per_minibatch
         sizes, flat_inputs, flat_targets = split_minibatch(
             inputs, targets, self._per_minibatch, self._batch_dim, self._check_leaves, self._lists
