@@ -16,11 +16,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
 from pipedream.callbacks import FollowedEvaluations, load_states, states_of
-from pipedream.capture import Captured, PlainModel
+from pipedream.capture import Captured, PlainModel, list_cuda_devices, preserve_state
 from pipedream.core.artifact import check_json
 from pipedream.core.checkpoint import PipelineRequest
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError
@@ -39,6 +40,7 @@ from pipedream.options import PipelineOptions, compile_arguments, keywords, plai
 from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
+from pipedream.runtime.checkpoint.parameters import list_stage_names, select_trained
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
@@ -53,6 +55,7 @@ from pipedream.runtime.session.state import collect_state_dict, load_state_dict,
 from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
+from pipedream.runtime.update.trial import check_steps_apart
 from pipedream.workflows.prepare import (
     Prepared,
     add_compensation,
@@ -442,6 +445,12 @@ def _build_session(
         tied=plan.tied_weights,
         settings_to_agree=lambda: _list_settings_to_agree(model, options),
         last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
+    )
+    check_steps_apart(
+        options.optimizer,
+        [select_trained(model, list_stage_names(captured.graph, stage.first, stage.last)) for stage in plan.stages],
+        blueprint.weights_device,
+        partial(preserve_state, (), list_cuda_devices(model, ()), others=[options.optimizer]),
     )
     # In a single process a mesh is one rank.
     styles_apply = options.parallelize is not None and plan.ranks > plan.workers and is_distributed()

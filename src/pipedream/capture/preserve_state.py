@@ -21,6 +21,7 @@ from pipedream.capture.structure import PLAIN
 _DEPTH = 4  # of containers and objects in a module's attributes
 _PLAIN = frozenset(PLAIN)
 _CODE = (ModuleType, MethodType, BuiltinFunctionType)
+_NAMED = (list, dict, set, deque, type)  # of a function's global variables, those that may change in place
 MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -60,7 +61,7 @@ class _Objects:
     def _note(self, value: Any, depth: int) -> None:
         if type(value) in _PLAIN or id(value) in self._ids or not depth:
             return
-        if isinstance(value, (nn.Module, nn.Parameter, type)):
+        if isinstance(value, (nn.Module, nn.Parameter)):
             return
         self._ids.add(id(value))
         inner: Iterable[Any] = ()
@@ -88,7 +89,18 @@ class _Objects:
         elif isinstance(value, tuple):
             inner = value
         elif isinstance(value, FunctionType):
-            inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            cells = [(cell, cell.cell_contents) for cell in value.__closure__ or () if cell != CellType()]
+            names = {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
+            changing = (item for item in names.values() if isinstance(item, _NAMED))
+            inner = [*(item for _, item in cells), *(value.__defaults__ or ()), *changing]
+            self._restore += [partial(setattr, cell, "cell_contents", item) for cell, item in cells]
+            self._restore.append(partial(value.__globals__.update, names))
+        elif isinstance(value, type):
+            if not value.__module__.startswith("torch"):
+                members = (item for item in vars(value).values() if isinstance(item, (*_NAMED, FunctionType)))
+                inner = [getattr(item, "__wrapped__", item) for item in members]  # torch wraps an optimizer's step
+                counts = {name: item for name, item in vars(value).items() if type(item) in (int, float)}
+                self._restore += [partial(_reset, value, name, item) for name, item in counts.items()]
         elif isinstance(value, partial):
             inner = [value.func, *value.args, *value.keywords.values()]
         elif type(getattr(value, "__dict__", None)) is dict and not isinstance(value, _CODE):
@@ -96,6 +108,11 @@ class _Objects:
             self._restore.append(partial(_refill, value.__dict__, dict(value.__dict__)))
         for item in inner:
             self._note(item, depth - 1)
+
+
+def _reset(owner: type, name: str, item: Any) -> None:
+    if vars(owner)[name] is not item:
+        setattr(owner, name, item)
 
 
 def _copy_back(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from pipedream.core.errors import PlanError
 
@@ -38,8 +39,12 @@ _ELEMENTWISE = {
 
 
 def steps_each_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torch's that can step a part of a weight; others may need all of it."""
-    return unwrap(type(optimizer).step) in _ELEMENTWISE
+    """Whether it is one of torch's that can step a part of a weight, without hooks; others may need all weights."""
+    if unwrap(type(optimizer).step) not in _ELEMENTWISE or optimizer._optimizer_step_pre_hooks:
+        return False
+    step = vars(optimizer).get("step")  # a learning-rate scheduler counts its calls
+    is_replaced = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
+    return not (is_replaced or _global_optimizer_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 @contextmanager

@@ -1,0 +1,76 @@
+"""A trial of the user's optimizer: does a gradient of one stage change what another stage's weights become?
+
+Each stage has an optimizer of its own, so an estimate or a norm of all weights would be one of the stage's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from pipedream.core.errors import ScheduleError
+from pipedream.sharding.whole_weights import steps_each_element
+
+_STEPS = 12  # some estimates change only after a few
+
+
+def check_steps_apart(
+    factory: Callable[[Any], torch.optim.Optimizer],
+    stages: Sequence[Mapping[str, Parameter]],
+    device: torch.device,
+    preserving: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Raises a `ScheduleError` if one optimizer for all stages would step otherwise than one for each.
+
+    For each pair of stages there is a run in which one has other gradients and the other has not. `preserving` gives
+    all runs the same random numbers, and restores the factory. An optimizer that cannot step copies is accepted.
+    """
+    trained = [stage for stage in stages if stage]
+    handles = {name: handle for stage in trained for name, handle in stage.items()}
+    sides = [(bit, side) for bit in range((len(trained) - 1).bit_length()) for side in (0, 1)]
+    changes = [{name for s, stage in enumerate(trained) for name in stage if s >> b & 1 == side} for b, side in sides]
+    reference: dict[str, torch.Tensor] = {}
+    for changed in (set[str](), *changes) if len(trained) > 1 else ():
+        try:
+            with preserving():
+                kind, weights = _step_copies(factory, handles, changed, device)
+        except Exception:
+            return
+        if not weights:
+            return
+        reference = reference or weights
+        for name in [name for name in weights if name not in changed]:
+            if not torch.allclose(weights[name], reference[name], rtol=1e-9, atol=1e-12, equal_nan=True):
+                raise ScheduleError(
+                    f"{kind} lets gradients of other stages change the step of {name!r}, but each stage has its own "
+                    "optimizer; use one stage (shape='data-parallel'), clip_grad_norm= to clip, or another optimizer"
+                )
+
+
+def _step_copies(
+    factory: Callable[[Any], Any], handles: Mapping[str, Parameter], changed: set[str], device: torch.device
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """Returns the optimizer's class, and small weights after its steps; none if it steps each element by itself."""
+    generator, copies = torch.Generator().manual_seed(0), dict[str, Parameter]()
+    for name, handle in handles.items():
+        options: Any = {"dtype": torch.promote_types(handle.dtype, torch.float64)}  # estimates may begin at 1e-6
+        values = torch.rand([min(size, 2) for size in handle.shape], generator=generator, **options)
+        copies[name] = Parameter(values.to(device))
+        copies[name].__dict__.update(handle.__dict__)  # by which a factory may make groups
+    directions = [torch.randn_like(copy) for copy in copies.values()]
+    optimizer, ids = factory(list(copies.items())), {id(copy) for copy in copies.values()}
+    if steps_each_element(optimizer) or any(
+        id(p) not in ids for group in optimizer.param_groups for p in group["params"]
+    ):
+        return "", {}
+    getattr(optimizer, "train", lambda: None)()
+    for step in range(_STEPS):
+        for (name, copy), direction in zip(copies.items(), directions, strict=True):
+            usual, other = 1 + step / 10, (-1) ** step * 100.0 ** (step % 5 - 2)
+            copy.grad = direction * (other if name in changed else usual)
+        optimizer.step()
+    return type(optimizer).__name__, {name: copy.detach() for name, copy in copies.items()}
