@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import get_ident
 from traceback import walk_stack
 from typing import Any
@@ -221,12 +221,20 @@ class _Recorder(TorchFunctionMode):
                     tensor, self.moment, depends, sources, self.moment, made_by=name, parents=arguments
                 )
         for tensor in written:
-            target = self.record_of(tensor)
-            self.writes.setdefault(_find_storage(tensor), []).append(self.moment)
+            target, storage = self.record_of(tensor), _find_storage(tensor)
+            self.writes.setdefault(storage, []).append(self.moment)
             if depends and not target.depends:
-                target.depends, target.born, target.made_by = True, self.moment, name
+                for record in list(self.records.values()):
+                    if not record.depends and (record is target or _find_storage(record.tensor) == storage):
+                        self._make_depend(record, name)
             elif not depends:
                 target.sources |= sources
+
+    def _make_depend(self, record: TensorRecord, name: str) -> None:
+        if record.born < 0 and not record.state:  # an input, from which what has read it before is computed again
+            self.records[-id(record.tensor)] = replace(record, sites=record.sites[:1])
+            record.sites = record.sites[1:]
+        record.depends, record.born, record.made_by = True, self.moment, name
 
     def _list_written(self, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
         out = kwargs.get("out")

@@ -208,7 +208,7 @@ class SliceForward:
 
     def result(self) -> Any:
         part = self.part
-        self.entered = args, kwargs = self.inputs if part.is_first else self._restore_inputs()
+        self.entered = args, kwargs = _copy_sent(part, self.inputs if part.is_first else self._restore_inputs())
         if part.reseed is not None:
             part.reseed("")
         if part.is_first and part.on_begin is not None:
@@ -531,6 +531,17 @@ def _do_nothing(value: Any) -> None:
 
 def _has_placeholder(args: Any, kwargs: Any) -> bool:
     return any(isinstance(leaf, Placeholder) for _, leaf in walk_arguments(args, kwargs))
+
+
+def _copy_sent(part: SliceCalls, inputs: Any) -> Any:
+    """Copies those inputs that are sent on as they came: each stage runs the code that writes into them."""
+    sent = {value.sites[0].path for value in part.sent if value.born < 0}
+
+    def copied(path: str, leaf: Any) -> Any:
+        is_sent = isinstance(leaf, torch.Tensor) and find_prefix(path, sent) is not None
+        return leaf.clone() if is_sent else leaf
+
+    return tuple(map_leaves(copied, value) for value in inputs)
 
 
 def _strip_inputs(inputs: Any, names: Mapping[str, str], usual: Collection[str]) -> list[Any]:
