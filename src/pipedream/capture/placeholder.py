@@ -9,12 +9,15 @@ so that all the user's variables that hold it see an ordinary tensor from then o
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.structure import READS_NUMBERS, find_leaf, is_in_place, map_leaves, walk
 from pipedream.core.errors import CaptureError
@@ -190,12 +193,20 @@ def mark_missing(output: Any, reason: Callable[[str], str]) -> None:
             leaf.reason = reason(f"the field {path!r} of the output" if path else "the output")  # type: ignore[attr-defined]
 
 
+def _ignore_hook(*_: Any) -> RemovableHandle:
+    return RemovableHandle(OrderedDict())  # it acts on the stage that has the tensor
+
+
+_NODE = SimpleNamespace(register_hook=_ignore_hook, register_prehook=_ignore_hook)
 _REPORTED: dict[Any, Callable[[Placeholder], Any]] = {
     T.device.__get__: lambda placeholder: placeholder.place,
     T.requires_grad.__get__: lambda placeholder: placeholder.wants,
     T.is_cpu.__get__: lambda placeholder: placeholder.place.type == "cpu",
     T.is_cuda.__get__: lambda placeholder: placeholder.place.type == "cuda",
     T.is_meta.__get__: lambda placeholder: False,
+    T.grad_fn.__get__: lambda placeholder: _NODE if placeholder.wants else None,
+    T.register_hook: _ignore_hook,
+    T.retain_grad: lambda placeholder: None,
     T.cpu: lambda placeholder: _move(placeholder, "cpu"),
     T.cuda: lambda placeholder: _move(placeholder, "cuda"),
 }

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.placeholder import meta_like
 from pipedream.capture.preserve_state import read_python_generators
@@ -41,7 +42,7 @@ IN_FUNCTION = "inside a custom autograd function"
 
 _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__",
              "get_device", "element_size", "storage_offset", "ndimension", "nelement", "type", "__hash__",
-             "has_names", "is_same_size", "__format__", "__repr__"}  # fmt: skip
+             "has_names", "is_same_size", "__format__", "__repr__", "retain_grad"}  # fmt: skip
 
 _RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
            "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_",
@@ -60,7 +61,7 @@ class TensorRecord:
             is computed from.
         born: moment; -1 for inputs and state.
         last: moment of the last use.
-        last_read: of the last function that has read it.
+        first_read, last_read: moments of the first and of the last function that has read it.
         parents: what its function has read.
         uses: moments at which something that depends is computed from it, if it does not depend itself.
         sites: where modules take or return it.
@@ -74,6 +75,7 @@ class TensorRecord:
     depends: bool
     sources: frozenset[str] = frozenset()
     last: int = -1
+    first_read: int = END
     last_read: int = -1
     uses: list[int] = field(default_factory=list)
     sites: list[ValueSite] = field(default_factory=list)
@@ -134,6 +136,8 @@ class Recording:
     """Attributes that the forward sets on modules."""
     draws_in_python: bool
     """Whether the forward draws from the generators of Python or NumPy."""
+    hooked: Sequence[tuple[int, int]] = ()
+    """For each hook on a tensor, moments between which no stage may end, as it would get part of the gradient."""
     transformed: Sequence[tuple[int, CallRecord, str]] = ()
     """Operations inside a torch.func, one for each line: moment, call around them, place in the user's code."""
 
@@ -151,6 +155,7 @@ class _Recorder(TorchFunctionMode):
         self.records: dict[int, TensorRecord] = {}
         self.writes: dict[int, list[int]] = {}
         self.draws: list[int] = []
+        self.hooks: list[tuple[int, int, RemovableHandle]] = []
         self.transformed: dict[tuple[int, str], tuple[int, CallRecord]] = {}
         self.names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self.counts: dict[str, int] = {}
@@ -211,6 +216,10 @@ class _Recorder(TorchFunctionMode):
                 call.depending += 1
         for argument in arguments:
             argument.last = argument.last_read = self.moment
+            if name == "register_hook":
+                self.hooks.append((min(argument.first_read, self.moment), self.moment, result))
+            else:
+                argument.first_read = min(argument.first_read, self.moment)
             if not argument.depends and (depends or name in READS_NUMBERS):
                 argument.uses.append(END if name in READS_NUMBERS else self.moment)
             if argument.state:
@@ -246,6 +255,11 @@ class _Recorder(TorchFunctionMode):
         if kwargs.get("inplace") is True and args and isinstance(args[0], torch.Tensor):
             written.append(args[0])
         return written
+
+    def list_hooked(self) -> list[tuple[int, int]]:
+        """Returns the intervals of `Recording.hooked`; a hook that the forward removes may have gone at any moment."""
+        remaining = [handle.id in (handle.hooks_dict_ref() or ()) for _, _, handle in self.hooks]
+        return [(first, last if here else END) for (first, last, _), here in zip(self.hooks, remaining, strict=True)]
 
     def record_of(self, tensor: torch.Tensor) -> TensorRecord:
         while id(tensor) not in self.records and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -368,7 +382,15 @@ def record(
             record.tensor = meta_like(record.tensor)  # frees its memory
     transformed = [(moment, call, place) for (_, place), (moment, call) in recorder.transformed.items()]
     return Recording(
-        root, records, recorder.writes, recorder.draws, frozenset(changed), set_here, draws_in_python, transformed
+        root,
+        records,
+        recorder.writes,
+        recorder.draws,
+        frozenset(changed),
+        set_here,
+        draws_in_python,
+        recorder.list_hooked(),
+        transformed,
     )
 
 

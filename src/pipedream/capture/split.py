@@ -182,6 +182,11 @@ def _refuse_cuts(recording: Recording, leaves: Sequence[CallRecord], values: Seq
             refused[leaf.name] = "the model itself has a full backward hook, which takes the gradients of a whole call"
         if leaf.whole not in ("", "checkpointed", "hooked"):
             refused[leaf.name] = f"it runs {leaf.whole}"
+        if any(first < leaf.start <= last for first, last in recording.hooked):
+            refused[leaf.name] = (
+                "a hook on a tensor is registered after its first use, or removed by the forward; register it where "
+                "the tensor is made, and remove it after the backward"
+            )
         if same := _find_written_alias(recording, values, leaf.start):
             refused[leaf.name] = f"a tensor made by {same.made_by} is written later through another tensor"
         lost = next(
