@@ -68,6 +68,7 @@ class TensorRecord:
         made_by: name of the function.
         tensor: in a finished record without its numbers, except parameters and buffers.
         storage: which storage it is in.
+        reads, looks: moments at which a parameter or buffer was read, or its dtype, device, ..., and the calls around.
     """
 
     tensor: torch.Tensor
@@ -84,6 +85,7 @@ class TensorRecord:
     state: str = ""
     storage: int = 0
     reads: list[tuple[int, CallRecord]] = field(default_factory=list)
+    looks: list[tuple[int, CallRecord]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -178,6 +180,8 @@ class _Recorder(TorchFunctionMode):
         before = self._read_generator()
         result = func(*args, **kwargs)
         if name in _METADATA or (name == "__get__" and not isinstance(result, torch.Tensor)):
+            if args and (record := self.records.get(id(args[0]))) is not None and record.state:
+                record.looks.append((self.moment, self.stack[-1]))
             return result
         self._note(name, args, kwargs, result, self._has_drawn(name, args, kwargs, result, before))
         if torch._C._functorch.peek_interpreter_stack() is not None:

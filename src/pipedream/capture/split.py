@@ -381,7 +381,7 @@ def _list_glue(state: Sequence[TensorRecord], leaves: Sequence[CallRecord]) -> t
     unread = (record.state for record in state if not record.reads and id(record.tensor) not in called)
     names = [*unread, *(record.state for record in state if id(record.tensor) in in_function)]
     for record in state:
-        for _, call in record.reads:
+        for _, call in (*record.reads, *record.looks):
             inner = any(not inner_call.free for inner_call in call.inner)
             holds_it = any(record.tensor is tensor for tensor in [*call.module.parameters(), *call.module.buffers()])
             if inner or not holds_it or call.free:
