@@ -81,15 +81,17 @@ class StageLayout:
     ) -> None:
         self.low_precision = dict(low_precision)
         self.names = tuple(module.handles)
-        trained = {id(handle) for handle in module.handles.values()}
+        layers = [layer for _, layer in module.layers]  # modules whose forwards no stage calls belong to several stages
+        owned = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+        owned -= {id(handle) for handle in module.handles.values()}
         frozen: dict[int, _Slots] = {}
         buffers: dict[int, _Slots] = {}
         statistics: set[int] = set()
-        modules = {} if trained_only else {id(m): m for _, layer in module.layers for m in layer.modules()}
+        modules = {} if trained_only else {id(m): m for layer in layers for m in layer.modules()}
         for inner in modules.values():
             for tensors, slots_of in ((inner._parameters, frozen), (inner._buffers, buffers)):
                 for name, tensor in tensors.items():
-                    if tensor is not None and id(tensor) not in trained:
+                    if id(tensor) in owned:
                         slots_of.setdefault(id(tensor), []).append((tensors, name))
             statistics |= {id(buffer) for buffer in inner._buffers.values() if isinstance(inner, _NormBase)}
         self.statistics = [number for number, key in enumerate(buffers) if key in statistics]
