@@ -13,6 +13,7 @@ import torch
 
 from pipedream.core.errors import WorkerError
 from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
+from pipedream.runtime.stage.replicas import describe_difference
 
 _log = logging.getLogger("pipedream")
 
@@ -34,6 +35,7 @@ class Reference:
         tolerance: relative difference that the precision allows.
         scale: greatest mean of the absolute values of a gradient.
         incomparable: why the pipeline's numbers may differ; '' if they must not.
+        written: a buffer of a replicated stage that the forward writes; '' if there is none.
         parts: why the minibatch's loss may differ from that of its parts; '' if it must not.
         encoding: what encoded messages changed; '' if they are not encoded.
     """
@@ -44,6 +46,7 @@ class Reference:
     tolerance: float = 0.0
     scale: float = 0.0
     incomparable: str = ""
+    written: str = ""
     parts: str = ""
     encoding: str = ""
 
@@ -111,7 +114,7 @@ class Comparer:
                 raise self.make_error(
                     f"at its first update stage {stage} has another gradient of {name!r} than the model itself "
                     f"({format_fingerprint(actual)} in the pipeline, {format_fingerprint(expected)} in the model); "
-                    f"{_explain_gradient(expected, actual)}"
+                    f"{self._explain_written() or _explain_gradient(expected, actual)}"
                 )
 
     def compare_stages(self, stages: Reference) -> None:
@@ -141,8 +144,8 @@ class Comparer:
                 raise self.make_error(
                     f"after the first minibatch the buffer {name!r} of stage {stage} is another than in the model "
                     f"itself ({format_fingerprint(actual)} in the pipeline, {format_fingerprint(expected)} in the "
-                    "model); a buffer should be written only by the module that holds it, and not be shared with "
-                    "modules of other stages"
+                    "model); a buffer should be written only by the module that holds it, not be shared with other "
+                    "stages, and not be written again by a checkpoint (leave it out, use recompute='always')"
                 )
 
     def compare_loss(self, loss: float) -> None:
@@ -159,8 +162,11 @@ class Comparer:
         if abs(loss - reference.loss) > reference.tolerance * max(abs(loss), abs(reference.loss)):
             raise self.make_error(
                 f"the loss of the first minibatch is {loss:.7g} in the pipeline and {reference.loss:.7g} in the model "
-                f"itself; {_CAUSES}"
+                f"itself; {self._explain_written() or _CAUSES}"
             )
+
+    def _explain_written(self) -> str:
+        return self.reference.written and f"perhaps because {describe_difference(self.reference.written)}"
 
     def make_error(self, cause: str) -> WorkerError:
         return WorkerError(
@@ -179,4 +185,8 @@ def _explain_gradient(expected: Fingerprint | None, actual: Fingerprint | None) 
         )
     if expected is None:
         return "the model itself does not use it on this data"
-    return f"perhaps it is also read by the loss or through a reference in another module, or {_CAUSES}"
+    return (
+        "perhaps it is also read by the loss or through a reference in another module, or a hook on a tensor does more "
+        "than scale its gradient, or is removed before the backward (microbatches=1 allows both), or "
+        f"{_CAUSES}"
+    )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm.message import Message
@@ -109,6 +110,9 @@ class Comparison:
     def _make_reference_run(self, **over_ranks: Any) -> ReferenceRun:
         local, settings = self._local, self._local.blueprint.settings
         replicas = local.program.placement.replicas
+        by_stage = zip(local.names.by_stage, replicas, strict=True)
+        modules = self._user_model.model.named_modules(remove_duplicate=False)
+        buffers = {f"{path}.{n}".lstrip(".") for path, m in modules if not isinstance(m, _NormBase) for n in m._buffers}
         is_of_mean = local.program.updates.mean_of_rounds or not needs_weights(local.program)
         return ReferenceRun(
             self._user_model,
@@ -124,6 +128,7 @@ class Comparison:
             device=local.blueprint.device,
             autocast=settings.autocast,
             compiles=settings.compile is not None,
+            replicated=[n for names, count in by_stage if count > 1 for n in names if n in buffers],
             reseeded=list_own_generators(self._user_model.model.modules()) if max(replicas) > 1 else (),
             **over_ranks,
         )

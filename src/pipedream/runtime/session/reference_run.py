@@ -173,6 +173,10 @@ class _ModelRunner:
         dtypes = self._dtypes | {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
         return max([_MIN_TOLERANCE, *(sqrt(torch.finfo(dtype).eps) for dtype in dtypes)])
 
+    def read_buffers(self, comparer: Comparer) -> dict[str, Fingerprint]:
+        buffers = self.plain.model.named_buffers(remove_duplicate=False)
+        return {name: comparer.fingerprint(buffer) for name, buffer in buffers if not buffer.is_meta}
+
     def note_dtypes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records dtypes that were computed with, which determine the tolerance."""
         self._dtypes |= {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
@@ -189,6 +193,7 @@ class ReferenceRun:
         publish: sends a text to all ranks; None in one process.
         receive: returns that text at the other ranks.
         reseeded: the model's generators that replicated stages seed for each microbatch.
+        replicated: names of the buffers of replicated stages that are not averaged.
     """
 
     def __init__(
@@ -204,6 +209,7 @@ class ReferenceRun:
         publish: Callable[[str], None] | None = None,
         receive: Callable[[], str] = str,
         reseeded: Sequence[Any] = (),
+        replicated: Sequence[str] = (),
         **runs: Any,
     ) -> None:
         self._runner = _ModelRunner(plain, loss, **runs)
@@ -213,6 +219,7 @@ class ReferenceRun:
         self._values = values
         self._publish = publish
         self._reseeded = reseeded
+        self._replicated = replicated
         self.comparer = Comparer(rank, plain.fingerprint, receive)
 
     @property
@@ -257,6 +264,7 @@ class ReferenceRun:
         values = self._place_values()
         with self._runner.restoring_state(values), torch.enable_grad():
             has_drawn, old_states = plain.python_draws(), [read_state(generator) for generator in self._reseeded]
+            old_buffers = self._runner.read_buffers(self.comparer)
             run = self._runner.run(parts, backward=True)
             reference = Reference(run.loss, tolerance=self._runner.choose_tolerance(inputs))
             draws = plain.draws
@@ -273,6 +281,8 @@ class ReferenceRun:
                 reference.incomparable = "the model draws from a generator of its own, which replicas seed anew"
             self._check_training(run)
             self._note(reference, run.divisor)
+            written = (name for name in self._replicated if reference.buffers.get(name) != old_buffers.get(name))
+            reference.written = next(written, "")
             norm = self._measure_gradient(run.divisor)
         if self._messages:
             reference = self._encode(reference, norm, parts, values)
@@ -353,9 +363,7 @@ class ReferenceRun:
                 reference.gradients[name] = numbers
                 if numbers is not None and gradient is not None and gradient.numel():
                     reference.scale = max(reference.scale, numbers[2] / gradient.numel())
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            if not buffer.is_meta:
-                reference.buffers[name] = self.comparer.fingerprint(buffer)
+        reference.buffers = self._runner.read_buffers(self.comparer)
 
     # -- the whole and its parts --------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class EqualReplicas:
             if before is not None and before.mark != (id(tensor), tensor._version):
                 record = self._recorded[name] = _TensorRecord(tensor)
                 if record.shape == before.shape and record.numbers != before.numbers:  # others are caches
-                    raise CaptureError(_describe_difference(name))
+                    raise CaptureError(describe_difference(name))
 
     def check(self, *, weights: bool) -> Waiting[None]:
         """Raises a `CaptureError` if the weights or buffers of another replica differ.
@@ -70,7 +70,7 @@ class EqualReplicas:
         for name, (total, magnitude, count), mean in zip(tensors, local_sums.tolist(), means.tolist(), strict=True):
             limit = 1e-6 * max(abs(magnitude), abs(mean[1]))
             if count == mean[2] and max(abs(total - mean[0]), abs(magnitude - mean[1])) > limit:
-                raise CaptureError(_describe_difference(name))
+                raise CaptureError(describe_difference(name))
 
     def _list_untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields buffers and frozen parameters, without the statistics that are averaged."""
@@ -138,7 +138,8 @@ def _sum_numbers(tensor: torch.Tensor) -> tuple[float, float]:
     )
 
 
-def _describe_difference(name: str) -> str:
+def describe_difference(name: str) -> str:
+    """Returns the text of an error about a tensor that differs between replicas."""
     return (
         f"{name!r} differs between the replicas of its stage: the forward, or something outside of the optimizer, "
         "writes it, and each replica would have its own numbers; plan one replica for this stage, or write it "
