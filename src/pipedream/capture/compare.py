@@ -51,7 +51,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
         try:
             parts = both_modes(graph, range(len(graph.layers) + 1))
             if compares:
-                _compare(model, both_modes(graph, [0, len(graph.layers)]), parts, attributes)
+                _compare(model, both_modes(graph, [0, len(graph.layers)]), parts, recording)
             return graph, refused
         except _EvaluationDiffers as differs:
             if evaluation is not None:
@@ -211,8 +211,9 @@ def _fingerprint_all(
     return numbers, gradients, {name: fingerprint(buffer) for name, buffer in model.named_buffers()}
 
 
-def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measured], attributes: Sequence[str]) -> None:
-    kind = type(model).__name__
+def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measured], recording: Recording) -> None:
+    kind, attributes = type(model).__name__, recording.attributes
+    checkpointed = any(call.whole == "checkpointed" for call in recording.root.every())
     cause = "the forward does something that cannot be seen from outside: put it into a module of its own"
     if attributes:
         names = ", ".join(map(repr, attributes[:3]))
@@ -229,6 +230,8 @@ def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measur
                 if what == "gradient" and expected.get(name) is not None and actual.get(name) is None:
                     raise CaptureError(_describe_lost_gradient(model, name))
                 if not is_close(expected.get(name), actual.get(name), _TOLERANCE):
+                    if what == "buffer" and checkpointed:
+                        cause = "a checkpoint writes it again in the backward: leave it out, use recompute='always'"
                     error = CaptureError(
                         f"the layers of {kind}, run one after the other, should give what the model gives, but in "
                         f"{mode} mode the {what} {name!r} differs ({format_fingerprint(expected.get(name))} in the "

@@ -286,7 +286,8 @@ def _check_places(layers: Sequence[nn.Module], graph: LayerGraph, device: torch.
                 raise ProfileError(
                     f"layer {layer.name!r} should hold numbers to be measured, but is on the meta device; materialise "
                     f"the model first: model.to_empty(device={str(device)!r}), then initialise it; or profile it with "
-                    "device='meta'"
+                    "device='meta'; after a Pipeline on several processes, which leaves each its own stages' weights, "
+                    "build it again and load them (state_dict, or a checkpoint)"
                 )
             if tensor.device.type != device.type or (device.index is not None and tensor.device.index != device.index):
                 raise ProfileError(

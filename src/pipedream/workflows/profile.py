@@ -183,10 +183,11 @@ def _measure(
     torch_device = process_group.process_device(options["device"])
     device_inputs = to_device(inputs, torch_device)
     keep_freed_memory()  # as in training
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    has_numbers = not any(parameter.is_meta for parameter in model.parameters())
+    if has_numbers:
         model.to(torch_device)
     captured = capture(model, device_inputs, finest=finest)
-    if options["loss"] is None and batch_dim == 0:
+    if options["loss"] is None and batch_dim == 0 and has_numbers:
         captured = replace(captured, graph=replace(captured.graph, loss_weight=_find_loss_weight(model, device_inputs)))
     arguments, is_chain = captured.arguments(device_inputs), captured.model is None
     # The only argument of a slice is the whole input.

@@ -303,7 +303,8 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
         if unmatched := sorted(drawn & names.local - on_meta - loaded):
             raise CaptureError(
                 f"{unmatched[0]!r} is on the meta device at rank 0 and has values at rank {local.rank}; give every "
-                "rank the same model, or the values to rank 0"
+                "rank the same model, or the values to rank 0; after a Pipeline, which leaves each rank its own "
+                "stages' weights, build the model again and load them (state_dict, or a checkpoint)"
             )
         to_receive = on_meta - drawn - loaded
         materialise(model, names.local - to_receive, blueprint.weights_device, blueprint.settings.seed)

@@ -168,4 +168,7 @@ def _copy_message(message: Message) -> Message:
 
 
 def _refuse_unpack(_: None) -> torch.Tensor:
-    raise RuntimeError("a backward ran through a graph that was not kept: a layer runs a backward inside its forward")
+    raise RuntimeError(
+        "the forward computes a derivative (by autograd.grad or backward), and recomputation keeps no graph for it; "
+        "plan with recompute='never', and not with roundpipe, which always recomputes"
+    )

@@ -1,0 +1,497 @@
+"""What a forward does beside its calls: writes into its input, hooks on tensors, derivatives, moved buffers, parameters
+that are looked at or not used. Each trains as a plain loop does, or is refused with words that help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import pipedream
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+MICROBATCHES = 2
+Forward = Callable[["Net", Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Net(nn.Module):
+    """Five layers, to which a case's forward is given."""
+
+    def __init__(self, forward: Forward | None = None) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.d, self.e = nn.Linear(8, 8), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("codes", torch.zeros(8))
+        self.function = forward or Net.plain
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.d(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def make(forward: Forward | None = None) -> Net:
+    torch.manual_seed(1)
+    return Net(forward)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(2)]
+
+
+def plan_of(model: nn.Module, cut: str | None, schedule: str = "1f1b", **options: Any) -> pipedream.Plan:
+    profile = pipedream.profile(model, batches()[0][0], warmup=0, runs=1)
+    shape = options.pop("shape", (1,) if cut is None else (1, 1))
+    options = {"microbatches": MICROBATCHES, "cuts": cut and (cut,), **options}
+    if shape is not None:
+        options["shape"] = shape
+    return pipedream.plan(profile, pipedream.Cluster.flat(sum(shape or (1, 1))), schedule=schedule, **options)
+
+
+def train(model: nn.Module, plan: pipedream.Plan, optimizer: Any = SGD) -> dict[str, Tensor]:
+    with pipedream.Pipeline(model, plan, loss=F.cross_entropy, optimizer=optimizer) as pipeline:
+        for _ in pipeline.train(batches()):
+            pass
+        pipeline.evaluate(batches())
+        return {name: tensor.detach().clone() for name, tensor in pipeline.state_dict().items()}
+
+
+def plain_loop(model: nn.Module, microbatches: int = MICROBATCHES, optimizer: Any = SGD) -> dict[str, Tensor]:
+    steps = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    for x, y in batches():
+        steps.zero_grad()
+        for part, target in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+            (F.cross_entropy(model(part.clone()), target) / microbatches).backward()
+        steps.step()
+    return model.state_dict()
+
+
+def check_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+
+
+# -- an input that is written, and read later ---------------------------------------------------------------
+
+
+def _scaled(net: Net, x: Tensor) -> Tensor:
+    raw = x.clone()
+    x.mul_(0.1)
+    return net.plain(x) + net.e(raw)
+
+
+def _scaled_view(net: Net, x: Tensor) -> Tensor:
+    raw = x.clone()
+    x.view(-1, 2, 3).mul_(0.5)
+    return net.plain(x) + net.e(raw) + net.e(x)
+
+
+def _set_item(net: Net, x: Tensor) -> Tensor:
+    x[:, 0] *= 3
+    return net.plain(x) + net.e(x)
+
+
+def _relu_in_place(net: Net, x: Tensor) -> Tensor:
+    raw = x.clone()
+    F.relu(x, inplace=True)
+    return net.plain(x) + net.e(raw)
+
+
+def _out(net: Net, x: Tensor) -> Tensor:
+    raw = x.clone()
+    torch.mul(x, 0.1, out=x)
+    return net.plain(x) + net.e(x) * raw.mean(1, keepdim=True)
+
+
+def _written_late(net: Net, x: Tensor) -> Tensor:
+    output = net.plain(x * 1.0)
+    x.mul_(2.0)
+    return output + net.e(x)
+
+
+def _scaled_by_weight(net: Net, x: Tensor) -> Tensor:
+    raw = x.clone()
+    x.mul_(net.a.weight.mean())
+    return net.plain(x) + net.e(raw)
+
+
+def _view_scaled_by_weight(net: Net, x: Tensor) -> Tensor:
+    free = x * 1.0
+    free[:, :2].mul_(net.a.weight.mean())
+    return net.plain(free) + net.e(free) + net.e(x)
+
+
+def _item_from_layer(net: Net, x: Tensor) -> Tensor:
+    raw = x.clone()
+    x[:, 0] = net.a(x.clone())[:, 0]
+    return net.plain(x) + net.e(x) + net.e(raw)
+
+
+WRITES = (
+    _scaled,
+    _scaled_view,
+    _set_item,
+    _relu_in_place,
+    _out,
+    _written_late,
+    _scaled_by_weight,
+    _view_scaled_by_weight,
+    _item_from_layer,
+)
+
+
+@pytest.mark.parametrize("cut", [None, "b", "e"])
+@pytest.mark.parametrize("forward", WRITES)
+def test_an_input_written_in_place_trains_as_in_a_plain_loop(forward: Forward, cut: str | None) -> None:
+    model = make(forward)
+    check_same(train(model, plan_of(model, cut)), plain_loop(make(forward)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", WRITES)
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("gpipe", {}), ("zb_h1", {}), ("1f1b", {"recompute": "always"}), ("1f1b", {"shape": (2, 1)})],
+)
+def test_an_input_written_in_place_trains_with_each_method(
+    forward: Forward, schedule: str, options: dict[str, Any]
+) -> None:
+    model = make(forward)
+    check_same(train(model, plan_of(model, "b", schedule, **options)), plain_loop(make(forward)))
+
+
+# -- hooks on tensors --------------------------------------------------------------------------------------
+
+
+def _reverse(gradient: Tensor) -> Tensor:
+    return -0.5 * gradient
+
+
+def _on(tensor: Tensor, hook: Callable[[Tensor], Any] = _reverse) -> Tensor:
+    if tensor.requires_grad:
+        tensor.register_hook(hook)
+    return tensor
+
+
+def _hook_on_glue(net: Net, x: Tensor) -> Tensor:
+    h = _on(torch.tanh(net.a(x)))
+    return net.c(torch.tanh(net.d(torch.tanh(net.b(h)))) + h)
+
+
+def _hook_on_output(net: Net, x: Tensor) -> Tensor:
+    h = _on(net.a(x))
+    return net.c(_on(torch.tanh(net.b(h))) + net.d(h))
+
+
+def _two_hooks(net: Net, x: Tensor) -> Tensor:
+    h = _on(_on(torch.tanh(net.a(x))), lambda gradient: gradient * 3)
+    return net.c(torch.tanh(net.b(h)))
+
+
+def _observing_hook(net: Net, x: Tensor) -> Tensor:
+    h = _on(torch.tanh(net.a(x)), partial(setattr, net, "gradient"))
+    return net.c(torch.tanh(net.b(h)))
+
+
+def _retained(net: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(net.a(x))
+    if h.requires_grad:
+        h.retain_grad()
+    return net.c(_on(torch.tanh(net.b(h))))
+
+
+def _hook_on_node(net: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(net.a(x))
+    if h.grad_fn is not None:
+        h.grad_fn.register_prehook(lambda gradients: (-0.5 * gradients[0],))
+    return net.c(torch.tanh(net.b(h)))
+
+
+def _hook_on_written(net: Net, x: Tensor) -> Tensor:
+    h = _on(net.a(x))
+    h.mul_(3)
+    return net.c(_on(net.b(h)).tanh_())
+
+
+HOOKS = (_hook_on_glue, _hook_on_output, _two_hooks, _observing_hook, _retained, _hook_on_node, _hook_on_written)
+
+
+@pytest.mark.parametrize("cut", ["b", "c"])
+@pytest.mark.parametrize("forward", HOOKS)
+def test_a_hook_on_a_tensor_acts_where_the_tensor_is(forward: Forward, cut: str) -> None:
+    model = make(forward)
+    check_same(train(model, plan_of(model, cut)), plain_loop(make(forward)))
+
+
+def _hook_modules(net: Net) -> Net:
+    for layer in (net.b, net.c, net.d):
+        layer.register_forward_hook(lambda _, inputs, output: _on(output * 2))
+        layer.register_full_backward_hook(
+            lambda _, gradients, __: tuple(g if g is None else 0.5 * g for g in gradients)
+        )
+        layer.register_full_backward_pre_hook(lambda _, gradients: (0.7 * gradients[0],))
+    return net
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("forward", [_hook_on_glue, _hook_on_output])
+def test_hooks_on_tensors_act_beside_those_on_modules(forward: Forward, schedule: str) -> None:
+    model = _hook_modules(make(forward))
+    check_same(train(model, plan_of(model, "c", schedule)), plain_loop(_hook_modules(make(forward))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", HOOKS)
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("gpipe", {}), ("zb_h1", {}), ("1f1b", {"recompute": "always"}), ("1f1b", {"shape": (2, 1)})],
+)
+def test_a_hook_on_a_tensor_acts_with_each_method(forward: Forward, schedule: str, options: dict[str, Any]) -> None:
+    model = make(forward)
+    check_same(train(model, plan_of(model, "b", schedule, **options)), plain_loop(make(forward)))
+
+
+def _clipped(net: Net, x: Tensor) -> Tensor:
+    h = _on(torch.tanh(net.a(x)), lambda gradient: gradient.clamp(-0.001, 0.001))
+    return net.c(torch.tanh(net.b(h)))
+
+
+def _handle_of_the_batch_before(net: Net, x: Tensor) -> Tensor:
+    if hasattr(net, "handle"):
+        net.handle.remove()
+    h = torch.tanh(net.a(x))
+    if h.requires_grad:
+        net.handle = h.register_hook(_reverse)
+    return net.c(torch.tanh(net.b(h)))
+
+
+@pytest.mark.parametrize("forward", [_clipped, _handle_of_the_batch_before])
+def test_a_hook_that_depends_on_microbatches_needs_one(forward: Forward) -> None:
+    model = make(forward)
+    check_same(train(model, plan_of(model, "b", microbatches=1)), plain_loop(make(forward), 1))
+    model = make(forward)
+    with pytest.raises(pipedream.PipelineError, match=r"a hook on a tensor .*microbatches=1"):
+        train(model, plan_of(model, "b"))
+
+
+def _hook_removed(net: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(net.a(x))
+    handle = h.register_hook(_reverse) if h.requires_grad else None
+    output = net.c(torch.tanh(net.b(h)))
+    if handle is not None:
+        handle.remove()
+    return output
+
+
+def _hook_after_use(net: Net, x: Tensor) -> Tensor:
+    h = net.a(x)
+    output = net.c(torch.tanh(net.b(h)) + h)
+    _on(h)
+    return output
+
+
+@pytest.mark.parametrize("forward", [_hook_removed, _hook_after_use])
+def test_no_stage_ends_between_a_tensors_use_and_its_hook(forward: Forward) -> None:
+    model = make(forward)
+    assert "a hook on a tensor" in pipedream.capture(model, batches()[0][0]).refused["c"]
+    check_same(train(model, plan_of(model, None)), plain_loop(make(forward)))
+
+
+def test_a_hook_registered_where_the_tensor_was_not_read_before_may_be_on_a_later_stage() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.a(x)
+        output = net.b(h)
+        return net.c(torch.tanh(output) + _on(h))
+
+    captured = pipedream.capture(make(forward), batches()[0][0])
+    assert not captured.refused
+
+
+# -- weights that no layer reads ---------------------------------------------------------------------------
+
+
+def _tie_unused(net: Net) -> None:
+    net.unused = nn.Linear(8, 8)
+    net.unused.weight = net.b.weight
+
+
+UNUSED: dict[str, Callable[[Net], None]] = {
+    "layer": lambda net: setattr(net, "unused", nn.Linear(4, 4)),
+    "parameter": lambda net: setattr(net, "unused", nn.Parameter(torch.ones(3))),
+    "frozen": lambda net: setattr(net, "unused", nn.Linear(4, 4).requires_grad_(False)),
+    "norm": lambda net: setattr(net, "unused", nn.BatchNorm1d(4)),
+    "inside": lambda net: setattr(net.d, "unused", nn.Linear(2, 2)),
+    "tied": _tie_unused,
+}
+
+
+@pytest.mark.parametrize("kind", UNUSED)
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+def test_roundpipe_leaves_weights_alone_that_no_layer_reads(kind: str, optimizer: Any) -> None:
+    def make_unused() -> Net:
+        net = make(_set_item)
+        UNUSED[kind](net)
+        return net
+
+    model = make_unused()
+    plan = plan_of(model, None, "roundpipe", shape=None)
+    check_same(train(model, plan, optimizer), plain_loop(make_unused(), optimizer=optimizer))
+
+
+# -- moved buffers, derivatives, checkpoints ---------------------------------------------------------------
+
+
+def _moved(net: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(net.a(x))
+    if net.training:
+        net.codes.mul_(0.9).add_(0.1 * h.detach().mean(0))
+    return net.c(torch.tanh(net.b(h - net.codes)))
+
+
+def _replaced(net: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(net.a(x))
+    if net.training:
+        net.codes = 0.9 * net.codes + 0.1 * h.detach().mean(0)
+    return net.c(torch.tanh(net.b(h - net.codes)))
+
+
+@pytest.mark.parametrize("forward", [_moved, _replaced])
+@pytest.mark.parametrize(
+    ("schedule", "cut", "shape"), [("1f1b", None, (2,)), ("gpipe", "b", (2, 1)), ("pipedream_2bw", None, (2,))]
+)
+def test_a_buffer_that_replicas_write_is_blamed(
+    forward: Forward, schedule: str, cut: str | None, shape: Sequence[int]
+) -> None:
+    model = make(forward)
+    with pytest.raises(pipedream.PipelineError, match="'codes' differs between the replicas of its stage"):
+        train(model, plan_of(model, cut, schedule, shape=shape))
+
+
+def test_a_buffer_of_an_unreplicated_stage_is_not_blamed() -> None:
+    model = make(_moved)
+    check_same(train(model, plan_of(model, "b", shape=(1, 2))), plain_loop(make(_moved)))
+
+
+def _forces(net: Net, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(net.plain(x).sum(), x, create_graph=True)
+    return forces[:, :3]
+
+
+def _backward_inside(net: Net, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        torch.tanh(net.b(torch.tanh(net.a(y)))).sum().backward(inputs=[y])
+    return net.plain(x) + y.grad[:, :3]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("forward", [_forces, _backward_inside])
+def test_a_derivative_in_the_forward_needs_a_graph(forward: Forward) -> None:
+    model = make(forward)
+    check_same(train(model, plan_of(model, None)), plain_loop(make(forward)))
+    with pytest.raises(pipedream.PipelineError, match="recompute='never'"):
+        train(model, plan_of(model, None, recompute="always"))
+
+
+def _checkpointed(net: Net, x: Tensor, reentrant: bool = False) -> Tensor:
+    h = checkpoint(lambda t: net.norm(net.b(t)), torch.tanh(net.a(x)), use_reentrant=reentrant)
+    return net.c(torch.tanh(net.d(h)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_writes_a_buffer_twice_is_refused(reentrant: bool) -> None:
+    with pytest.raises(pipedream.PipelineError, match=r"a checkpoint writes it again .*recompute='always'"):
+        plan_of(make(partial(_checkpointed, reentrant=reentrant)), None)  # type: ignore[arg-type]
+
+
+# -- parameters that are looked at -------------------------------------------------------------------------
+
+
+def _look_at_first(net: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(net.b(torch.tanh(net.a(x))))
+    first = next(net.parameters())
+    mask = torch.ones(8, device=first.device, dtype=first.dtype)
+    return net.c(h.to(first.device, first.dtype) * mask)
+
+
+def _look_at_all(net: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(net.b(torch.tanh(net.a(x))))
+    h = h * (sum(parameter.numel() for parameter in net.parameters()) / 200)
+    return net.c(h.to(next(net.parameters())))
+
+
+def _penalised(net: Net, x: Tensor) -> Tensor:
+    return net.plain(x) + 0.01 * sum(parameter.square().sum() for parameter in net.parameters())
+
+
+LOOKS = (_look_at_first, _look_at_all, _penalised)
+
+
+@pytest.mark.parametrize("forward", LOOKS)
+def test_parameters_may_be_looked_at_on_any_stage(forward: Forward) -> None:
+    model = make(forward)
+    plan = plan_of(model, "b")
+    check_same(train(model, plan), plain_loop(make(forward)))
+
+
+@pytest.mark.parametrize("forward", [_look_at_first, _look_at_all])
+def test_a_parameter_of_another_stage_is_a_placeholder_where_it_is_looked_at(forward: Forward) -> None:
+    graph = pipedream.capture(make(forward), batches()[0][0]).graph
+    assert "a.weight" in graph.glue
+
+
+def _train_on_two() -> None:
+    torch.set_default_dtype(torch.float64)
+    for forward in LOOKS:
+        model = make(forward)
+        plan = plan_of(model, "b")
+        state = train(model, plan)
+        if torch.distributed.get_rank() == 0:
+            check_same(state, plain_loop(make(forward)))
+    with pytest.raises(pipedream.PipelineError, match="build the model again"):
+        train(model, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_parameters_are_looked_at_on_two_processes_and_a_second_pipeline_needs_the_weights() -> None:
+    processes.results(_train_on_two, 2)
+
+
+def test_a_model_without_some_weights_is_not_measured() -> None:
+    model = make()
+    model.c.to("meta")
+    with pytest.raises(pipedream.PipelineError, match=r"after a Pipeline .*build it again"):
+        plan_of(model, None)
+
+
+@pytest.mark.parametrize("cut", [None, "b", "c"])
+def test_a_second_pipeline_trains_layers_that_were_frozen_in_the_first(cut: str | None) -> None:
+    model, expected = make(), make()
+    for net, run in ((model, lambda net: train(net, plan_of(net, cut), ADAMW)), (expected, None)):
+        net.a.requires_grad_(False)
+        net.b.requires_grad_(False)
+        run(net) if run else plain_loop(net, optimizer=ADAMW)
+        net.requires_grad_(True)
+        run(net) if run else plain_loop(net, optimizer=ADAMW)
+    check_same(model.state_dict(), expected.state_dict())
