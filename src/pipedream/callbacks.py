@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipedream.core.artifact import check_json
+from pipedream.core.artifact import copy_json
 from pipedream.core.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -170,9 +170,7 @@ def states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
         ArtifactError: JSON cannot hold a state.
     """
     states = {name: state for name, callback in _name_callbacks(callbacks).items() if (state := callback.state_dict())}
-    for name, state in states.items():
-        check_json(state, f"the state_dict() of the callback {name}")
-    return states
+    return {name: copy_json(state, f"the state_dict() of the callback {name}") for name, state in states.items()}
 
 
 def load_states(callbacks: Iterable[Callback], states: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Self, cast
 
 from pipedream.callbacks import FollowedEvaluations, load_states, states_of
 from pipedream.capture import Captured, PlainModel, list_cuda_devices, preserve_state
-from pipedream.core.artifact import check_json
+from pipedream.core.artifact import copy_json
 from pipedream.core.checkpoint import PipelineRequest
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError
 from pipedream.core.model.collective import StageCollectives
@@ -264,11 +264,11 @@ class Pipeline:
             ArtifactError: another run has a checkpoint of that name, or uses the folder; or `extra` cannot be kept.
         """
         self.extra = self.extra if extra is None else dict(extra)
-        check_json(self.extra, "extra")
         self._begin_collective_call("save()")
+        saved_extra = copy_json(self.extra, "extra")  # the loop's own lists grow while it is written
         position = replace(self._training.save(), callbacks=states_of(self._callbacks))
         listening = [callback for callback in self._callbacks if callback.follows_checkpoints and not snapshot]
-        options: dict[str, Any] = {"wait": wait or bool(listening), "extra": self.extra, "is_snapshot": snapshot}
+        options: dict[str, Any] = {"wait": wait or bool(listening), "extra": saved_extra, "is_snapshot": snapshot}
         path = self._session.checkpointer.save(any_path(folder), self._request, position, keep=keep, **options)
         if path != self._checkpoint and listening:
             self._local.any_rank(False)  # rank 0 has completed it

@@ -189,10 +189,10 @@ def system_error(error: BaseException) -> BaseException:
     return cause or error
 
 
-def check_json(value: Any, what: str) -> None:
-    """Raises an `ArtifactError` if JSON, and so a checkpoint, cannot hold a value."""
+def copy_json(value: Any, what: str) -> Any:
+    """Returns a copy of a value. Raises an `ArtifactError` if JSON, and so a checkpoint, cannot hold it."""
     try:
-        json.dumps(value)
+        return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise ArtifactError(
             f"{what} cannot be kept in a checkpoint: {error}; use numbers, texts, lists and dicts"

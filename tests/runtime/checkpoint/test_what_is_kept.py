@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.runtime.checkpoint import folders, writer
 
 
 class Scale(nn.Module):
@@ -183,3 +185,115 @@ def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
 @pytest.mark.long
 def test_several_processes_do_too(tmp_path: Path) -> None:
     check(tmp_path, "python", lambda *args: processes.team(2).results(train, *args)[0])
+
+
+class Diary(pd.callbacks.Callback):
+    """Its state, a module's and a scheduler's are lists and dicts that they go on with."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"rows": [{"number": 0}], "by": {"a": [1]}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = dict(state)
+
+
+class Remembering(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.rows: list[int] = [0]
+
+    def get_extra_state(self) -> Any:
+        return {"rows": self.rows}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.rows = state["rows"]
+
+
+class Listing(torch.optim.SGD):
+    """Keeps a list for each weight, one in its group, and one beside."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        for group in self.param_groups:
+            group["rows"] = [0]
+            for weight in group["params"]:
+                self.state[weight]["rows"] = [0]
+
+
+class Scheduler(torch.optim.lr_scheduler.LambdaLR):
+    def __init__(self, optimizer: Any) -> None:
+        self.rows = [0]
+        super().__init__(optimizer, lambda n: 1.0)
+
+
+def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All lists and dicts are those of the call, and so are the weights."""
+    may_write, write = threading.Event(), writer.write_tensors
+
+    def write_late(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(writer, "write_tensors", write_late)
+    data = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(3)]
+
+    def make(diary: Diary) -> tuple[Remembering, pd.Pipeline]:
+        model = Remembering()
+        plan = pd.plan(pd.profile(model, data[0][0], warmup=0, runs=1), Cluster.flat(1), schedule="1f1b")
+        options: dict[str, Any] = {"optimizer": Listing, "scheduler": Scheduler, "callbacks": [diary]}
+        return model, pd.Pipeline(model, plan, loss=nn.functional.mse_loss, check=False, **options)
+
+    diary = Diary()
+    model, trained = make(diary)
+    extra: dict[str, Any] = {"losses": [1.0], "by": {"a": [{"b": 1}]}}
+    with trained:
+        for done in trained.train(data):
+            if done.number == 1:
+                trained.save(tmp_path, wait=False, extra=extra)
+                weight = model.weight.detach().clone()
+                optimizer = trained._session.local.workers[0].stage_states[0].optimizer
+                assert optimizer.scheduler is not None
+                lists = [optimizer.optimizer.param_groups[0]["rows"], optimizer.scheduler.rows]  # type: ignore[attr-defined]
+                lists += [state["rows"] for state in optimizer.optimizer.state.values()]
+                for rows in [*lists, model.rows, extra["losses"], extra["by"]["a"], diary.state["rows"]]:
+                    rows.append(-1)
+                extra["by"]["a"][0]["b"] = diary.state["rows"][0]["number"] = -1
+                diary.state["by"]["new"] = extra["new"] = -1
+                diary.state["by"]["a"].clear()
+        may_write.set()
+    diary = Diary()
+    model, loaded = make(diary)
+    with loaded:
+        loaded.load(tmp_path)
+        optimizer = loaded._session.local.workers[0].stage_states[0].optimizer
+        assert loaded.extra == {"losses": [1.0], "by": {"a": [{"b": 1}]}}
+        assert diary.state == Diary().state
+        assert torch.equal(model.weight, weight)
+        assert optimizer.scheduler is not None
+        assert model.rows == optimizer.scheduler.rows == optimizer.optimizer.param_groups[0]["rows"] == [0]  # type: ignore[attr-defined]
+        assert [state["rows"] for state in optimizer.optimizer.state.values()] == [[0], [0]]
+
+
+def test_what_a_callback_adds_while_the_pipeline_drains_is_in_the_checkpoint(tmp_path: Path) -> None:
+    """As the minibatches of which it is are in the weights."""
+
+    class Numbers(pd.callbacks.Callback):
+        def on_minibatch(self, pipeline: Any, done: Any) -> None:
+            numbers.append(done.number)
+
+    numbers: list[int] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    data = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(4)]
+    plan = pd.plan(pd.profile(model, data[0][0], warmup=0, runs=1), Cluster.flat(2), schedule="pipedream")
+    options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "callbacks": [Numbers()]}
+    with pd.Pipeline(model, plan, loss=nn.functional.mse_loss, check=False, **options) as trained:
+        next(iter(trained.train(data)))
+        path = trained.save(tmp_path, extra={"numbers": numbers})
+        manifest = folders.read_manifest(path)
+    assert manifest.extra["numbers"] == list(range(manifest.minibatches))
+    assert manifest.minibatches > 1

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 from torch.random import fork_rng
 
-from pipedream.core.artifact import check_json, decode, encode
+from pipedream.core.artifact import copy_json, decode, encode
 from pipedream.core.checkpoint import ParameterGroup, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.runtime.data.rng import from_json, to_json
@@ -102,9 +102,8 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     }
     scheduler = None
     if optimizer.scheduler is not None:
-        state = optimizer.scheduler.state_dict()
-        scheduler = _to_plain(state)
-        check_json(scheduler, f"the state of {type(optimizer.scheduler).__name__}")
+        state = _to_plain(optimizer.scheduler.state_dict())
+        scheduler = copy_json(state, f"the state of {type(optimizer.scheduler).__name__}")
     rest = _drop_blocks(state_dict)
     return SavedStage(
         groups[()] if () in groups else _describe_groups(optimizer).saved_groups(kind),
