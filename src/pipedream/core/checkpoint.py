@@ -235,6 +235,8 @@ class Checkpoint(PipelineRequest, Position, Artifact):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.minibatches and not self.data:
+            raise ValueError("it has no state of the data, whose order would begin anew; resume from another one")
         if self.microbatches < 1:
             raise ValueError(f"a minibatch has at least one microbatch, found {self.microbatches}")
         if len(self.stages) != len(self.plan.stages):

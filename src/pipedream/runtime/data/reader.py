@@ -10,6 +10,7 @@ is adapted and copied before the loader runs again; copying 38 MB takes up to 50
 from __future__ import annotations
 
 import copy
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -51,11 +52,19 @@ class Minibatch(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochRange:
-    """Epochs first <= epoch < end, without `skip` minibatches of the first."""
+    """Epochs first <= epoch < end, without what was read of the first in `skip` minibatches."""
 
     first: int = 0
     end: int = 1
     skip: int = 0
+
+
+class Mark(NamedTuple):
+    """A place in an epoch: batches and samples before it, and a checksum of their indices, or 0."""
+
+    batches: int = 0
+    samples: int = 0
+    indices_crc32: int = 0
 
 
 class Reader(ABC):
@@ -160,8 +169,11 @@ class LoaderReader(Reader):
         if state:
             order.restore(state["order"], loader)
             self._first_epoch = min(state["epoch"], epochs.first)
+        mark = Mark(*(state or {}).get("mark", ()))
+        self._resumed_at = mark if mark.batches == epochs.skip else None  # earlier versions have saved none
         self._epoch_states: dict[int, dict[str, Any]] = {}
-        self._save_epoch_state(self._first_epoch)
+        self._marks: dict[int, deque[Mark]] = {}  # of each epoch, before and after its minibatches
+        self.save_epoch_state(self._first_epoch)
 
     def _next(self) -> Minibatch:
         minibatch, self._peeked = self._peeked, None
@@ -195,7 +207,8 @@ class LoaderReader(Reader):
                 f"the data's state was requested at epoch {epoch}, minibatch {batches}, but the loader is being read "
                 f"at epoch {max(self._epoch_states)}; ask for the position at a drain"
             )
-        return dict(self._epoch_states[max(before)])
+        mark = self._marks[epoch][batches - self._marks[epoch][0].batches] if batches else Mark()
+        return self._epoch_states[max(before)] | {"mark": list(mark)}
 
     def _adapt(self, batch: Any, *, is_fixed: bool) -> Any:
         """Returns a batch adapted, in memory that is not written later.
@@ -206,10 +219,35 @@ class LoaderReader(Reader):
         fixed = {id(tensor): tensor for tensor in tensors_in(batch)} if is_fixed else {}
         return map_tensors(self.adapt(batch), _copy_tensor, replaced=fixed)
 
-    def _save_epoch_state(self, epoch: int) -> None:
+    def save_epoch_state(self, epoch: int) -> None:
+        """Keeps the order at the start of an epoch."""
         self._epoch_states[epoch] = {"epoch": epoch, "order": self._order.snapshot(self._loader)}
-        while len(self._epoch_states) > 2:
-            del self._epoch_states[min(self._epoch_states)]
+        for by_epoch in (self._epoch_states, self._marks):
+            while len(by_epoch) > 2:
+                del by_epoch[min(by_epoch)]
+
+    def is_before(self, epoch: int, mark: Mark) -> bool:
+        """Returns whether the minibatch after a place was trained before."""
+        if epoch != self._epochs.first or self._resumed_at is None:
+            return (epoch, mark.batches) < (self._epochs.first, self._epochs.skip)
+        return mark.samples < self._resumed_at.samples
+
+    def begin_at(self, epoch: int, mark: Mark) -> deque[Mark]:
+        """Begins an epoch after what was trained before. Warns, or raises a WorkerError, if that were other samples."""
+        resumed_at = (self._resumed_at if epoch == self._epochs.first else None) or mark
+        if mark.samples != resumed_at.samples:
+            raise WorkerError(
+                0,
+                f"the loader, epoch {epoch}",
+                f"{resumed_at.samples} samples of it were trained before, but now its batches end after {mark.samples}",
+                f"give batches that add up to {resumed_at.samples}, or resume from a checkpoint at an epoch's end",
+            )
+        if mark.indices_crc32 != resumed_at.indices_crc32 and mark.indices_crc32 and resumed_at.indices_crc32:
+            text = f"epoch {epoch} now begins with other samples than were trained, so some come twice and others never"
+            advice = "give the same data set and sampler, or resume from a checkpoint at an epoch's end"
+            warnings.warn(f"{text}; {advice}", stacklevel=2)
+        self._marks[epoch] = deque([mark._replace(batches=resumed_at.batches)], 10_000)  # more than are read ahead
+        return self._marks[epoch]
 
 
 class IterableReader(LoaderReader):
@@ -217,6 +255,8 @@ class IterableReader(LoaderReader):
 
     It returns to a position by loading and discarding minibatches, or by a loader's ``load_state_dict``.
     """
+
+    count_samples: Callable[[Any, bool], int] = staticmethod(lambda batch, is_adapted: 1)
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
         super().__init__(loader, order, epochs, state)
@@ -234,6 +274,7 @@ class IterableReader(LoaderReader):
         if (epoch, batches) in self._loader_states:
             loader_state, order = self._loader_states[epoch, batches]
             state["loader"] = {"epoch": epoch, "batches": batches, "state": to_json(loader_state), "order": order}
+            state["loader"]["batch_size"] = getattr(self._loader, "batch_size", None)
         return state
 
     def _close_iterator(self) -> None:
@@ -272,42 +313,49 @@ class IterableReader(LoaderReader):
                 "give an IterableDataset",
             )
         number = 0
-        first, skip = self._epochs.first, self._epochs.skip
         for epoch in range(self._first_epoch, self._epochs.end):
             set_epoch(self._loader, epoch)
-            self._save_epoch_state(epoch)
+            self.save_epoch_state(epoch)
             restored = self._restore_loader(epoch)
             if restored is None:
                 self._start_epoch()
-            batches = restored or 0
             batch = self._load_batch()
             if batch is _END and restored == 0:
                 self._start_epoch()  # for loaders that do nothing before their first batch
                 batch = self._load_batch()
-            if batch is _END and batches == 0:
+            if batch is _END and not restored:
                 raise empty_epoch_error(epoch)
+            mark, marks = (restored and self._resumed_at) or Mark(restored or 0), deque[Mark]()
             while batch is not _END:
-                batches += 1
-                self._save_loader_state(epoch, batches)
+                if not (is_done := self.is_before(epoch, mark)) and not marks:
+                    marks = self.begin_at(epoch, mark)
+                    mark = marks[0]
+                mark = Mark(mark.batches + 1, mark.samples + self.count_samples(batch, self._draws))
+                if not is_done:
+                    marks.append(mark)
+                    self._save_loader_state(epoch, mark.batches)
                 following = self._load_batch()
                 if following is _END:
-                    self._save_epoch_state(epoch + 1)
+                    self.save_epoch_state(epoch + 1)
                     self._save_loader_state(epoch + 1, 0)
-                if epoch > first or (epoch == first and batches > skip):
+                if not is_done:
                     yield Minibatch(number, epoch, batch, following is _END)
                     number += 1
                 batch = following
+            if not marks:
+                self.begin_at(epoch, mark)
         self.count = number
 
     def _restore_loader(self, epoch: int) -> int | None:
         """Returns the minibatches before the loader's own state; None if it has none."""
         loader_state = (self._initial_state or {}).get("loader")
-        position = (self._epochs.first, self._epochs.skip)
+        position, batch_size = (self._epochs.first, self._epochs.skip), getattr(self._loader, "batch_size", None)
         if (
             not self._stateful
             or loader_state is None
             or epoch != position[0]
             or (loader_state["epoch"], loader_state["batches"]) != position
+            or (position[1] and loader_state.get("batch_size", batch_size) != batch_size)  # it may count batches
         ):
             return None
         self._loader.load_state_dict(from_json(loader_state["state"]))

@@ -6,13 +6,12 @@ the lists it knows, without loading, which minibatch ends the epoch; skipping th
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from pipedream.runtime.data.generators import find_generators, find_sample_gener
 from pipedream.runtime.data.reader import (
     EpochRange,
     LoaderReader,
+    Mark,
     Minibatch,
     empty_epoch_error,
     set_epoch,
@@ -92,10 +92,20 @@ class ShardedLoader:
             indices = next(lists, _END)
         return list(indices) if isinstance(indices, list) else indices  # a sampler may use its list again
 
-    def skip_indices(self, lists: Iterator[Any], order: DataOrder, count: int) -> int:
-        """Draws up to `count` lists and returns how many, switching the random state only once."""
+    def skip_indices(self, lists: Iterator[Any], order: DataOrder, is_before: Callable[[Mark], bool]) -> Mark:
+        """Draws lists and returns where they end, switching the random state only once."""
+        # Without a batch sampler an index is a minibatch of unknown size: there must be as many.
+        mark = Mark(indices_crc32=length_hint(self._sampler) if self.loader.batch_sampler is None else 0)
         with order.drawing(self._only_torch):
-            return sum(1 for _ in islice(lists, count))
+            while is_before(mark) and (indices := next(lists, _END)) is not _END:
+                mark = self.advance(mark, indices)
+        return mark
+
+    def advance(self, mark: Mark, indices: Any) -> Mark:
+        """Returns the place after a list of indices."""
+        items = indices if self.loader.batch_sampler is not None and hasattr(indices, "__len__") else [indices]
+        text = "".join(f"{item}," for item in items if hasattr(item, "__index__") or isinstance(item, str))
+        return Mark(mark.batches + 1, mark.samples + len(items), zlib.crc32(text.encode(), mark.indices_crc32))
 
     def load(self, epoch: _EpochIndices) -> Iterator[Any]:
         self._seeds.set_state(epoch.seeds)
@@ -160,9 +170,8 @@ class _EpochIndices:
     """One replica's index lists of one epoch; always knows whether another one follows.
 
     Args:
-        skip: lists that were trained on already.
+        reader: knows which lists were trained on already.
         first: number of the first list after those.
-        ended: called once all replicas' last list has been drawn.
 
     Attributes:
         seeds: generator state for the loading processes.
@@ -171,24 +180,17 @@ class _EpochIndices:
         loading: (number, ends the epoch, checksum of the indices).
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        loader: ShardedLoader,
-        order: DataOrder,
-        skip: int,
-        first: int,
-        ended: Callable[[], None],
-    ) -> None:
+    def __init__(self, epoch: int, loader: ShardedLoader, order: DataOrder, reader: LoaderReader, first: int) -> None:
         self.epoch = epoch
         self.number = first
         self.position = 0
         self.loading: deque[tuple[int, bool, int]] = deque()
         self._loader = loader
         self._order = order
-        self._ended = ended
+        self._reader = reader
         self._lists, self.seeds = loader.begin_epoch(order)
-        self._drawn = loader.skip_indices(self._lists, order, skip) if skip else 0
+        skipped = loader.skip_indices(self._lists, order, partial(reader.is_before, epoch))
+        self._marks, self._drawn = reader.begin_at(epoch, skipped), skipped.batches
         self.empty = not self._drawn
         self._ahead = self._seek()
 
@@ -212,12 +214,13 @@ class _EpochIndices:
         while (indices := self._loader.next_indices(self._lists, self._order)) is not _END:
             self.empty = False
             self._drawn += 1
+            self._marks.append(self._loader.advance(self._marks[-1], indices))
             number = self.number
             self.number += 1
             if number % self._loader.replicas == self._loader.replica:
                 self.position = self._drawn - 1
                 return number, indices
-        self._ended()
+        self._reader.save_epoch_state(self.epoch + 1)
         return None
 
 
@@ -238,6 +241,8 @@ class ShardedReader(LoaderReader):
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Has the current states of generators that make samples, because earlier samples are not loaded again."""
+        while batches and self._next_epoch <= epoch:  # whose minibatches so far are of other replicas
+            self._open_epoch()
         state = super().state(epoch, batches)
         now = {path: read_state(generator) for path, generator in self._sharded.sample_generators.items()}
         order = state["order"]
@@ -254,8 +259,8 @@ class ShardedReader(LoaderReader):
     def _adapt_late(self, batch: Any) -> Any:
         return self._adapt(batch, is_fixed=self._loader.num_workers > 0)  # other processes use no memory again
 
-    def _save_epoch_state(self, epoch: int) -> None:
-        super()._save_epoch_state(epoch)
+    def save_epoch_state(self, epoch: int) -> None:
+        super().save_epoch_state(epoch)
         self._epoch_states[epoch]["seeded"] = self._sharded.seeded
 
     @property
@@ -270,15 +275,8 @@ class ShardedReader(LoaderReader):
         first = self._drawn
         self._next_epoch += 1
         set_epoch(self._loader, epoch)
-        self._save_epoch_state(epoch)
-        skip = 0
-        if epoch < self._epochs.first:
-            skip = sys.maxsize
-        elif epoch == self._epochs.first:
-            skip = self._epochs.skip
-        indices = _EpochIndices(
-            epoch, self._sharded, self._order, skip, first, ended=lambda: self._save_epoch_state(epoch + 1)
-        )
+        self.save_epoch_state(epoch)
+        indices = _EpochIndices(epoch, self._sharded, self._order, self, first)
         if indices.empty:
             raise empty_epoch_error(epoch)
         self._open_epochs.append(indices)

@@ -24,6 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from pipedream.core.errors import WorkerError
@@ -31,7 +33,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import LocalChannel, Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
 from pipedream.runtime.comm.process_group import gather_json, read_machine
-from pipedream.runtime.comm.values import compute_crc32, flatten, tensors_in
+from pipedream.runtime.comm.values import compute_crc32, flatten, map_tensors, tensors_in
 from pipedream.runtime.data.generators import find_order_generators
 from pipedream.runtime.data.reader import (
     EpochRange,
@@ -44,7 +46,7 @@ from pipedream.runtime.data.reader import (
 )
 from pipedream.runtime.data.rng import DataOrder, preserved_rng, read_state, set_state
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
-from pipedream.runtime.data.splitter import AdaptBatch, BatchDim, Parts, Splitter
+from pipedream.runtime.data.splitter import AdaptBatch, BatchAdapter, BatchDim, Parts, Splitter, known_samples
 
 _log = logging.getLogger("pipedream")
 
@@ -335,7 +337,7 @@ class DataSources:
         self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
     ) -> dict[int, Source]:
         """Opens a loader for training; without a `state` the order continues."""
-        sources = self._open(self._training, _DataRequest(loader, adapt, epochs, state))
+        sources = self._open(self._training, _DataRequest(loader, adapt, epochs, state, self._batch_dim))
         source = sources.get(self._input_ranks[0])
         if isinstance(source := source.source if isinstance(source, MeshSource) else source, ReadingSource):
             source.splitter.planned_samples, self._planned_samples = self._planned_samples, 1
@@ -465,6 +467,16 @@ class _DataRequest:
     adapt: AdaptBatch
     epochs: EpochRange
     state: Mapping[str, Any] | None
+    batch_dim: BatchDim = 0
+
+    def count_samples(self, batch: Any, is_adapted: bool) -> int:
+        """Returns the samples of a batch, without the user's functions, which may draw numbers."""
+        if is_adapted:
+            batch = batch[0]
+        elif isinstance(self.adapt, BatchAdapter) and self.adapt.inputs is None:
+            batch = self.adapt.input_of(batch)
+        tensors = map_tensors(batch, lambda array: torch.empty(array.shape, device="meta"), np.ndarray)
+        return known_samples(tensors, self.batch_dim) or (len(batch) if isinstance(batch, list) else 1)
 
 
 class _OpenLoader:
@@ -488,6 +500,7 @@ class _OpenLoader:
             self.reader = ShardedReader(sharded, self.order, epochs, state)
         else:
             self.reader = IterableReader(loader, self.order, epochs, state)
+            self.reader.count_samples = request.count_samples
         self.reader.adapt = request.adapt
         return self.reader
 

@@ -97,21 +97,22 @@ class Checkpointer:
             wait_for_copies = None
             if not wait:
                 tensors, wait_for_copies = pieces.copy_for_writing(tensors)
-            own_stages = [stages, save_rng(self._device)] if self._is_first else None
+            own_stages = [stages, save_rng(self._device), position.data] if self._is_first else None
             rows = [row for row in gather_json(own_stages, self._local.group) if row is not None]
             states = {
                 (stage, replica): decode(SavedStage, state, "a stage")
-                for saved_stages, _ in rows
+                for saved_stages, *_ in rows
                 for stage, replica, state in saved_stages
             }
+            reader = self._program.placement.readers[0] if self._local.distributed else 0
             manifest = Checkpoint(
                 **vars(request),
-                **vars(position),
+                **vars(replace(position, data=rows[reader][2])),
                 schedule=self._program.name,
                 microbatches=self._program.microbatches,
                 compensation=self._program.updates.compensation,
                 stages=tuple(replica_state.join(states, stage) for stage in range(len(self._names.by_stage))),
-                random=tuple(random for _, random in rows),
+                random=tuple(random for _, random, _ in rows),
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
             )

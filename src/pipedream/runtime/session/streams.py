@@ -92,7 +92,7 @@ class Streams:
     def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns, as JSON, what `open_feed` needs to continue after `batches` minibatches of an epoch.
 
-        Called at a drain; rank 0's result counts.
+        Called at a drain; the result of the input stage's first rank counts.
         """
         with self._local.reporting():
             return self._local.data.state(epoch, batches)

@@ -202,7 +202,7 @@ class Training:
 
     def save(self) -> Position:
         """Returns the position for a checkpoint."""
-        data = self._streams.data_state(*self.position)
+        data = self._data_state or self._streams.data_state(*self.position)  # nothing may have been read since a load
         return Position(self.number, *self.position, tuple(self.drains), data=data)
 
     def restore(self, manifest: Checkpoint) -> None:

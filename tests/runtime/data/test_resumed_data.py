@@ -1,0 +1,294 @@
+"""A run that was left within an epoch goes on with the samples that it lacks, whatever the size of its batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
+
+import pipedream as pd
+from pipedream.core.errors import WorkerError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.schedules import METHODS
+
+SAMPLES = 48
+
+
+class Seen(nn.Module):
+    """Notes the number of each sample, which is its first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.samples: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.samples += x[:, 0].int().tolist()
+        return self.inner(x)
+
+
+def data(count: int = SAMPLES) -> Tensor:
+    return torch.stack([torch.arange(float(count)), torch.ones(count)], 1)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(data(), data(), strict=True)
+
+
+class Batches:
+    """An iterable; with `counts`, it knows how many batches it has yielded, and continues there."""
+
+    def __init__(self, size: int) -> None:
+        self.batch_size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((part, part) for part in data().split(self.batch_size))
+
+
+class Counting(Batches):
+    count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = list(super().__iter__())[self.count :]
+        for batch in rest:
+            self.count += 1
+            yield batch
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Shuffled(Sampler[list[int]]):
+    """A user's batch sampler; with `buckets` its batches are of neighbours."""
+
+    def __init__(self, size: int, buckets: bool = False) -> None:
+        self.size, self.buckets = size, buckets
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.buckets:
+            yield from (part.tolist() for part in reversed(torch.arange(SAMPLES).split(self.size)))
+        else:
+            yield from (part.tolist() for part in torch.randperm(SAMPLES).split(self.size))
+
+
+class Whole(Dataset[Any]):
+    """An index is a batch."""
+
+    def __init__(self, size: int) -> None:
+        self.parts = data().split(size)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.parts[index], self.parts[index]
+
+
+def map_style(size: int, count: int = SAMPLES, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(data(count), data(count)), size, **options)
+
+
+def distributed(size: int) -> DataLoader[Any]:
+    dataset = TensorDataset(data(), data())
+    return DataLoader(dataset, size, sampler=DistributedSampler(dataset, 1, 0))
+
+
+LOADERS: dict[str, Callable[[int], Any]] = {
+    "shuffling": lambda size: map_style(size, shuffle=True),
+    "generator": lambda size: map_style(size, shuffle=True, generator=torch.Generator().manual_seed(1)),
+    "in order": map_style,
+    "drop last": lambda size: map_style(size, shuffle=True, drop_last=True),
+    "distributed": distributed,
+    "batch sampler": lambda size: DataLoader(TensorDataset(data(), data()), batch_sampler=Shuffled(size)),
+    "stream": lambda size: DataLoader(Stream(), size),
+    "list": lambda size: list(Batches(size)),
+    "iterable": Batches,
+    "dicts": lambda size: [{"x": x.numpy()} for x, _ in Batches(size)],
+    "state": Counting,
+    "own batches": lambda size: DataLoader(Whole(size), batch_size=None),
+}
+
+
+def read_array(batch: Any) -> Tensor:
+    return torch.from_numpy(batch["x"])
+
+
+def pipeline(replicas: tuple[int, ...], schedule: str, microbatches: int | None, **options: Any) -> tuple[Any, Seen]:
+    torch.manual_seed(3)
+    model = nn.Sequential(Seen(), nn.Linear(2, 2), nn.Linear(2, 2))
+    profile = pd.profile(model, data(8), warmup=0, runs=1)
+    plan = pd.plan(profile, Cluster.flat(sum(replicas)), schedule=schedule, microbatches=microbatches, shape=replicas)
+    settings = {"loss": lambda y, batch: y.square().mean(), "optimizer": partial(torch.optim.SGD, lr=1e-4)}
+    return pd.Pipeline(model, plan, check=False, **settings | options), model[0]
+
+
+def train(
+    loader: Any,
+    folder: Path,
+    until: int | None,
+    replicas: tuple[int, ...] = (1,),
+    schedule: str = "1f1b",
+    **options: Any,
+) -> list[int]:
+    """Trains up to a minibatch, and saves; without one, loads and trains to the end of the second epoch.
+
+    Returns the samples in their order.
+    """
+    trained, layer = pipeline(replicas, schedule, options.pop("microbatches", 1), **options)
+    torch.manual_seed(3 if until else 4)
+    with trained:
+        if until is None:
+            trained.load(folder)
+        layer.samples.clear()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the loader's batch has")
+            for done in trained.train(loader, until_epoch=2):
+                if done.number + 1 == until:
+                    trained.save(folder)
+                    break
+    return list(layer.samples)
+
+
+@pytest.mark.parametrize(
+    ("until", "size"), [(4, 4), (4, 16), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((3, 12), (6, 5)))]
+)
+@pytest.mark.parametrize("name", LOADERS)
+def test_each_sample_comes_once(name: str, until: int, size: int, tmp_path: Path) -> None:
+    """In the order that a run of whole epochs has; the last, smaller batch is no other one."""
+    if name == "own batches" and until < 6:
+        pytest.skip("an index is a batch of unknown size")
+    options: dict[str, Any] = dict.fromkeys(("inputs", "targets"), read_array) if name == "dicts" else {}
+    whole = train(LOADERS[name](8), tmp_path / "whole", 12, **options)
+    first = train(LOADERS[name](8), tmp_path, until, **options)
+    rest = train(LOADERS[name](size), tmp_path, None, **options)
+    count = len(rest) if (name, size) == ("drop last", 5) else len(whole) - len(first)
+    assert [*first, *rest] == whole[: len(first) + count]
+    assert len(rest) >= count - 3
+    assert sorted(whole[:SAMPLES]) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_that_do_not_add_up_are_refused(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = dict.fromkeys(("inputs", "targets"), read_array) if name == "dicts" else {}
+    train(LOADERS[name](8), tmp_path, 5, **options)
+    number = r"5 samples of it .* end after 3" if name == "own batches" else r"40 samples of it .* end after 48"
+    with pytest.raises(WorkerError, match=f"{number}\\n.*checkpoint at an epoch's end"):
+        train(LOADERS[name](16), tmp_path, None, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (map_style(8), map_style(8, shuffle=True)),
+        (map_style(8, shuffle=True), map_style(8)),
+        (map_style(8, shuffle=True), map_style(8, 56, shuffle=True)),
+        (map_style(8, shuffle=True, generator=torch.Generator().manual_seed(1)), map_style(4, shuffle=True)),
+        tuple(DataLoader(TensorDataset(data(), data()), batch_sampler=Shuffled(size, True)) for size in (8, 4)),
+        (LOADERS["own batches"](8), LOADERS["own batches"](4)),
+    ],
+)
+def test_other_samples_are_warned_of(before: Any, after: Any, tmp_path: Path) -> None:
+    train(before, tmp_path, 4)
+    with pytest.warns(UserWarning, match="epoch 0 now begins with other samples than were trained"):
+        train(after, tmp_path, None)
+
+
+def test_more_samples_in_order_are_trained_after_those_done(tmp_path: Path) -> None:
+    train(map_style(8), tmp_path, 4)
+    assert train(map_style(4, 60), tmp_path, None)[:28] == list(range(32, 60))
+    train(map_style(8), tmp_path / "dropped", 5)
+    assert train(map_style(10, drop_last=True), tmp_path / "dropped", None) == list(range(40)), "the epoch is over"
+
+
+@pytest.mark.parametrize(("replicas", "schedule", "microbatches"), [((1, 1), "gpipe", 3), ((1, 1), "pipedream", 1)])
+def test_another_plan_and_other_microbatches_go_on(
+    replicas: tuple[int, ...], schedule: str, microbatches: int, tmp_path: Path
+) -> None:
+    loader = map_style(8, shuffle=True)
+    whole = train(loader, tmp_path / "whole", 12)
+    first = train(loader, tmp_path, 3)
+    assert [*first, *train(loader, tmp_path, None, replicas, schedule, microbatches=microbatches)] == whole
+
+
+def test_a_loop_that_is_left_goes_on_with_other_batches() -> None:
+    trained, layer = pipeline((1,), "1f1b", 1)
+    with trained, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the loader's batch has")
+        next(iter(trained.train(map_style(8))))
+        rest = layer.samples[-8:]
+        for _ in trained.train(map_style(4)):
+            pass
+        assert layer.samples[-40:] == list(range(8, 48))
+        assert rest == list(range(8))
+
+
+def test_a_loaded_position_can_be_saved_again_before_anything_is_read(tmp_path: Path) -> None:
+    loader = map_style(8, shuffle=True)
+    first = train(loader, tmp_path / "a", 3)
+    trained, _ = pipeline((1,), "1f1b", 1)
+    with trained:
+        trained.load(tmp_path / "a")
+        trained.save(tmp_path / "b")
+    assert train(loader, tmp_path / "b", None) == train(loader, tmp_path / "a", None)
+    assert len(first) == 24
+
+
+def leg(folder: Path, schedule: str, resume: Path | None) -> dict[int, float]:
+    """Trains three epochs of six minibatches, saves in the second one, and returns the losses by number."""
+    torch.manual_seed(3)
+    samples = data().double()
+    model = nn.Sequential(*(nn.Linear(2, 2, dtype=torch.float64) for _ in range(8)))
+    profile = pd.profile(model, samples[:8], warmup=0, runs=1)
+    plan = pd.plan(profile, Cluster.flat(2), schedule=schedule)
+    loader = DataLoader(TensorDataset(samples, samples), 8, shuffle=True)
+    losses = {}
+    torch.manual_seed(3 if resume is None else 4)
+    options: dict[str, Any] = {"loss": lambda y, x: (y * x).mean(), "inputs": lambda x: x[0], "targets": lambda x: x[0]}
+    with pd.Pipeline(model, plan, optimizer=partial(torch.optim.SGD, lr=1e-6), check=False, **options) as trained:
+        if resume is not None:
+            trained.load(resume)
+        for done in trained.train(loader, until_epoch=3):
+            losses[done.number] = done.loss
+            if done.number == 8 and resume is None:
+                trained.save(folder)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", [*METHODS, "roundpipe[delay=1]"])
+def test_processes_go_on_with_the_order_of_the_data(schedule: str, tmp_path: Path) -> None:
+    """Also where the first stage is not on rank 0, as in RoundPipe."""
+    team = processes.team(2)
+    whole = team.results(leg, tmp_path, schedule, None)[0]
+    rest = team.results(leg, tmp_path / "rest", schedule, tmp_path)[0]
+    assert max(rest) == 17
+    assert rest == {number: loss for number, loss in whole.items() if number in rest}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_processes_go_on_with_other_batches(tmp_path: Path) -> None:
+    whole = train(LOADERS["shuffling"](8), tmp_path / "whole", 12)
+    train(LOADERS["shuffling"](8), tmp_path, 4)
+    rows = processes.team(2).results(train_here, tmp_path)
+    assert sorted([*rows[0], *rows[1]]) == sorted(whole[32:])
+
+
+def train_here(folder: Path) -> list[int]:
+    """Trains the rest on two replicas; returns what this one has layer."""
+    return train(LOADERS["shuffling"](4), folder, None, (2,), "pipedream")
