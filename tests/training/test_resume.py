@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import processes
@@ -24,8 +25,9 @@ import pipedream as pd
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.checkpoint.remote import RemotePath
+from pipedream.training import emulate as emulate_module
 from pipedream.training import loop
-from pipedream.training.run_folder import CHECKPOINTS, find_resume_point
+from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 from pipedream.training.train import train_recipe
 
 EPOCHS = 6
@@ -453,3 +455,111 @@ def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: py
         train_recipe(regression, out=run, **OPTIONS)
     assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
     assert pieces.verify_checkpoint(folders.list_checkpoints(run / CHECKPOINTS)[0]).minibatches == 5
+
+
+def test_restarts_go_on_from_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another run was resumed into it, and where the whole command is repeated; not from another run's."""
+    a, b, other = (tmp_path / name for name in ("a", "b", "other"))
+    train_recipe(regression, epochs=1, out=a, **OPTIONS)
+    train_recipe(regression, epochs=3, resume=a, out=b, **OPTIONS)
+    train_recipe(regression, minibatches=7, checkpoint_every=2, out=other, **OPTIONS)
+    first = find_resume_point(a, None)
+    assert first is not None
+    for restarts in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        for resume in (a, first.path):
+            point = find_resume_point(resume, b)
+            assert point is not None
+            assert (point.manifest.minibatches, point.folder) == (15, b)
+        for out in (None, tmp_path / "new", a):
+            point = find_resume_point(a, out)
+            assert point is not None
+            assert point.path == first.path
+        oldest = folders.list_checkpoints(b / CHECKPOINTS)[0]
+        point = find_resume_point(oldest, b)
+        assert point is not None
+        assert point.path == oldest, "the run goes back"
+        with pytest.raises(ArtifactError, match=r"was to be resumed, but the run folder holds .* of another run"):
+            find_resume_point(a, other)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    rest = train_recipe(regression, resume=a, out=b, **OPTIONS)
+    assert (rest["resumed_from"], rest["minibatches"]) == (15, 20)
+    assert [number for number, _ in json.loads((b / "losses.json").read_text())] == list(range(20))
+
+
+def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, a = tmp_path / "done", tmp_path / "a"
+    train_recipe(regression, epochs=1, out=done, checkpoint_every=0, **OPTIONS)
+    train_recipe(regression, epochs=1, out=a, **OPTIONS)
+    weights = (done / "weights.pt").read_bytes()
+    plan = pd.Plan.load(done / "plan.json")
+    for run in (
+        lambda: train_recipe(regression, out=done, checkpoint_every=0, **OPTIONS),
+        lambda: train_recipe(regression, out=done, resume=a, **OPTIONS),
+        lambda: train_recipe(regression, out=done, resume=done, **OPTIONS),
+    ):
+        for name in ("weights.pt", "summary.json"):
+            with pytest.raises(ArtifactError, match=f"{done} holds {name} of an earlier run; give another folder"):
+                run()
+            (done / name).rename(tmp_path / name)
+        for name in ("weights.pt", "summary.json"):
+            (tmp_path / name).rename(done / name)
+    assert (done / "weights.pt").read_bytes() == weights
+    monkeypatch.setattr(emulate_module, "_join_group", lambda plan: (0, 1))
+    with pytest.raises(ArtifactError, match=r"holds .* of an earlier run"):
+        pd.emulate(plan, out=a, minibatches=1, quiet=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a worker was lost while it wrote them
+    train_recipe(regression, epochs=1, out=done, checkpoint_every=0, **OPTIONS)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.chdir(tmp_path)
+    train_recipe(regression, epochs=2, resume=a, out="a", **OPTIONS)  # its own folder, written otherwise
+
+
+def test_all_losses_are_in_the_run_folder(tmp_path: Path) -> None:
+    """Also those of minibatches that a method without a flush finishes after the last one asked for."""
+    options = OPTIONS | {"schedule": "pipedream", "microbatches": None}
+    first = train_recipe(regression, minibatches=7, out=tmp_path, **options)
+    assert first["minibatches"] > 7
+    numbers = [number for number, _ in json.loads((tmp_path / "losses.json").read_text())]
+    assert numbers == list(range(first["minibatches"]))
+    train_recipe(regression, resume=tmp_path, **options)
+    assert [number for number, _ in json.loads((tmp_path / "losses.json").read_text())] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "[[0, 1.0",
+        "\0" * 9,
+        "{}",
+        "[]",
+        "[[0]]",
+        '[["a", 1]]',
+        "[[1e400, 1]]",
+        "[" * 99_999,
+        "[[0, 1], [2, 1]]",
+    ],
+    ids=lambda text: str(text)[:9],
+)
+def test_damaged_losses_are_warned_of(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "losses.json"
+    if text is not None:
+        file.write_text(text)
+    point = ResumePoint(tmp_path, SimpleNamespace(extra={}, minibatches=3), tmp_path)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match=f"{file} lacks losses of the 3 minibatches before the checkpoint"):
+        assert len(point.losses) == (2 if text == "[[0, 1], [2, 1]]" else 0)
+    file.write_text("[[1, 0.5], [2, NaN], [3, 1.0]]")
+    assert [number for number, _ in point.losses] == [1, 2], "an earlier run in another folder had the first"
+
+
+def test_a_checkpoint_without_the_order_of_the_data_is_refused(tmp_path: Path) -> None:
+    train_recipe(regression, epochs=1, out=tmp_path, **OPTIONS)
+    file = folders.list_checkpoints(tmp_path / CHECKPOINTS)[0] / folders.MANIFEST
+    manifest = json.loads(file.read_text())
+    del manifest["crc32"]
+    for data in ({}, None):
+        file.write_text(json.dumps(manifest | {"data": data}))
+        with pytest.raises(ArtifactError, match="it has no state of the data, whose order would begin anew"):
+            train_recipe(regression, resume=tmp_path, **OPTIONS)

@@ -73,6 +73,7 @@ def emulate(
         folder = Path(process_group.make_on_rank_0(lambda: str(out or default_folder), rank))
         name, parts = resolve_method(scaled, schedule, microbatches)
         stack.enter_context(run_folder.locked(folder, rank))
+        run_folder.check_unused(folder)
         with build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:
             if rank == 0 and not quiet:
                 print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
@@ -82,12 +83,11 @@ def emulate(
                     losses.append((done.number, done.loss))
                     advance()
             slowness, measured = run_folder.gather_slowness(begin_times), pipeline.timeline()
-            sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
-            program, drains = pipeline.program, pipeline.drains
+            sent, rates, drains = pipeline.sent_bytes(), pipeline.learning_rates(), pipeline.drains
         steady = run_folder.cut_last_segment(measured, drains)
         dilated = scale_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
-        count = max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight))
-        predicted = simulate_program(replace(program, plan=dilated), count)
+        count = max(steady.microbatches, 4 * pipeline.program.cycle * max(scaled.in_flight))
+        predicted = simulate_program(replace(pipeline.program, plan=dilated), count)
         summary = run_folder.summarise(
             plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
         )
@@ -105,8 +105,8 @@ def emulate(
             "configuration": {
                 "workers": plan.workers,
                 "processes": processes,
-                "schedule": program.name,
-                "microbatches": program.microbatches,
+                "schedule": pipeline.program.name,
+                "microbatches": pipeline.program.microbatches,
                 "in_flight": list(scaled.in_flight),
                 "depth": scaled.depth_mode,
                 "minibatches": minibatches,

@@ -115,6 +115,12 @@ class Job:
         return self.options.epochs or self.recipe.epochs
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether it continues a run in its own folder."""
+        folder = None if self.resumed is None else self.resumed.folder
+        return folder is not None and folder.resolve() == self.place.resolve()
+
+    @property
     def compile(self) -> Any:
         return self.options.compile or self.recipe.compile
 

@@ -102,14 +102,14 @@ class TrainingLoop:
         self._progress = Progress(console, pipeline.plan.workers, pipeline.rank)
         self._console = console
 
-    def resume(self, losses: list[tuple[int, float]]) -> None:
+    def resume(self, losses: list[tuple[int, float]], *, in_place: bool) -> None:
         """Continues the statistics of the loaded checkpoint; checkpoints of version 0.1 have none.
 
         Args:
-            losses: from disk.
+            losses: from disk; in this run's own folder if `in_place`.
         """
         saved = self.pipeline.extra
-        self.losses, self._saved_losses = losses, len(losses)
+        self.losses, self._saved_losses = losses, len(losses) if in_place else 0
         self.losses += [(number, loss) for number, loss in saved.get("losses", ())]
         self.began_s -= saved.get("seconds", 0.0)
         self.train_s = saved.get("train_seconds", 0.0)
@@ -194,7 +194,7 @@ class TrainingLoop:
             saved_bytes = self.pipeline.saved_bytes()
             self._snapshot_bytes = check_memory(policy.every, policy.folder, saved_bytes, self.pipeline.rank)
         copy_s = time.perf_counter() - self._paused_s
-        losses = self._list_losses()[self._saved_losses :]
+        losses = self.list_losses()[self._saved_losses :]
         wait = policy.every is None and self._snapshot_cost.is_first
         extra = self._make_extra() | {"losses": losses}
         self.pipeline.save(policy.folder, keep=policy.keep, wait=wait, extra=extra, snapshot=True)
@@ -203,7 +203,7 @@ class TrainingLoop:
         for done in self.pipeline.ready:
             self._restarts.note_time(done.number)
 
-    def _list_losses(self) -> list[tuple[int, float]]:
+    def list_losses(self) -> list[tuple[int, float]]:
         """Returns all losses, including those of drained minibatches that the loop has yet to receive."""
         return [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
 
@@ -219,7 +219,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=self._make_extra())
-        losses = self._list_losses()
+        losses = self.list_losses()
         self._saved_losses = len(losses)
         if self.pipeline.rank == 0:
             path = self._checkpoints.folder.parent / "losses.json"

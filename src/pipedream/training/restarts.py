@@ -37,7 +37,7 @@ class Restarts:
     """
 
     def __init__(self, rank: int) -> None:
-        self._count = _count_restarts()
+        self._count = count_restarts()
         self._lost_s, self._repeated, self._trained_before = 0.0, 0, 0
         self._file: int | None = None
         folder = find_launch_folder()
@@ -127,7 +127,7 @@ def check_code_stays(source: str, rank: int) -> None:
     folder = find_launch_folder()
     if folder is None:
         return
-    restart = f"restart {_count_restarts()} must continue with"
+    restart = f"restart {count_restarts()} must continue with"
     if (library := _keep_first(folder / _LIBRARY, name_code(), rank)) != name_code():
         raise RecipeError(
             f"{restart} {library}, but rank {rank} has {name_code()}; install the first again and give --resume, or "
@@ -155,7 +155,7 @@ def keep_plan_of_attempt(plan: Plan) -> None:
     """Keeps the plan for `find_survivors`; does nothing under another launcher."""
     folder = find_launch_folder()
     if folder is not None:
-        plan.save(folder / str(_count_restarts()) / _PLAN)
+        plan.save(folder / str(count_restarts()) / _PLAN)
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,10 @@ def find_survivors() -> Survivors:
 def _list_attempts() -> list[tuple[Path, list[int]]]:
     """Returns the folders of the attempts before this one, each with the ranks that were lost by it."""
     root = find_launch_folder()
-    folders = [root / str(attempt) for attempt in range(_count_restarts())] if root is not None else []
+    folders = [root / str(attempt) for attempt in range(count_restarts())] if root is not None else []
     return [(folder, read_lost(folder)) for folder in folders]
 
 
-def _count_restarts() -> int:
+def count_restarts() -> int:
+    """Returns how often the launcher has restarted this machine's workers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

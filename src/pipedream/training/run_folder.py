@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from pipedream.runtime.checkpoint.folders import (
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.checkpoint.writer import FolderLock
 from pipedream.runtime.comm import process_group
+from pipedream.training.restarts import count_restarts
 from pipedream.training.snapshots import find_newest_snapshot, find_snapshots
 
 _SHOWN_MICROBATCHES = 40  # in the picture of a run's start
@@ -350,11 +352,17 @@ class ResumePoint:
         if self.folder is None:
             return []
         first, _ = next(iter(self.manifest.extra.get("losses", ())), (self.manifest.minibatches, 0.0))
+        rows, problem = [], ""
+        path = self.folder / "losses.json"
         try:
-            rows = json.loads((self.folder / "losses.json").read_text(encoding="utf-8"))
-            return [(int(number), float(loss)) for number, loss in rows if int(number) < first]
-        except (OSError, ValueError, TypeError):
-            return []
+            text = read_text(path) if isinstance(path, Path) else path.read_text()
+            rows = [(int(number), float(loss)) for number, loss in json.loads(text) if int(number) < first]
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            problem = f": {error}"
+        if [number for number, _ in rows] != list(range(rows[0][0] if rows else 0, first)):
+            text = f"{path} lacks losses of the {first} minibatches before the checkpoint{problem}"
+            warnings.warn(f"{text}; the weights are not affected", stacklevel=2)
+        return rows
 
 
 def find_checkpoints(folder: AnyPath) -> list[AnyPath]:
@@ -383,17 +391,18 @@ def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathL
     Raises:
         ArtifactError: there is no complete checkpoint, or it is damaged.
     """
-
     group = process_group.world_group()
     # A machine that replaces another one counts no restart itself.
-    counts = process_group.gather_texts(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), group)
-    is_restart = any(map(int, counts))
+    is_restart = any(map(int, process_group.gather_texts(str(count_restarts()), group)))
     run = out if is_restart and out is not None else resume
+    path = None
     if resume is not None:
         checkpoint = find_newest_checkpoint(any_path(resume) / CHECKPOINTS) or find_newest_checkpoint(resume)
-    else:
-        checkpoint = find_newest_checkpoint(any_path(out) / CHECKPOINTS) if is_restart and out is not None else None
-    path = find_newest_of_all(checkpoint, group)
+        path = find_newest_of_all(checkpoint, group)
+    if out is not None and (is_restart or path is not None):
+        continued = find_newest_of_all(find_newest_checkpoint(any_path(out) / CHECKPOINTS), group)
+        if _continues(continued, path, group):
+            path, run = continued, out
     folder = None if run is None else find_snapshots(any_path(run))
     saved_count = -1 if path is None else parse_minibatches(path.name) or 0
     if run is not None and folder is not None and (newest := find_newest_snapshot(folder, saved_count)) is not None:
@@ -413,6 +422,18 @@ def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathL
     is_in_run = path.resolve().parent.name == CHECKPOINTS
     manifest, _ = read_shared_manifest(path, group)
     return ResumePoint(path, manifest, path.parent.parent if is_in_run else None)
+
+
+def _continues(newest: AnyPath | None, path: AnyPath | None, group: Any) -> bool:
+    """Returns whether a run folder's newest checkpoint continues `path`; an `ArtifactError` if it is of another run."""
+    if newest is None or path is None or newest.resolve().parent == path.resolve().parent:
+        return newest is not None and path is None
+    drains, earlier = (read_shared_manifest(checkpoint, group)[0].drains for checkpoint in (newest, path))
+    if drains[: len(earlier)] != earlier:
+        raise ArtifactError(
+            f"{path} was to be resumed, but the run folder holds {newest} of another run; give another folder (--out)"
+        )
+    return True
 
 
 @contextmanager
@@ -437,9 +458,12 @@ def locked(folder: Path, rank: int) -> Iterator[None]:
 
 
 def check_unused(folder: AnyPath) -> None:
-    """Raises an `ArtifactError` if a new run would overwrite the folder's checkpoints."""
+    """Raises an `ArtifactError` if a run would overwrite the folder's checkpoints or results."""
     if list_checkpoints(folder / CHECKPOINTS):
         raise ArtifactError(
             f"the run folder {folder} holds checkpoints of an earlier run; continue it (--resume {folder}), or "
             "give another folder (--out)"
         )
+    for name in ("weights.pt", "summary.json"):
+        if (folder / name).exists():
+            raise ArtifactError(f"the run folder {folder} holds {name} of an earlier run; give another folder (--out)")

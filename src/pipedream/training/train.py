@@ -31,7 +31,7 @@ from pipedream.simulator import Stragglers
 from pipedream.training import run_folder
 from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.restarts import check_code_stays, keep_plan_of_attempt
+from pipedream.training.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
 from pipedream.training.snapshots import check_memory, open_snapshots, remove_snapshots
 from pipedream.workflows.simulate import simulate_program
 
@@ -71,7 +71,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
         check_same_settings(_collect_shared_settings(job), process_group.world_group())
         check_code_stays(job.recipe.source, process.rank)
         with run_folder.locked(job.folder, process.rank):
-            if job.resumed is None:
+            if not count_restarts() and not job.is_in_place:
                 run_folder.check_unused(job.place)
             policy = _choose_checkpoint_policy(job, process)
             planned = plan_job(job, process)
@@ -128,7 +128,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s, snapshots)
         if job.resumed is not None:
             pipeline.load(job.resumed.path)
-            loop.resume(job.resumed.losses)
+            loop.resume(job.resumed.losses if process.rank == 0 else [], in_place=job.is_in_place)
             manifest = job.resumed.manifest
             console.print(f"resuming from {job.resumed}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
         for callback in recipe.callbacks if planned.lost else ():
@@ -257,7 +257,7 @@ def _collect_files(
         predicted=predicted,
         measured=list(timelines.values()),
         steady=steady,
-        losses=loop.losses,
+        losses=loop.list_losses(),
         profile=planned.profile,
         weights=pipeline.state_dict(),
         average=pipeline.state_dict(ema=True) if job.recipe.ema is not None else None,
