@@ -258,7 +258,10 @@ def leg(folder: Path, schedule: str, resume: Path | None) -> dict[int, float]:
     losses = {}
     torch.manual_seed(3 if resume is None else 4)
     options: dict[str, Any] = {"loss": lambda y, x: (y * x).mean(), "inputs": lambda x: x[0], "targets": lambda x: x[0]}
-    with pd.Pipeline(model, plan, optimizer=partial(torch.optim.SGD, lr=1e-6), check=False, **options) as trained:
+    optimizer: Any = partial(torch.optim.SGD, lr=1e-6, momentum=0.9)
+    if schedule == "basis_rotation":
+        optimizer = partial(torch.optim.Adam, lr=1e-6)
+    with pd.Pipeline(model, plan, optimizer=optimizer, check=False, **options) as trained:
         if resume is not None:
             trained.load(resume)
         for done in trained.train(loader, until_epoch=3):
