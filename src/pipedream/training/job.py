@@ -115,8 +115,7 @@ class Job:
         return self.options.epochs or self.recipe.epochs
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether it continues a run in its own folder."""
+    def is_resumed_in_place(self) -> bool:
         folder = None if self.resumed is None else self.resumed.folder
         return folder is not None and folder.resolve() == self.place.resolve()
 

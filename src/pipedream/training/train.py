@@ -71,7 +71,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
         check_same_settings(_collect_shared_settings(job), process_group.world_group())
         check_code_stays(job.recipe.source, process.rank)
         with run_folder.locked(job.folder, process.rank):
-            if not count_restarts() and not job.is_in_place:
+            if not count_restarts() and not job.is_resumed_in_place:
                 run_folder.check_unused(job.place)
             policy = _choose_checkpoint_policy(job, process)
             planned = plan_job(job, process)
@@ -128,7 +128,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s, snapshots)
         if job.resumed is not None:
             pipeline.load(job.resumed.path)
-            loop.resume(job.resumed.losses if process.rank == 0 else [], in_place=job.is_in_place)
+            loop.resume(job.resumed.losses if process.rank == 0 else [], in_place=job.is_resumed_in_place)
             manifest = job.resumed.manifest
             console.print(f"resuming from {job.resumed}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
         for callback in recipe.callbacks if planned.lost else ():

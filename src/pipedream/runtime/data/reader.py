@@ -328,8 +328,7 @@ class IterableReader(LoaderReader):
             mark, marks = (restored and self._resumed_at) or Mark(restored or 0), deque[Mark]()
             while batch is not _END:
                 if not (is_done := self.is_before(epoch, mark)) and not marks:
-                    marks = self.begin_at(epoch, mark)
-                    mark = marks[0]
+                    mark = (marks := self.begin_at(epoch, mark))[0]
                 mark = Mark(mark.batches + 1, mark.samples + self.count_samples(batch, self._draws))
                 if not is_done:
                     marks.append(mark)
