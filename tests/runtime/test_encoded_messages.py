@@ -93,3 +93,38 @@ def test_a_cut_without_floating_point_numbers_is_refused() -> None:
         pd.Pipeline(model, plan, loss=loss, optimizer=optimizer, schedule="1f1b", messages="int8") as pipeline,
     ):
         list(pipeline.train(batches))
+
+
+class _Scaled(torch.nn.MSELoss):
+    scale = 1.0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(output, target)
+
+
+def _train_on_many_samples(schedule: str, scale: float, **options: object) -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)]
+    model, inputs = torch.nn.Sequential(*layers).double(), torch.randn(512, 8, dtype=torch.float64)
+    microbatches = {} if schedule == "pipedream" else {"microbatches": 2}
+    profile = pd.profile(model, inputs, warmup=0, runs=1)
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule, shape="1-1", **microbatches)
+    loss = _Scaled()
+    loss.scale = scale
+    options = {"loss": loss, "targets": lambda batch: batch[1], "schedule": schedule} | options
+    with pd.Pipeline(model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), **options) as pipeline:  # type: ignore[arg-type]
+        list(pipeline.train([(inputs, inputs[:, :4] / 2)]))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_gradients_of_many_samples_are_rounded_as_in_the_comparison(schedule: str, scale: float) -> None:
+    _train_on_many_samples(schedule, scale, messages="float16")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
+def test_gradients_too_small_for_float16_are_refused(schedule: str) -> None:
+    with pytest.raises(WorkerError, match=r"float16 rounds most of the gradient of '0.weight' to 0; .*grad_scaler="):
+        _train_on_many_samples(schedule, 1e-5, messages=("bfloat16", "float16"))
+    _train_on_many_samples(schedule, 1e-5, messages="bfloat16")
+    _train_on_many_samples(schedule, 1e-5, messages="float16", grad_scaler=2.0**12)

@@ -42,8 +42,7 @@ class Scorer:
     def switch_to(self, program: Program) -> None:
         updates = program.updates
         self._mean_of_rounds = updates.mean_of_rounds
-        # Whether all gradients of an update can have the minibatch's unit.
-        self._has_units = all(program.microbatches % count == 0 for count in updates.per_update)
+        self._has_units = has_units(program)
         self._needs_weights = needs_weights(program)
 
     def watching(self, inputs: Any, samples: int, trains: bool) -> AbstractContextManager[Any]:
@@ -74,15 +73,8 @@ class Scorer:
             self._record(key, message, detached, targets.value, loss, weight, is_sum)
         if self._mean_of_rounds or not self._needs_weights:  # the gradient of each minibatch's mean
             return value, float(weight > 0), 1.0 / weight if is_sum and weight else 1.0
-        unit = self._choose_unit(message, output, targets.received)
+        unit = choose_unit(self._loss, message, output, targets.received) if self._has_units else 1.0
         return value, weight / unit, (1.0 if is_sum else weight) / unit
-
-    def _choose_unit(self, message: Message, output: Any, targets: Any) -> float:
-        if not self._has_units:
-            return 1.0
-        weight = self._loss.weight_from_shapes(output, targets, message.samples, message.share)
-        # A power of two near the weight of the whole minibatch: the same for each microbatch on each replica.
-        return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
         """Records a batch of an evaluation; all have the key 0."""
@@ -98,6 +90,17 @@ class Scorer:
         if self._metrics:
             scores += metric_scores(self._metrics, output, targets, message.samples)
         self._results.add(key, message, scores)
+
+
+def choose_unit(loss: Loss, message: Message, output: Any, targets: Any) -> float:
+    """Returns a power of two near the weight of the minibatch, the same for each microbatch on each replica."""
+    weight = loss.weight_from_shapes(output, targets, message.samples, message.share)
+    return 2.0 ** round(log2(max(round(weight / message.share), 1)))
+
+
+def has_units(program: Program) -> bool:
+    """Returns whether all gradients of an update can have the minibatch's unit."""
+    return all(program.microbatches % count == 0 for count in program.updates.per_update)
 
 
 def needs_weights(program: Program) -> bool:

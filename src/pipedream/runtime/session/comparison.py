@@ -27,7 +27,7 @@ from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
-from pipedream.runtime.results.scoring import needs_weights
+from pipedream.runtime.results.scoring import has_units, needs_weights
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.reference_run import ReferenceRun, UserModel
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
@@ -123,7 +123,9 @@ class Comparison:
             messages=settings.messages,
             uses_meshes=any(mesh.dimensions for mesh in local.blueprint.meshes),
             placement=local.program.placement,
-            unit=None if is_of_mean else getattr(settings.scaling, "scale", 1.0),
+            is_of_mean=is_of_mean,
+            scale=getattr(settings.scaling, "scale", 1.0),
+            has_units=has_units(local.program),
             seed=settings.seed,
             device=local.blueprint.device,
             autocast=settings.autocast,

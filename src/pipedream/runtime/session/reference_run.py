@@ -23,6 +23,7 @@ from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device
 from pipedream.runtime.data.rng import read_state
 from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.results.scoring import choose_unit
 from pipedream.runtime.session.comparer import Comparer, Reference
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators
@@ -76,8 +77,8 @@ class _ModelRunner:
         split: microbatches per minibatch.
         first_minibatch: number of the minibatch, for the seeds.
         placement: shows which values are sent to another worker.
-        unit: factor of the gradients when they are sent; None if they are those of a mean. Without it encodings, and
-            layers in low precision, might round differently.
+        is_of_mean, has_units, scale: what gradients are when they are sent (`Scorer.score`), and the loss scale. With
+            others, encodings and layers in low precision might round differently.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class _ModelRunner:
         device: torch.device,
         autocast: torch.dtype | None,
         placement: Placement | None = None,
-        unit: float | None = 1.0,
+        is_of_mean: bool = False,
+        scale: float = 1.0,
+        has_units: bool = False,
     ) -> None:
         self.plain = plain
         self.loss = loss
@@ -100,7 +103,7 @@ class _ModelRunner:
         self.split = split
         self._first_minibatch = first_minibatch
         self._placement = placement
-        self._unit = unit
+        self._is_of_mean, self._has_units, self._scale = is_of_mean, has_units, scale
         self._generators = LayerGenerators(seed, device)
         self._autocast = autocast
         self._dtypes = set() if autocast is None else {autocast}  # floating-point dtypes that were computed with
@@ -136,7 +139,10 @@ class _ModelRunner:
             if weight:
                 total += float(part_loss.detach()) * factor
                 if backward and part_loss.requires_grad:
-                    unit = 1 / weight if self._unit is None else 1.0 if messages is None else self._unit
+                    unit = 1 / weight if self._is_of_mean else 1.0
+                    if messages is not None:
+                        has_unit = self._has_units and not self._is_of_mean
+                        unit *= self._scale / (choose_unit(loss, message, output, targets) if has_unit else 1.0)
                     with auxiliary_loss_scale(weight * unit):
                         part_loss.backward(torch.full_like(part_loss, factor * unit))  # type: ignore[no-untyped-call]
                         divisor += weight * unit
@@ -323,6 +329,11 @@ class ReferenceRun:
             comparer = Comparer(self.comparer.rank, self._runner.plain.fingerprint, str)
             comparer.reference = plain
             comparer.compare_stages(stages)
+        if "float16" in (messages.activations, messages.gradients) and (name := _find_lost(stages, encoded)):
+            raise self.comparer.make_error(
+                f"messages={messages} was asked for, but float16 rounds most of the gradient of {name!r} to 0; train "
+                "with a loss scale (grad_scaler=), or messages='bfloat16'"
+            )
         encoded.encoding = (
             f"messages={self._messages} changed the loss of the first minibatch from {plain.loss:.6g} to "
             f"{encoded.loss:.6g}, and the norm of its gradient from {norm:.6g} to {encoded_norm:.6g}"
@@ -480,6 +491,12 @@ class ReferenceRun:
         self.comparer.reference = Reference(
             gradients=fingerprints, tolerance=self._runner.choose_tolerance(()), scale=max(sizes, default=0.0)
         )
+
+
+def _find_lost(exact: Reference, rounded: Reference) -> str:
+    """Returns a parameter whose gradient is less than half of the exact one, which is no rounding error itself."""
+    pairs = ((name, numbers, rounded.gradients[name]) for name, numbers in exact.gradients.items())
+    return next((n for n, a, b in pairs if a and b and b[2] < a[2] / 2 and a[2] > 1e-3 * exact.scale), "")
 
 
 def _list_modules(function: Any) -> list[nn.Module]:
