@@ -31,7 +31,11 @@ MAY_WAIT = ("probe.py", "profiler/", "runtime/session/reference_run.py")
 VAGUE_NAMES = {"asked", "behind", "found", "given", "held", "known", "made", "one", "own", "said", "seen", "wanted"}
 FORBIDDEN_WORDS = {"engine", "handler", "helper", "manager", "mubatch", "tau", "util", "utils"}
 FORBIDDEN_WORDS |= {"crew", "guest", "parcel", "seated"}  # words of this project alone, which nobody could guess
-BASES_NAMES = {"get_backend", "get_train_dataloader"}  # of methods that a base class asks for
+BASES_NAMES = {
+    "_get_learning_rate",
+    "get_backend",
+    "get_total_train_batch_size",
+}  # of methods that a base class asks for
 TORCH_PACKAGES = (
     "capture",
     "experts",

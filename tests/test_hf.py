@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,13 +16,16 @@ import numpy as np
 import processes
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipedream
 from pipedream.core.errors import PipelineError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning", "ignore:.*pin_memory.*:UserWarning", "ignore:the loader's batch has"
+    ),
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
     pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed; pip install accelerate"),
 ]
@@ -187,11 +193,395 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
         ("pipeline", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ("pipeline", {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
         ("own loss", {}, "a compute_loss of your own"),
+        (
+            "pipeline",
+            {"load_best_model_at_end": True, "save_only_model": True, "eval_strategy": "steps"},
+            "load_best_model_at_end with save_only_model",
+        ),
+        ("pipeline", {"optim": "lomo"}, "optim"),
+        (
+            "pipeline",
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+            "gradient_accumulation_kwargs",
+        ),
     ],
 )
 def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, kind: str, changes: Any, name: str) -> None:
     with pytest.raises(PipelineError, match=f"{name}: not possible in a pipeline"):
         make_trainer(kind, tmp_path, **changes)
+
+
+# -- against the plain Trainer, in float64 --------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A model of words whose loss is over `num_items_in_batch`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.inner, self.norm = nn.Embedding(32, 6), nn.Linear(6, 6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **rest: Any) -> dict[str, Tensor]:
+        logits = self.head(self.norm(torch.tanh(self.inner(self.embed(input_ids)))))
+        assert labels is not None
+        items = rest.get("num_items_in_batch")
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="mean" if items is None else "sum")
+        return {"loss": loss if items is None else loss / items, "logits": logits}
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(state_dict, folder / "model.safetensors")
+
+
+@cache
+def plan_words(microbatches: int | None) -> pipedream.Plan:
+    profile = pipedream.profile(Words().double(), torch.utils.data.default_collate(make_data(8)), runs=1)
+    return pipedream.plan(
+        profile, pipedream.Cluster.flat(2), shape="pipeline", schedule="1f1b", microbatches=microbatches
+    )
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(make_data(self.samples))
+
+
+def run_words(
+    base: Any,
+    folder: Path,
+    samples: Any = 9,
+    callbacks: Any = (),
+    methods: Any = None,
+    resume: str | None = None,
+    rest: Any = None,
+    **changes: Any,
+) -> Any:
+    """Returns a Trainer of `Words` after its training: a `base` with `methods`, functions of the base."""
+    import transformers
+
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    args = transformers.TrainingArguments(str(folder / base.__module__), **settings | changes)
+    kind = type("Own", (base,), {name: method(base) for name, method in (methods or {}).items()})
+    rest = dict(rest or {})
+    if base is not transformers.Trainer:
+        steps = args.gradient_accumulation_steps
+        rest["plan"] = plan_words(steps if steps > 1 else None)
+    trainer = kind(
+        Words().double().eval(),  # as from_pretrained leaves it
+        args,
+        train_dataset=make_data(samples) if isinstance(samples, int) else samples,
+        eval_dataset=make_data(5),
+        callbacks=[callback() for callback in callbacks],
+        **rest,
+    )
+    trainer.train(**{} if resume is None else {"resume_from_checkpoint": f"{args.output_dir}/{resume}"})
+    return trainer
+
+
+UNTIMED = ("runtime", "_per_second", "grad_norm", "total_flos")
+
+
+def assert_same(folder: Path, **options: Any) -> Any:
+    """Logs, state and weights are those of the plain Trainer; returns this one."""
+    import transformers
+
+    from pipedream import hf
+
+    plain, trainer = (run_words(base, folder, **options) for base in (transformers.Trainer, hf.Trainer))
+    histories = [
+        [{k: v for k, v in entry.items() if not k.endswith(UNTIMED)} for entry in each.state.log_history]
+        for each in (trainer, plain)
+    ]
+    assert len(histories[0]) == len(histories[1])
+    for entry, expected in zip(*histories, strict=True):
+        assert entry == pytest.approx(expected, abs=1e-5)  # losses are logged in float32
+    for name in ("global_step", "epoch", "max_steps", "num_input_tokens_seen"):
+        assert getattr(trainer.state, name) == pytest.approx(getattr(plain.state, name)), name
+    expected_weights = plain.model.state_dict()
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=1e-8)
+    return trainer
+
+
+def acting(event: str, step: int, act: Callable[..., Any]) -> Callable[[], Any]:
+    """Returns a class of callbacks that `act` on (control, optimizer, scheduler, args) at a step's event."""
+    import transformers
+
+    def at_event(self: Any, args: Any, state: Any, control: Any, **options: Any) -> None:
+        if state.global_step == step:
+            act(control, options["optimizer"], options["lr_scheduler"], args)
+
+    return type("Acting", (transformers.TrainerCallback,), {event: at_event})
+
+
+def setting(*names: str) -> Callable[..., None]:
+    return lambda control, *_: [setattr(control, name, True) for name in names]  # type: ignore[return-value]
+
+
+SAME: dict[str, dict[str, Any]] = {
+    **{f"drop_last, {n}": {"samples": n, "dataloader_drop_last": True} for n in (2, 3, 7, 9, 10, 16)},
+    **{f"all, {n}": {"samples": n} for n in (1, 3, 7, 10)},
+    "max_steps": {"samples": 10, "max_steps": 5, "dataloader_drop_last": True},
+    "half an epoch": {"samples": 18, "num_train_epochs": 1.5},
+    "without accumulation": {"gradient_accumulation_steps": 1, "dataloader_drop_last": True},
+    "stream": {"samples": Stream(16), "max_steps": 5},
+    "stream, without accumulation": {"samples": Stream(5), "max_steps": 8, "gradient_accumulation_steps": 1},
+    "rebalanced": {"samples": 18, "train_sampling_strategy": "batch_rebalance"},
+    "by length": {"samples": 18, "train_sampling_strategy": "group_by_length"},
+    "tokens": {"include_num_input_tokens_seen": "all"},
+    "tokens without padding": {"include_num_input_tokens_seen": "non_padding"},
+    "rate": {"rest": {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}},
+    "optimizer": {"optim": "adafactor", "weight_decay": 0.1, "max_grad_norm": 0.0},
+    "evaluations": {"eval_strategy": "epoch", "eval_on_start": True, "rest": {"compute_metrics": accuracy}},
+    "evaluations by steps": {"eval_strategy": "steps", "eval_steps": 1, "logging_strategy": "epoch"},
+    "schedule": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}, "warmup_steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_it_is_the_plain_trainer(tmp_path: Path, name: str) -> None:
+    """Numbers of updates, logs and weights, however the data divides."""
+    trainer = assert_same(tmp_path, **SAME[name])
+    assert trainer.model.training or SAME[name].get("eval_strategy")
+
+
+EPOCHS: dict[str, Any] = {"samples": 18, "num_train_epochs": 3}
+ACTS: dict[str, tuple[str, int, Callable[..., None], dict[str, Any]]] = {
+    "epoch": ("on_step_end", 1, setting("should_epoch_stop"), EPOCHS),
+    "epoch, evaluated": ("on_step_end", 2, setting("should_epoch_stop"), EPOCHS | {"eval_strategy": "epoch"}),
+    "training": ("on_step_end", 2, setting("should_training_stop"), EPOCHS),
+    "log and evaluation": ("on_step_end", 2, setting("should_log", "should_evaluate"), {"logging_steps": 50}),
+    "save": ("on_step_end", 2, setting("should_save"), {}),
+    "at its begin": ("on_step_begin", 2, setting("should_training_stop"), {"gradient_accumulation_steps": 1}),
+}
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_what_a_callback_orders_is_done(tmp_path: Path, name: str) -> None:
+    event, step, act, changes = ACTS[name]
+    assert_same(tmp_path, callbacks=[acting(event, step, act)], **changes)
+
+
+def lower_rate(control: Any, optimizer: Any, scheduler: Any, args: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.1
+
+
+def lower_base(control: Any, optimizer: Any, scheduler: Any, args: Any) -> None:
+    scheduler.base_lrs = [0.1 * rate for rate in scheduler.base_lrs]
+
+
+def clip(control: Any, optimizer: Any, scheduler: Any, args: Any) -> None:
+    args.max_grad_norm = 0.01
+
+
+UNFOLLOWED = {
+    "rate": ("on_step_end", lower_rate, "on_step_end changed the optimizer"),
+    "scheduler": ("on_log", lower_base, "on_log changed the optimizer, its schedule"),
+    "clipping": ("on_step_end", clip, "or max_grad_norm, which no stage follows"),
+    "half an update": ("on_step_begin", setting("should_training_stop"), "stops within an update; stop in on_step_end"),
+    "gradients": ("on_pre_optimizer_step", clip, "Acting.on_pre_optimizer_step: not possible in a pipeline"),
+    "parts of an update": ("on_substep_end", clip, "Acting.on_substep_end: not possible in a pipeline"),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_what_a_callback_cannot_change_is_an_error(tmp_path: Path, name: str) -> None:
+    from pipedream import hf
+
+    event, act, message = UNFOLLOWED[name]
+    with pytest.raises(PipelineError, match=message):
+        run_words(hf.Trainer, tmp_path, callbacks=[acting(event, 1, act)])
+
+
+def with_own_loader(base: Any) -> Any:
+    return lambda self: torch.utils.data.DataLoader(self.train_dataset, batch_size=3)
+
+
+def with_items_doubled(base: Any) -> Any:
+    def get_batch_samples(self: Any, *positional: Any) -> Any:
+        samples, items = base.get_batch_samples(self, *positional)
+        return samples, None if items is None else 2 * items  # of an epoch's end
+
+    return get_batch_samples
+
+
+def with_own_prediction(base: Any) -> Any:
+    def prediction_step(self: Any, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            outputs = model(**inputs)
+        return outputs["loss"], outputs["logits"], inputs["labels"]
+
+    return prediction_step
+
+
+def calling(name: str) -> Callable[[Any], Any]:
+    return lambda base: lambda self, *positional, **options: getattr(base, name)(self, *positional, **options)
+
+
+ALONE = {"gradient_accumulation_steps": 1}
+METHODS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "get_train_dataloader": (with_own_loader, ALONE),
+    "get_batch_samples": (with_items_doubled, ALONE),
+    "_get_train_sampler": (lambda _: lambda self, *_: torch.utils.data.SequentialSampler(self.train_dataset), {}),
+    "prediction_step": (with_own_prediction, {"eval_strategy": "steps", "eval_steps": 1}),
+    **{name: (calling(name), {"eval_strategy": "epoch"}) for name in ("evaluate", "evaluation_loop", "log")},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_a_subclass_that_act_as_in_the_plain_trainer(tmp_path: Path, name: str) -> None:
+    method, changes = METHODS[name]
+    assert_same(tmp_path, methods={name: method}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in ("training_step", "compute_loss", "create_optimizer", "create_scheduler")),
+        *((name, {}) for name in ("create_optimizer_and_scheduler", "floating_point_ops", "_prepare_inputs")),
+        *((name, {}) for name in ("create_accelerator_and_postprocess", "loss_is_scaled_for_ga", "_run_epoch")),
+        ("gradient_accumulation_steps with a get_train_dataloader or get_batch_samples", {}),
+    ],
+)
+def test_other_methods_of_a_subclass_are_refused(tmp_path: Path, name: str, changes: Any) -> None:
+    from pipedream import hf
+
+    method = "get_batch_samples" if " " in name else name
+    with pytest.raises(PipelineError, match=f"{name} of your own"):
+        run_words(hf.Trainer, tmp_path, methods={method: calling(method)}, **changes)
+
+
+def test_a_second_training_is_refused(tmp_path: Path) -> None:
+    from pipedream import hf
+
+    trainer = run_words(hf.Trainer, tmp_path, num_train_epochs=1)
+    with pytest.raises(PipelineError, match=r"a second train\(\), which needs the first one's optimizer"):
+        trainer.train()
+    trainer.compute_loss = lambda *_: None
+    with pytest.raises(PipelineError, match="a compute_loss of your own"):
+        trainer.train()
+
+
+def test_a_stream_that_ends_within_an_update_is_an_error(tmp_path: Path) -> None:
+    from pipedream import hf
+
+    with pytest.raises(PipelineError, match="ended after 1 of an update's 4 batches"):
+        run_words(hf.Trainer, tmp_path, samples=Stream(10), max_steps=5)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_resumed_training_counts_as_the_plain_one(tmp_path: Path, stops: bool) -> None:
+    """Tokens and epochs too; also after a callback had ended an epoch, which the plain Trainer does not know then."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "include_num_input_tokens_seen": "all"}
+    callbacks = [acting("on_step_end", 1, setting("should_epoch_stop"))] if stops else []
+    assert_same(tmp_path, callbacks=callbacks, **EPOCHS | saving)
+    assert_same(tmp_path, resume="checkpoint-4", **EPOCHS | saving)
+
+
+FOLLOWED: dict[str, str] = {
+    "tested": """
+        per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+        warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps
+        max_grad_norm bf16 logging_strategy logging_steps include_num_input_tokens_seen eval_strategy eval_steps
+        eval_on_start save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model
+        dataloader_drop_last train_sampling_strategy use_cpu output_dir
+        """,
+    "the Trainer's own": """
+        activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
+        bf16_full_eval fp16_full_eval use_cache logging_first_step logging_nan_inf_filter eval_delay
+        per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object
+        eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model greater_is_better
+        ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed data_seed accelerator_config
+        remove_unused_columns label_names length_column_name debug neftune_noise_alpha
+        """,
+    "without effect on numbers": """
+        average_tokens_across_devices tf32 torch_compile torch_compile_backend torch_compile_mode liger_kernel_config
+        torch_empty_cache_steps log_on_each_node log_level log_level_replica disable_tqdm report_to run_name project
+        trackio_space_id trackio_bucket_id trackio_static_space_id save_on_each_node hub_token hub_private_repo
+        hub_model_id hub_strategy hub_always_push hub_revision dataloader_num_workers dataloader_pin_memory
+        dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context
+        dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+        ddp_backend ddp_timeout fsdp_config skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint
+        local_rank
+        """,
+    "of Trainer": """
+        data_collator train_dataset eval_dataset processing_class compute_metrics callbacks optimizer_cls_and_kwargs
+        preprocess_logits_for_metrics model args optimizers
+        """,
+}
+EVENTS = {
+    "as in the plain Trainer": """
+        on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin on_optimizer_step on_step_end
+        on_evaluate on_predict on_save on_log on_prediction_step
+        """,
+    "refused, or never": "on_pre_optimizer_step on_substep_end on_push_begin",
+}
+
+
+def test_every_argument_and_event_of_transformers_is_followed_or_refused() -> None:
+    """A new one of a later transformers makes this fail: follow it, or add it to those that are refused."""
+    import transformers
+
+    from pipedream import hf
+
+    names = [field.name for field in dataclasses.fields(transformers.TrainingArguments)]
+    names += [name for name in inspect.signature(transformers.Trainer.__init__).parameters if name != "self"]
+    followed = [name for group in FOLLOWED.values() for name in group.split()]
+    refused = hf.REFUSED_ARGUMENTS.split()
+    assert sorted(names) == sorted(followed + refused)
+    events = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
+    assert sorted(events) == sorted(" ".join(EVENTS.values()).split())
+    assert all(hasattr(transformers.Trainer, name) for name in hf.FOLLOWED_METHODS.split())
+
+
+REFUSALS: dict[str, Any] = {
+    "auto_find_batch_size": True,
+    "compute_loss_func": len,
+    "deepspeed": "config",
+    "enable_jit_checkpoint": True,
+    "fp16": True,
+    "fsdp": "full_shard",
+    "label_smoothing_factor": 0.1,
+    "model_init": Words,
+    "optim_target_modules": ["inner"],
+    "parallelism_config": "config",
+    "push_to_hub": True,
+    "use_liger_kernel": True,
+}
+
+
+def test_each_refused_argument_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    from pipedream import hf
+
+    assert sorted(REFUSALS) == sorted(hf.REFUSED_ARGUMENTS.split())
+    for name, value in REFUSALS.items():
+        args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+        others = {} if hasattr(args, name) else {name: value}
+        if not others:
+            setattr(args, name, value)  # some cannot be given without a GPU or another package
+        with pytest.raises(PipelineError, match=f"{name}: not possible in a pipeline"):
+            hf.Trainer(Words(), args, train_dataset=make_data(2), **others)
 
 
 def train_as_a_rank(folder: Path) -> list[tuple[Any, Any]]:
@@ -200,7 +590,7 @@ def train_as_a_rank(folder: Path) -> list[tuple[Any, Any]]:
     # As torchrun sets them, for accelerate.
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     warnings.simplefilter("ignore")
-    first, second = make_trainer("pipeline", folder), make_trainer("pipeline", folder)
+    first, second = (make_trainer("pipeline", folder, include_num_input_tokens_seen="all") for _ in range(2))
     first.train()
     second.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
     for trainer in (first, second):
@@ -212,11 +602,11 @@ def train_as_a_rank(folder: Path) -> list[tuple[Any, Any]]:
 @pytest.mark.processes
 def test_two_processes_train_as_the_plain_trainer(tmp_path: Path) -> None:
     """Every rank ends with the same weights, figures and evaluations, also after a resume."""
-    plain = make_trainer("plain", tmp_path / "plain")
+    plain = make_trainer("plain", tmp_path / "plain", include_num_input_tokens_seen="all")
     plain.train()
     for ended in processes.results(train_as_a_rank, 2, tmp_path / "run", timeout_s=240.0):
         for history, weights in ended:
-            for key in ("loss", "eval_loss", "eval_accuracy"):
+            for key in ("loss", "eval_loss", "eval_accuracy", "learning_rate", "epoch", "num_input_tokens_seen"):
                 expected, actual = (
                     [entry[key] for entry in log if key in entry] for log in (plain.state.log_history, history)
                 )

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from pipedream.core.errors import PipelineError
@@ -27,19 +29,32 @@ from pipedream.core.plan.plan import Plan
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.data.rng import preserved_rng
-from pipedream.runtime.stage.stage_module import restoring_modes
+from pipedream.runtime.results.results import Done
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.profile import profile
 
 _STATE = "pipeline"  # the pipeline's part of a folder checkpoint-N
 
+# The tests have a table of the other arguments, which act as in the plain Trainer.
+REFUSED_ARGUMENTS = (
+    "auto_find_batch_size compute_loss_func deepspeed enable_jit_checkpoint fp16 fsdp label_smoothing_factor "
+    "model_init optim_target_modules parallelism_config push_to_hub use_liger_kernel"
+)
+FOLLOWED_METHODS = (
+    "train evaluate predict evaluation_loop prediction_step log save_model end get_train_dataloader "
+    "get_eval_dataloader get_test_dataloader num_examples get_batch_samples get_decay_parameter_names "
+    "get_optimizer_cls_and_kwargs add_callback pop_callback remove_callback is_local_process_zero "
+    "is_world_process_zero create_model_card log_metrics metrics_format save_metrics save_state "
+    "get_num_trainable_parameters _get_dataloader _get_train_sampler _get_eval_sampler _get_num_items_in_batch "
+    "_evaluate _save_checkpoint _determine_best_metric _maybe_log_save_evaluate"
+)
+
 
 class Trainer(transformers.Trainer):
     """A `transformers.Trainer` that trains in a pipeline: workers share one process, or have one each under torchrun.
 
-    A minibatch has ``per_device_train_batch_size * gradient_accumulation_steps`` samples, split into
-    ``gradient_accumulation_steps`` microbatches. During training the stages hold the weights; after `train` every rank
-    has the whole model.
+    A minibatch is the batches of an update, split into ``gradient_accumulation_steps`` microbatches. During training
+    the stages hold the weights; after `train` every rank has the whole model.
 
     Args:
         args, others: as for `transformers.Trainer`.
@@ -73,10 +88,11 @@ class Trainer(transformers.Trainer):
         self._plan, self._schedule, self._workers, self._options = plan, schedule, workers, dict(options or {})
         self._user_args, self._open = args, ExitStack()
         self._checkpoint: Path | None = None
-        self._late_losses: list[float] = []
+        self._first = -1  # number of the epoch's first minibatch
+        self._late: list[dict[str, float]] = []
+        self._tokens: dict[int, int] = {}  # number of an update in its epoch -> input tokens
         args = copy.copy(args)
-        args.per_device_train_batch_size *= args.gradient_accumulation_steps
-        args.gradient_accumulation_steps = 1
+        self._accumulated, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         args.bf16, args.max_grad_norm = False, 0.0  # the pipeline does both
         args.ignore_data_skip = True  # the pipeline continues at its own position
         if args.world_size > 1:  # each rank has the whole data: the pipeline divides the work
@@ -85,12 +101,15 @@ class Trainer(transformers.Trainer):
             args.distributed_state.distributed_type = type(args.distributed_state.distributed_type).NO
         super().__init__(model, args, **others)
         self.accelerator.device_placement = False
-        self.add_callback(_Epochs)
+        cast(Any, self.callback_handler).call_event = self._call_event
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # type: ignore[no-untyped-call]
         self._checkpoint = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        _check_training(self, self._user_args, self.callback_handler.callbacks, resumes=bool(resume_from_checkpoint))
+        make, attributes = self.get_train_dataloader, vars(self)
+        attributes["get_train_dataloader"] = lambda: _Stream(self, self._make_loader(make))
         try:
             with self._open:
                 output = super().train(resume_from_checkpoint, *others, **options)
@@ -100,10 +119,49 @@ class Trainer(transformers.Trainer):
                 state = self._collect_weights(self.pipeline)
         finally:
             self.pipeline = None
+            del attributes["get_train_dataloader"]
         self.model.load_state_dict(state, assign=True)
         if hasattr(self.model, "tie_weights"):
             self.model.tie_weights()
         return output
+
+    def _make_loader(self, make: Callable[[], Any]) -> Any:
+        """Returns the loader; the samples of an update's batches are collated together, if there are several."""
+        collate, steps = self.data_collator, self._accumulated
+        self.data_collator = cast(Any, list) if steps > 1 else collate
+        self.args.gradient_accumulation_steps = steps  # samplers read it
+        try:
+            self._loader = make()
+        finally:
+            self.data_collator, self.args.gradient_accumulation_steps = collate, 1
+        return self._loader
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return super().get_total_train_batch_size(args) * self._accumulated
+
+    def _call_event(self, event: str, args: Any, state: Any, control: Any, **options: Any) -> Any:
+        """Calls callbacks, with the user's arguments; refuses what they change where nothing would follow it."""
+        if event == "on_step_end":
+            state.epoch = self._done["epoch"]
+        before = self._list_rates()
+        control = cast(Any, transformers.trainer_callback.CallbackHandler).call_event(
+            self.callback_handler, event, self._user_args, state, control, **options
+        )
+        if self.pipeline is not None and before != self._list_rates():
+            raise PipelineError(
+                f"a callback's {event} changed the optimizer, its schedule or max_grad_norm, which no stage follows; "
+                "set them in TrainingArguments, or use pipedream.Pipeline(scheduler=...)"
+            )
+        stops = control.should_training_stop or control.should_epoch_stop
+        if stops and event == "on_step_begin" and self._accumulated > 1:
+            raise PipelineError("a callback's on_step_begin stops within an update; stop in on_step_end")
+        return control
+
+    def _list_rates(self) -> str:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        rates = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        schedule = vars(self.lr_scheduler).items() if self.lr_scheduler is not None else ()
+        return repr((rates, [item for item in schedule if item[0] != "optimizer"], self._user_args.max_grad_norm))
 
     def _collect_weights(self, pipeline: Pipeline) -> dict[str, Any]:
         """Returns the whole model's weights on every rank."""
@@ -114,25 +172,29 @@ class Trainer(transformers.Trainer):
                 torch.distributed.broadcast(whole[name], 0)
         return whole
 
-    def get_train_dataloader(self) -> Any:
-        return _Stream(self, super().get_train_dataloader())
-
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Opens the pipeline; returns a dummy optimizer, which only carries the learning rates that are logged."""
+        """Opens the pipeline; returns a dummy optimizer, which only carries the learning rates that callbacks see."""
+        self.model.train()
         self.pipeline = self._open.enter_context(self._make_pipeline())
         self._group = torch.distributed.new_group(backend="gloo") if self.pipeline.distributed else None
         if self._checkpoint is not None:
             self.pipeline.load(self._checkpoint / _STATE)
-            self._late_losses = list(self.pipeline.extra["losses"])
+            self._late = list(self.pipeline.extra["late"])
+            if has_length(self._loader):  # as the plain Trainer counts, also if a callback had ended an epoch
+                done, updates = self.state.global_step + len(self._late), -(-len(self._loader) // self._accumulated)
+                self.pipeline._training.seek(*divmod(done, updates))
         self.model_wrapped = torch.nn.Module()  # the loop around a pipeline touches no gradients
-        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.args.learning_rate)
+        self.accelerator._models.append(self.model_wrapped)  # an evaluation prepares nothing
+        dummy = torch.zeros(1, requires_grad=True)
+        rate = self._make_optimizer([("dummy", dummy)]).param_groups[0].get("lr", self.args.learning_rate)
+        self.optimizer = torch.optim.SGD([dummy], lr=rate)
         return self.optimizer
 
     def _make_pipeline(self) -> Pipeline:
-        loader, args = super().get_train_dataloader(), self._user_args
+        args, loader = self._user_args, self._loader
         with preserved_rng(loader):
-            sample = next(iter(_Batches(self, loader, 0)))
-        accumulated = args.gradient_accumulation_steps
+            sample = next(iter(_Batches(self, loader, 0, 1)))
+        accumulated = min(self._accumulated, find_batch_size(sample) or 1)  # type: ignore[no-untyped-call]
         options = {
             "schedule": self._schedule,
             "microbatches": accumulated if accumulated > 1 else None,
@@ -179,7 +241,21 @@ class Trainer(transformers.Trainer):
 
     def training_step(self, model: Any, inputs: Mapping[str, Any], *others: Any) -> torch.Tensor:
         """Returns the loss of a minibatch that the pipeline has trained."""
+        self._done = inputs
         return torch.tensor(inputs["loss"], device=self.args.device)
+
+    def _get_learning_rate(self) -> float:
+        return float(self._done["rate"])
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        self.state.num_input_tokens_seen += int(inputs["tokens"])
+
+    def _count_tokens(self, batches: Sequence[Any]) -> int:
+        counter: Any = copy.copy(self)
+        counter.state = transformers.TrainerState()
+        for batch in batches:
+            super(Trainer, counter)._track_num_input_tokens(batch)  # type: ignore[no-untyped-call]
+        return int(counter.state.num_input_tokens_seen)
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # not counted
@@ -187,8 +263,8 @@ class Trainer(transformers.Trainer):
     def evaluation_loop(self, *positional: Any, **options: Any) -> Any:
         if self.pipeline is None:
             return super().evaluation_loop(*positional, **options)
-        with restoring_modes(self.model.modules()):
-            output = super().evaluation_loop(*positional, **options)
+        self.pipeline.drain()  # so that the model has its newest weights
+        output = super().evaluation_loop(*positional, **options)
         if self.pipeline.distributed:  # rank 0 has the outputs; callbacks decide by the metrics on every rank
             output = output._replace(metrics=gather_json(output.metrics, self._group)[0])
         return output
@@ -221,75 +297,119 @@ class Trainer(transformers.Trainer):
                 self.processing_class.save_pretrained(folder)
         if _internal_call and not self._user_args.save_only_model:  # of a checkpoint
             self.pipeline.drain()
-            losses = [done.loss for done in self.pipeline.ready]
+            late = [_read_done(self, done) for done in self.pipeline.ready]
             if self.args.should_save:
                 shutil.rmtree(folder / _STATE, ignore_errors=True)  # of an earlier run, which the Trainer overwrites
-            self.pipeline.save(folder / _STATE, extra={"losses": losses})
+            self.pipeline.save(folder / _STATE, extra={"late": late})
 
 
 class _Stream:
-    """The finished minibatches of a pipeline, as a loader: each "batch" is a loss."""
+    """The finished minibatches of a pipeline, as a loader: each "batch" is what is known of one."""
 
     def __init__(self, trainer: Trainer, loader: Any) -> None:
-        self.dataset, self._trainer, self._loader, self._epoch = loader.dataset, trainer, loader, 0
+        self._trainer, self._loader, self._epoch = trainer, loader, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return -(-len(self._loader) // self._trainer._accumulated)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, float]]:
-        pipeline, losses = self._trainer.pipeline, self._trainer._late_losses
+        trainer, pipeline = self._trainer, self._trainer.pipeline
         assert pipeline is not None
-        while losses:  # of minibatches that a checkpoint has in its weights, and the Trainer has yet to count
-            yield {"loss": losses.pop(0)}
-        if pipeline.position[0] <= self._epoch:
-            for done in pipeline.train(_Batches(self._trainer, self._loader, self._epoch)):
-                yield {"loss": done.loss}
+        done_before = trainer.state.global_step + len(trainer._late)
+        while trainer._late:  # of minibatches that a checkpoint has in its weights, and the Trainer has yet to count
+            yield trainer._late.pop(0)
+        if pipeline.position[0] > self._epoch:
+            return
+        if pipeline.position[0] < self._epoch:  # a callback ended that epoch
+            pipeline._training.seek(self._epoch, 0)
+        steps = trainer.state.max_steps - done_before + pipeline.position[1]
+        trainer._first = pipeline.drain() - pipeline.position[1]
+        trainer._tokens.clear()
+        trainer.model.train()  # as the plain Trainer does before each batch
+        for done in pipeline.train(_Batches(trainer, self._loader, self._epoch, steps)):
+            yield _read_done(trainer, done)
+            trainer.model.train()
+
+
+def _read_done(trainer: Trainer, done: Done) -> dict[str, float]:
+    """Returns what the Trainer needs of a finished minibatch."""
+    update, steps = done.number - trainer._first, trainer._accumulated
+    total = len(trainer._loader) if has_length(trainer._loader) else trainer.state.max_steps * steps
+    end, tokens = min((update + 1) * steps, total), trainer._tokens.get(update, 0)
+    if trainer._group is not None and trainer.args.include_num_input_tokens_seen != "no":
+        tokens = max(gather_json(tokens, trainer._group))  # only ranks that read the data count
+    return {"loss": done.loss, "tokens": tokens, "rate": done.rate, "epoch": done.epoch + end / total}
 
 
 class _Batches:
-    """The batches of an epoch up to the last step, with the number of items by which the Trainer divides a loss."""
+    """An epoch's minibatches up to the last step, with the number of items by which the Trainer divides a loss."""
 
-    def __init__(self, trainer: Trainer, loader: Any, epoch: int) -> None:
-        self._trainer, self._loader, self._epoch = trainer, loader, epoch
+    def __init__(self, trainer: Trainer, loader: Any, epoch: int, steps: int) -> None:
+        self._trainer, self._loader, self._epoch, self._steps = trainer, loader, epoch, steps
 
     def __iter__(self) -> Iterator[Any]:
+        trainer, steps = self._trainer, self._trainer._accumulated
         if hasattr(self._loader, "set_epoch"):
             self._loader.set_epoch(self._epoch)
-        before = self._epoch * len(self._loader) if has_length(self._loader) else 0
-        batches, trainer = iter(self._loader), self._trainer
-        for _ in range(trainer.state.max_steps - before):
-            samples, items = trainer.get_batch_samples(batches, 1, trainer.args.device)
-            for batch in samples:
-                counted = trainer.model_accepts_loss_kwargs and items is not None
-                yield {**batch, "num_items_in_batch": items} if counted else batch
-
-
-class _Epochs(transformers.TrainerCallback):
-    """Counts epochs by steps, so that it is right after a resume too."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
-        if has_length(train_dataloader):
-            state.epoch = state.global_step / len(train_dataloader)
+        batches = iter(self._loader)
+        for update in range(self._steps):
+            group = [*islice(batches, steps)]
+            if not group:
+                return
+            if len(group) < steps and not has_length(self._loader):
+                raise PipelineError(
+                    f"the data ended after {len(group)} of an update's {steps} batches, which the plain Trainer adds "
+                    "to the next update; give data with a length, or of whole updates"
+                )
+            collate = trainer.data_collator
+            if trainer.args.include_num_input_tokens_seen != "no":
+                trainer._tokens[update] = trainer._count_tokens(group if steps == 1 else [*map(collate, group)])
+            batch = group[0] if steps == 1 else collate([*chain(*group)])
+            (batch,), items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
+            counted = trainer.model_accepts_loss_kwargs and items is not None
+            yield {**batch, "num_items_in_batch": items} if counted else batch
 
 
 def _check(kind: type[Trainer], args: transformers.TrainingArguments, others: Mapping[str, Any]) -> None:
-    methods = ("compute_loss", "training_step", "create_optimizer", "create_scheduler")
-    refused = {
-        "fp16": args.fp16,
-        "label_smoothing_factor": args.label_smoothing_factor,
-        "lr_scheduler_type": args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
-        "fsdp": args.fsdp,
-        "deepspeed": args.deepspeed,
-        "parallelism_config": args.parallelism_config,
-        "push_to_hub": args.push_to_hub,
-        "auto_find_batch_size": args.auto_find_batch_size,
+    """Refuses what is set, or overridden, and not followed."""
+    config: Any = args.accelerator_config
+    overridden = {name for base in kind.__mro__[: kind.__mro__.index(Trainer)] for name in vars(base)}
+    accumulates = overridden & {"get_train_dataloader", "get_batch_samples"} and args.gradient_accumulation_steps > 1
+    refused = {name: getattr(args, name, None) or others.get(name) for name in REFUSED_ARGUMENTS.split()} | {
         "optimizers": any(others.get("optimizers") or ()),
-        "compute_loss_func": others.get("compute_loss_func"),
-        "model_init": others.get("model_init"),
-        **{f"a {name} of your own": getattr(kind, name) is not getattr(Trainer, name) for name in methods},
+        "optim": "lomo" in args.optim,
+        "lr_scheduler_type": args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
+        "gradient_accumulation_kwargs": config.gradient_accumulation_kwargs,
+        "load_best_model_at_end with save_only_model": args.load_best_model_at_end and args.save_only_model,
+        "gradient_accumulation_steps with a get_train_dataloader or get_batch_samples of your own": accumulates,
     }
-    if names := [name for name, value in refused.items() if value]:
+    _refuse(refused, overridden)
+
+
+def _check_training(trainer: Trainer, args: Any, callbacks: Sequence[Any], resumes: bool) -> None:
+    """Refuses what can be set after the Trainer was made."""
+    refused = {
+        f"{type(callback).__name__}.{event}": getattr(type(callback), event)
+        is not getattr(transformers.TrainerCallback, event)
+        for callback in callbacks
+        if not type(callback).__module__.startswith("transformers.")
+        for event in ("on_pre_optimizer_step", *["on_substep_end"] * (args.gradient_accumulation_steps > 1))
+    }
+    refused["ignore_data_skip with resume_from_checkpoint"] = resumes and args.ignore_data_skip
+    refused["a second train(), which needs the first one's optimizer,"] = not resumes and trainer._first >= 0
+    _refuse(refused, set(vars(trainer)))
+
+
+def _refuse(refused: Mapping[str, Any], replaced: set[str]) -> None:
+    names = [name for name, value in refused.items() if value]
+    for name in sorted(replaced.difference(FOLLOWED_METHODS.split())):
+        if hasattr(transformers.Trainer, name) and not name.startswith("__"):
+            names.append(f"a {name} of your own")
+    if names:
         raise PipelineError(f"{', '.join(names)}: not possible in a pipeline; leave it out, or use pipedream.Pipeline")

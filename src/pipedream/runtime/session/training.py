@@ -200,6 +200,12 @@ class Training:
         """Drops the stream, with the data that it holds, after a failure."""
         self._segment = None
 
+    def seek(self, epoch: int, batches: int) -> None:
+        """Continues at another position in the data, after a `finish`."""
+        if (epoch, batches) != self.position:
+            self.finish()
+            self.epoch, self.epoch_batches, self._data_state = epoch, batches, None
+
     def save(self) -> Position:
         """Returns the position for a checkpoint."""
         data = self._data_state or self._streams.data_state(*self.position)  # nothing may have been read since a load
