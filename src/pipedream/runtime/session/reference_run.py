@@ -329,11 +329,7 @@ class ReferenceRun:
             comparer = Comparer(self.comparer.rank, self._runner.plain.fingerprint, str)
             comparer.reference = plain
             comparer.compare_stages(stages)
-        if "float16" in (messages.activations, messages.gradients) and (name := _find_lost(stages, encoded)):
-            raise self.comparer.make_error(
-                f"messages={messages} was asked for, but float16 rounds most of the gradient of {name!r} to 0; train "
-                "with a loss scale (grad_scaler=), or messages='bfloat16'"
-            )
+        _check_float16(self.comparer, messages, stages, encoded)
         encoded.encoding = (
             f"messages={self._messages} changed the loss of the first minibatch from {plain.loss:.6g} to "
             f"{encoded.loss:.6g}, and the norm of its gradient from {norm:.6g} to {encoded_norm:.6g}"
@@ -493,10 +489,15 @@ class ReferenceRun:
         )
 
 
-def _find_lost(exact: Reference, rounded: Reference) -> str:
-    """Returns a parameter whose gradient is less than half of the exact one, which is no rounding error itself."""
+def _check_float16(comparer: Comparer, messages: Messages, exact: Reference, rounded: Reference) -> None:
+    """Raises a WorkerError if messages in float16 lose most of a gradient, which is no rounding error itself."""
     pairs = ((name, numbers, rounded.gradients[name]) for name, numbers in exact.gradients.items())
-    return next((n for n, a, b in pairs if a and b and b[2] < a[2] / 2 and a[2] > 1e-3 * exact.scale), "")
+    lost = [n for n, a, b in pairs if a and b and b[2] < a[2] / 2 and a[2] > 1e-3 * exact.scale]
+    if lost and "float16" in (messages.activations, messages.gradients):
+        raise comparer.make_error(
+            f"messages={messages} was asked for, but float16 rounds most of the gradient of {lost[0]!r} to 0; train "
+            "with a loss scale (grad_scaler=), or messages='bfloat16'"
+        )
 
 
 def _list_modules(function: Any) -> list[nn.Module]:
