@@ -17,7 +17,8 @@ from the worker after that of the minibatch before, so with equal slots workers 
 workers then take turns at a stage's backwards, and leave its gradients in shared memory for its home, the worker that
 makes its updates.
 
-Unlike the paper's, a slot has all m microbatches, not p of them.
+Unlike the paper's, a slot has all m microbatches, not p of them. A worker counts as in flight the microbatches of its
+forwards until its next minibatch, and the one whose backward it runs for another worker's forward.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Li and Hoefler, Chimera, SC 2021, section 3. Worker w has stage w of the down pipeline and stage p - 1 - w of the up
 pipeline; the two holders of a stage all-reduce their gradients. The first forwards of each p microbatches fill the last
 bubbles of the previous p (section 3.5, direct concatenation): p - 2 idle slots in total, against 1F1B's 2(p - 1). Even
-microbatches go down.
+microbatches go down. The two holders are replicas: BatchNorm's running statistics are those of a direction's
+microbatches, averaged at drains, so evaluations differ from 1F1B's; so do draws from a generator that a module holds.
 
     rank 0 | 0F0  1F1  1B1  0B0'
     rank 1 | 0F1  1F0  1B0  0B1'

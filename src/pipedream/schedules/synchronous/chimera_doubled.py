@@ -35,7 +35,7 @@ def chimera_doubled(plan: kit.Plan, microbatches: int | None = None) -> kit.Sche
                 yield kit.Op(kind, stage, number * m + k, replica)
 
     claims = kit.Claims(
-        assumption="p equal stages, two holders each, backward twice a forward, messages and sums cost nothing",
+        assumption="p equal stages, two holders each, backward twice a forward, messages and sums free; m at least 4p",
         ratio=2.0,
         least=lambda p: 4 * p,
         bubble=lambda p, m: (p - 2) / (3 * m / 2 + p - 2),

@@ -2,8 +2,8 @@
 
 Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, sections 3.2 and 4. Worker r has stages r and 2p
 - 1 - r. On its way back a microbatch waits one slot at each worker, which loses fewer slots than `v_min`; a new one
-follows every six slots. With f = i = w a minibatch takes (7 p / 2 - 4) f longer than its work 6 m f if p is even, (7 p
-- 9) f / 2 if it is odd and more than 1.
+follows every six slots. With f = i = w and m > p a minibatch takes (7 p / 2 - 4) f longer than its work 6 m f if p is
+even, (7 p - 9) f / 2 if it is odd and more than 1.
 
     rank 0 | 0F0 0F1 .   3F0 3I0 3W0 0F2 .   3F1 3I1 3W1 0I0 0W0
     rank 1 | .   1F0 2F0 1F1 .   2I0 2W0 2F1 1F2 1I0 2I1 2W1 2F2
@@ -20,7 +20,7 @@ def v_half(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     p = plan.workers
     m = microbatches or 4 * p
     claims = kit.Claims(
-        assumption="p workers with two equal stages each, messages cost nothing; f = i = w",
+        assumption="p workers with two equal stages each, messages cost nothing; m > p, f = i = w",
         least=lambda p: 2 * (p // 2) + 1,
         bubble=lambda p, m: _count_idle_slots(p) / (6 * m + _count_idle_slots(p)),
         in_flight=lambda p, m, s: 2 * (p // 2) + 2,

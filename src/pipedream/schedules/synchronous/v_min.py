@@ -20,7 +20,7 @@ def v_min(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     p = plan.workers
     m = microbatches or 4 * p
     claims = kit.Claims(
-        assumption="p workers with two equal stages each, messages cost nothing; f = i = w",
+        assumption="p workers with two equal stages each, messages cost nothing; m > p, f = i = w",
         least=lambda p: 2 * (p // 3) + 1 + (p % 3 == 2),
         bubble=lambda p, m: _count_idle_slots(p) / (6 * m + _count_idle_slots(p)),
         in_flight=lambda p, m, s: 2 * (p // 3) + 2 + 2 * (p % 3 == 2 and s % 3 > 0),
