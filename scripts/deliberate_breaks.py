@@ -851,6 +851,20 @@ BREAKS = (
         ("training/test_resume.py",),
     ),
     Break(
+        "data: a list of texts goes whole to each microbatch",
+        "runtime/data/splitter.py",
+        "return _holds_dicts(items) or not any(of_all) or",
+        "return _holds_dicts(items) or",
+        ("runtime/data/test_splitter.py",),
+    ),
+    Break(
+        "data: a shared list is split where it has as many items as samples",
+        "runtime/data/splitter.py",
+        "return first is None  # else a shared list",
+        "return len(items) == count  # else a shared list",
+        ("runtime/data/test_splitter.py",),
+    ),
+    Break(
         "data: a tensor without samples is split too",
         "runtime/data/splitter.py",
         "return dim if size == count else None",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -176,6 +178,95 @@ def test_a_list_that_is_split_once_is_split_again() -> None:
         batch = {"ids": torch.arange(len(lengths)), "words": [torch.arange(n) for n in lengths]}
         parts = splitter.split(number, Minibatch(number, 0, (batch, ()), False))
         assert sum(len(unflatten(p.structure, p.tensors)["words"]) for p, _ in parts) == len(lengths)
+
+
+@dataclass
+class Note:
+    name: str
+    boxes: Any
+
+
+LISTS: dict[str, Callable[[int], Any]] = {
+    "texts": lambda i: "ab"[i % 2] * i,
+    "numbers": lambda i: i,
+    "labels": lambda i: [i, i + 1],
+    "ragged": lambda i: [i] * i,
+    "maybe": lambda i: None if i % 3 else i,
+    "dicts": lambda i: {"a": i},
+    "tuples": lambda i: (i, "b"),
+    "dataclasses": lambda i: Note(str(i), [i]),
+    "bytes": lambda i: bytes([i]),
+    "scalars": lambda i: torch.tensor(float(i)),
+    "ragged tensors": lambda i: Note(str(i), torch.full((i + 2, 4), i)),
+    "tensors": lambda i: torch.full((5,), i),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_with_an_item_for_each_sample_is_split(kind: str) -> None:
+    items = [LISTS[kind](i) for i in range(6)]
+    x = torch.arange(12).reshape(6, 2)
+    for batch, take in (
+        ((x, items), lambda part: part[1]),
+        ((x, tuple(items)), lambda part: list(part[1])),
+        ((x, {"inner": items, "text": "abcdef"}), lambda part: part[1]["inner"]),
+        ((x, Note("abcdef", items)), lambda part: part[1].boxes),
+        ((x, [["c", "d"], items]), lambda part: part[1][1]),
+    ):
+        for _, parts, others in (split(batch, (items,), 2), split((x,), batch, 2)):
+            for some in (parts, others):
+                if len(some[0]) == 2:
+                    assert str(take(some[0]) + take(some[1])) == str(items)
+                    assert len(take(some[0])) == 3
+
+
+def test_which_lists_are_split_is_decided_once() -> None:
+    """Three names of classes are shared, also in a minibatch of three samples."""
+    splitter = Splitter()
+    splitter.begin(2, 0)
+    for number, count in enumerate((8, 3, 5)):
+        batch = {"x": torch.ones(count, 2), "names": ["a", "b", "c"], "texts": list(map(str, range(count)))}
+        parts = splitter.split(number, Minibatch(number, 0, (batch, [batch["texts"], ["b", "c", "d"]]), False))
+        inputs = [unflatten(part.structure, part.tensors) for part, _ in parts]
+        targets = [unflatten(part.structure, part.tensors) for _, part in parts]
+        assert [part["names"] for part in inputs] == [["a", "b", "c"]] * 2
+        assert [part[1] for part in targets] == [["b", "c", "d"]] * 2
+        for texts in ([part["texts"] for part in inputs], [part[0] for part in targets]):
+            assert texts[0] + texts[1] == batch["texts"]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "reason"),
+    [
+        (8, 5, "'notes' has 5 items for 8 samples, and had an item for each sample before"),
+        (5, 8, "'notes' has 8 items for 8 samples, and had 5 items before"),
+        (5, 7, ""),
+    ],
+)
+def test_a_list_that_changes_its_meaning_is_refused(first: int, later: int, reason: str) -> None:
+    for batch_dim in (0, {"notes": None}, {"notes": 0}):
+        splitter = Splitter(batch_dim)
+        splitter.begin(2, 0)
+        for number, count in enumerate((first, later)):
+            minibatch = Minibatch(number, 0, ({"x": torch.ones(8, 2), "notes": ["a"] * count}, ()), False)
+            with pytest.raises(WorkerError, match=reason) if reason and number and not batch_dim else nullcontext():
+                parts = splitter.split(number, minibatch)
+                notes = [len(unflatten(part.structure, part.tensors)["notes"]) for part, _ in parts]
+                assert notes == ([4, 4] if count == 8 and batch_dim != {"notes": None} else [count] * 2)
+    splitter = Splitter()
+    splitter.begin(1, 0)
+    for number, count in enumerate((first, later)):
+        splitter.split(number, Minibatch(number, 0, ({"x": torch.ones(8, 2), "notes": ["a"] * count}, ()), False))
+
+
+def test_lists_of_tensors_of_all_samples_are_not_split() -> None:
+    x, state = torch.arange(2), torch.ones(3, 2, 4)
+    _, parts, _ = split({"x": x, "maps": [x, x + 2], "pair": [x, "mean"], "states": ((x, state), (x, state))}, None, 2)
+    assert [part["maps"][1].tolist() for part in parts] == [[2], [3]]
+    assert [part["pair"][1] for part in parts] == ["mean"] * 2
+    assert [len(part["states"]) for part in parts] == [2, 2]
+    _, parts, _ = split((state, [state, state + 1]), None, 2, batch_dim=1)
+    assert [part[1][1].shape for part in parts] == [(3, 1, 4)] * 2
 
 
 def test_first_part_of_a_minibatch() -> None:

@@ -5,8 +5,8 @@ A batch is adapted to the model's input and the loss's targets (`BatchAdapter`),
 The batch dimension of a tensor is `BatchDim`: one number for all, or a mapping from an input's name (or its position,
 for positional inputs) to its dimension. Inputs that are not named have dimension 0, and those with None have none.
 
-An input may be a list with an item for each sample, such as a dict with the boxes of each picture. Then the list is
-split, not the tensors in it.
+An input may be a list or tuple with an item for each sample, such as a text, or a dict with the boxes of each picture.
+Then the list is split, not the tensors in it. The first minibatch decides which lists are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -40,10 +40,14 @@ Parts = list[tuple[Message, Message]]
 Flat = tuple[str, tuple[torch.Tensor, ...]]
 """What `values.flatten` returns."""
 
-Lists = tuple[set[str | int], set[str | int]]
-"""Names of inputs, and of targets, that have been lists with an item for each sample."""
+Place = tuple[Any, ...]
+"""Where a list is: the name or position of its input, and the keys, fields and indices that lead to it."""
+
+Lists = dict[Place, int | None]
+"""The items of a list when it was first seen; None if one for each sample."""
 
 _LEAVES = (torch.Tensor, PackedSequence)
+_PLAIN = (str, int, float)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Splitter:
     def __init__(self, batch_dim: BatchDim = 0) -> None:
         self._batch_dim = batch_dim
         self._is_split: dict[tuple[str, str | int, int], bool] = {}
-        self._lists: Lists = set(), set()
+        self._lists: tuple[Lists, Lists] = {}, {}
 
     def begin(self, per_minibatch: int, base: int) -> None:
         """Begins a stream, with `base` minibatches done before."""
@@ -166,7 +170,7 @@ class Splitter:
                 )
             key = role, name, counts[name]
             counts[name] += 1
-            if dim is None or self._per_minibatch == 1:
+            if dim is None or self._per_minibatch == 1 or not isinstance(leaf, _LEAVES):
                 continue
             is_split = _find_split_dim(leaf, dim, count) is not None
             if self._is_split.setdefault(key, is_split) != is_split:
@@ -200,7 +204,7 @@ def split_minibatch(
     parts: int,
     batch_dim: BatchDim = 0,
     check: Callable[[str, Sequence[Leaf], int], None] | None = None,
-    lists: Lists | None = None,
+    lists: tuple[Lists, Lists] | None = None,
 ) -> tuple[list[int], list[Flat], list[Flat]]:
     """Returns the number of samples of each part, and its inputs and targets, flattened.
 
@@ -208,9 +212,9 @@ def split_minibatch(
 
     Args:
         check: called with a role, its tensors, and the number of samples.
-        lists: new ones are added.
+        lists: those of inputs and of targets that were seen before; new ones are added.
     """
-    input_lists, target_lists = lists or (set(), set())
+    input_lists, target_lists = ({}, {}) if lists is None or parts == 1 else lists
     leaves, count = _find_leaves(inputs, batch_dim, input_lists)
     target_leaves, _ = _find_known_leaves(targets, batch_dim, target_lists, count)
     if check is not None:
@@ -297,7 +301,7 @@ class _Split:
         return [part.data for part in parts]
 
 
-def _find_leaves(inputs: Any, batch_dim: BatchDim, lists: set[str | int] | None = None) -> tuple[list[Leaf], int]:
+def _find_leaves(inputs: Any, batch_dim: BatchDim, lists: Lists | None = None) -> tuple[list[Leaf], int]:
     """Returns what is to be split, and the number of samples. Raises a WorkerError if there are none."""
     leaves, count = _find_known_leaves(inputs, batch_dim, lists)
     if not leaves:
@@ -308,12 +312,12 @@ def _find_leaves(inputs: Any, batch_dim: BatchDim, lists: set[str | int] | None 
 
 
 def _find_known_leaves(
-    value: Any, batch_dim: BatchDim, lists: set[str | int] | None = None, count: int | None = None
+    value: Any, batch_dim: BatchDim, lists: Lists | None = None, count: int | None = None
 ) -> tuple[list[Leaf], int | None]:
     """Returns what is to be split, and the number of samples if it is known, or was given.
 
     Args:
-        lists: names of lists that had an item for each sample before; new ones are added.
+        lists: those seen before; new ones are added.
     """
     inputs: Mapping[Any, Any] = {0: value}
     if isinstance(value, Mapping):
@@ -321,43 +325,60 @@ def _find_known_leaves(
     elif isinstance(value, tuple) and not isinstance(value, PackedSequence):
         inputs = dict(enumerate(value))
     dims = {name: batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0) for name in inputs}
-    named_dims = () if isinstance(batch_dim, int) else batch_dim
-    all_lists = {
-        id(items): (name, items) for name in inputs if name not in named_dims for items in _find_lists(inputs[name])
-    }
+    named_dims = {} if isinstance(batch_dim, int) else batch_dim
+    before: Lists = {} if lists is None else lists
 
     def list_leaves(without: Iterable[int]) -> list[Leaf]:
         return [(leaf, dims[name], name) for name, item in inputs.items() for leaf in _list_tensors(item, without)]
 
-    split_before = set() if lists is None else lists
-    certain = {key for key, (name, items) in all_lists.items() if name in split_before or _holds_dicts(items)}
-    likely = {
-        key for key, (_, items) in all_lists.items() if _holds_tensors(items) and len({len(item) for item in items}) > 1
-    }
-    if count is None and (certain or likely):
-        count = _known_count(value, list_leaves(all_lists))
+    def find_lists(is_wanted: Callable[[Place, Sequence[Any]], bool]) -> list[tuple[Place, Sequence[Any]]]:
+        names = [name for name in inputs if named_dims.get(name, 0) == 0]
+        return [pair for name in names for pair in _find_lists(inputs[name], (name,), is_wanted)]
+
+    def holds_samples(place: Place, items: Sequence[Any]) -> bool:
+        return place[0] not in named_dims and (_holds_dicts(items) or _holds_tensors(items) or _is_ragged(items))
+
     if count is None:
-        lengths = [len(items) for key, (_, items) in all_lists.items() if key in certain]
-        count = lengths[0] if lengths else _known_count(value, list_leaves(()))
-    if certain:  # then any list may be of samples whose tensors do not have the number of samples
-        likely = {
-            key
-            for key, (_, items) in all_lists.items()
-            if all(_find_size(tensor, 0) != count for tensor in _list_tensors(items))
-        }
-    split = {key: pair for key, pair in all_lists.items() if key in certain | likely and len(pair[1]) == count}
-    split_before.update(name for name, _ in split.values())
+        of_tensors = find_lists(holds_samples)
+        certain = [items for place, items in of_tensors if before.get(place, 0) is None or _holds_dicts(items)]
+        if certain or any(_is_ragged(items) for _, items in of_tensors):
+            count = _known_count(value, list_leaves({id(items) for _, items in of_tensors}))
+        if count is None:
+            count = len(certain[0]) if certain else _known_count(value, list_leaves(()))
+
+    def is_split(place: Place, items: Sequence[Any]) -> bool:
+        fits = len(items) == count
+        if place[0] in named_dims:
+            return fits and not _list_tensors(items)  # whose dimension it is
+        if fits and before.get(place, 0) is None:
+            return True
+        fits = fits and _is_of_samples(items, count, dims[place[0]])
+        first = before.setdefault(place, None if fits else len(items))
+        if first is None if not fits else first not in (None, len(items)):
+            raise _make_unclear_error(place, len(items), count, first)
+        return first is None  # else a shared list, which may have as many items as a smaller minibatch has samples
+
+    split = {id(items): (place[0], items) for place, items in find_lists(is_split)}
     return [*list_leaves(split), *((items, 0, name) for name, items in split.values())], count
 
 
-def _find_lists(value: Any) -> Iterator[Sequence[Any]]:
-    """Yields the lists of dicts, and of tensors, that are not in such a list themselves."""
-    is_list = type(value) in (list, tuple) and len(value) > 0
-    if is_list and (_holds_dicts(value) or _holds_tensors(value)):
-        yield value
-    elif is_list or isinstance(value, Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _find_lists(item)
+def _find_lists(
+    value: Any, place: Place, is_wanted: Callable[[Place, Sequence[Any]], bool]
+) -> Iterator[tuple[Place, Sequence[Any]]]:
+    """Yields wanted lists and tuples, with their places, that are not in wanted ones themselves."""
+    if type(value) in (list, tuple) and value and is_wanted(place, value):
+        yield place, value
+        return
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
+        parts = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    for key, part in parts:
+        if type(part) not in _PLAIN:
+            yield from _find_lists(part, (*place, key), is_wanted)
 
 
 def _holds_dicts(items: Sequence[Any]) -> bool:
@@ -366,6 +387,32 @@ def _holds_dicts(items: Sequence[Any]) -> bool:
 
 def _holds_tensors(items: Sequence[Any]) -> bool:
     return all(isinstance(item, torch.Tensor) and item.ndim for item in items)
+
+
+def _is_ragged(items: Sequence[Any]) -> bool:
+    """Returns whether items of one type hold tensors of different sizes."""
+    if type(items[0]) in _PLAIN or len(set(map(type, items))) > 1:
+        return False
+    return len({tuple(_find_size(leaf, 0) for leaf in _list_tensors(item)) for item in items}) > 1
+
+
+def _is_of_samples(items: Sequence[Any], count: int, dim: int | None) -> bool:
+    """Returns whether a list of as many items as samples has one for each, rather than tensors of all samples."""
+    tensors = [leaf for leaf in _list_tensors(items) if _find_size(leaf, 0) is not None]
+    of_all = [count in (_find_size(leaf, 0), _find_size(leaf, dim)) for leaf in tensors]
+    return _holds_dicts(items) or not any(of_all) or (not all(of_all) and _is_ragged(items))
+
+
+def _make_unclear_error(place: Place, items: int, count: int | None, first: int | None) -> WorkerError:
+    where = "".join([repr(place[0]), *(f"[{key!r}]" for key in place[1:])])
+    earlier = "an item for each sample" if first is None else f"{first} items"
+    return WorkerError(
+        0,
+        "the loader",
+        f"the list {where} has {items} items for {count} samples, and had {earlier} before: it is unclear whether to "
+        "split it",
+        f"give batch_dim={{{place[0]!r}: None}} if all samples share it, or 0 if it has an item for each sample",
+    )
 
 
 def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
