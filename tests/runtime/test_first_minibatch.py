@@ -163,7 +163,7 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
         autocast=None,
         compiles=False,
     )
-    run.read(*DATA[0], [])
+    run.read(*DATA[0], [], [])
     assert calls == ["give back", "reset cuda:0"]
     module = StageModule([], {}, torch.device("cpu"), 0)
     LayersCheck(run, 0, module, []).before_update({})

@@ -23,6 +23,7 @@ from pipedream.runtime.backward import BackwardRunner
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import Message, StopReason
 from pipedream.runtime.data.source import Source
+from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.mailbox import Mailbox
@@ -50,6 +51,7 @@ _ADVICE = {
         "perhaps the forward reads a weight or buffer of another stage, through a reference, a list or a dict: read it "
         "in the forward of the module that holds it, and pass tensors on"
     ),
+    SINGLE_SAMPLE: f"{SINGLE_ADVICE}, or train with fewer microbatches",
     "CUDA out of memory": (
         "if much memory is reserved but not allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; otherwise "
         "use recomputation (--recompute), smaller microbatches or more workers"

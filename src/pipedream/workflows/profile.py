@@ -34,8 +34,8 @@ from pipedream.plan_request import AUTO, NO_MESH
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.comm.values import to_device
-from pipedream.runtime.data.splitter import BatchDim, first_part, known_samples, split_batch
+from pipedream.runtime.comm.values import tensors_in, to_device
+from pipedream.runtime.data.splitter import DENSE, BatchDim, first_part, is_sparse, known_samples, split_batch
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.runtime.results.memory import keep_freed_memory
@@ -117,6 +117,8 @@ def profile(
     if microbatches is not None and microbatches < 1:
         raise ProfileError(f"microbatches={microbatches} was given; give at least 1")
     inputs = sample if isinstance(sample, (tuple, Mapping)) else (sample,)
+    if any(map(is_sparse, tensors_in(sample))):
+        raise ProfileError(f"a tensor of the sample is sparse or nested, which cannot be an input; {DENSE}")
     shared: dict[str, Any] = {
         "model_name": type(model).__name__,
         "preserve_state": preserve_state,

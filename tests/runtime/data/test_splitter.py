@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from pipedream.core.errors import WorkerError
+from pipedream import profile
+from pipedream.core.errors import ProfileError, WorkerError
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.reader import Minibatch
 from pipedream.runtime.data.splitter import (
@@ -267,6 +268,30 @@ def test_lists_of_tensors_of_all_samples_are_not_split() -> None:
     assert [len(part["states"]) for part in parts] == [2, 2]
     _, parts, _ = split((state, [state, state + 1]), None, 2, batch_dim=1)
     assert [part[1][1].shape for part in parts] == [(3, 1, 4)] * 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # prototypes of torch
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "jagged"])
+def test_sparse_and_nested_tensors_are_not_split(kind: str) -> None:
+    x = torch.eye(4)
+    if kind in ("nested", "jagged"):
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        special = torch.nested.nested_tensor([torch.ones(n, 2) for n in range(1, 5)], layout=layout)
+    else:
+        special = x.to_sparse(layout=getattr(torch, kind))
+    for role, pair in (("inputs", ((x, special), ())), ("targets", ((x,), (x, special)))):
+        splitter = Splitter()
+        splitter.begin(1, 0)
+        splitter.split(0, Minibatch(0, 0, pair, False))
+        splitter.begin(2, 0)
+        with pytest.raises(WorkerError, match=rf"tensor 1 of the {role} is sparse or nested, and cannot be split"):
+            splitter.split(0, Minibatch(0, 0, pair, False))
+    shared = {"x": x, "adjacency": x.to_sparse()}
+    splitter = Splitter({"adjacency": None})
+    splitter.begin(2, 0)
+    assert len(splitter.split(0, Minibatch(0, 0, (shared, ()), False))) == 2
+    with pytest.raises(ProfileError, match=r"cannot be an input; give it dense: x\.to_dense"):
+        profile(torch.nn.Linear(4, 4), {"input": special})
 
 
 def test_first_part_of_a_minibatch() -> None:

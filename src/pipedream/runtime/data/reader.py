@@ -144,10 +144,6 @@ class Reader(ABC):
         return self.has_minibatch(number) if self.count is None else number < self.count
 
 
-def _return_itself(batch: Any) -> Any:
-    return batch
-
-
 class LoaderReader(Reader):
     """Reads a user's loader, from the start or from a `state`.
 
@@ -155,7 +151,7 @@ class LoaderReader(Reader):
         adapt: called once with each batch, before the loader makes the next one.
     """
 
-    adapt: Callable[[Any], Any] = staticmethod(_return_itself)
+    adapt: Callable[[Any], Any] = staticmethod(lambda batch: batch)
     _minibatches: Generator[Minibatch, None, None]
     _peeked: Minibatch | None = None
 
@@ -211,11 +207,7 @@ class LoaderReader(Reader):
         return self._epoch_states[max(before)] | {"mark": list(mark)}
 
     def _adapt(self, batch: Any, *, is_fixed: bool) -> Any:
-        """Returns a batch adapted, in memory that is not written later.
-
-        Args:
-            is_fixed: the loader does not write into the batch; only `adapt` may have memory that it uses again.
-        """
+        """Returns a batch adapted, in memory that is not written later, as a fixed batch's own is."""
         fixed = {id(tensor): tensor for tensor in tensors_in(batch)} if is_fixed else {}
         return map_tensors(self.adapt(batch), _copy_tensor, replaced=fixed)
 

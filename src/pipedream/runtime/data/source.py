@@ -21,12 +21,15 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import BatchSampler
 
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
@@ -46,7 +49,15 @@ from pipedream.runtime.data.reader import (
 )
 from pipedream.runtime.data.rng import DataOrder, preserved_rng, read_state, set_state
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
-from pipedream.runtime.data.splitter import AdaptBatch, BatchAdapter, BatchDim, Parts, Splitter, known_samples
+from pipedream.runtime.data.splitter import (
+    AdaptBatch,
+    BatchAdapter,
+    BatchDim,
+    Parts,
+    Splitter,
+    count_samples,
+    known_samples,
+)
 
 _log = logging.getLogger("pipedream")
 
@@ -341,6 +352,7 @@ class DataSources:
         source = sources.get(self._input_ranks[0])
         if isinstance(source := source.source if isinstance(source, MeshSource) else source, ReadingSource):
             source.splitter.planned_samples, self._planned_samples = self._planned_samples, 1
+            source.splitter.find_last_share = partial(_find_last_share, loader, self._batch_dim)
         return sources
 
     def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Source]:
@@ -544,6 +556,18 @@ class _OpenLoader:
                 sharded.close()
             sharded = self._sharded = ShardedLoader(loader, replica, replicas)
         return sharded
+
+
+def _find_last_share(loader: Any, batch_dim: BatchDim) -> float:
+    """Returns the samples of an epoch's last minibatch, as a share of the first one's; 0 if unknown."""
+    with suppress(Exception):
+        if isinstance(loader, (list, tuple)):
+            return count_samples(loader[-1], batch_dim) / count_samples(loader[0], batch_dim)
+        sampler = loader.batch_sampler
+        samples, size = len(sampler.sampler), sampler.batch_size
+        if type(sampler) is BatchSampler and not sampler.drop_last and samples > size:
+            return float(samples % size / size)
+    return 0.0
 
 
 def _join(inputs: Message, targets: Message) -> Message:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -45,6 +45,15 @@ Place = tuple[Any, ...]
 
 Lists = dict[Place, int | None]
 """The items of a list when it was first seen; None if one for each sample."""
+
+SINGLE_SAMPLE = "Expected more than 1 value per channel"
+"""A text of torch's error for a normalisation over one value."""
+
+SINGLE_ADVICE = (
+    "a microbatch has one sample, perhaps of an epoch's last batch: leave it out (DataLoader's drop_last=True)"
+)
+
+DENSE = "give it dense: x.to_dense(), or of a nested tensor torch.nested.to_padded_tensor(x, 0.0) and a mask"
 
 _LEAVES = (torch.Tensor, PackedSequence)
 _PLAIN = (str, int, float)
@@ -99,11 +108,14 @@ class Splitter:
     """Splits minibatches into microbatches, each with its header.
 
     Attributes:
-        on_first: called once, with the inputs and targets of the next minibatch and with its parts.
+        on_first: called once, with the inputs and targets of the next minibatch, with its parts that have samples, and
+            with a part of one sample if the last minibatch of an epoch will have one.
+        find_last_share: returns that minibatch's samples, as a share of the first one's; 0 if unknown.
         planned_samples: those of a minibatch of the plan; a warning says if the next has another number. 1: unknown.
     """
 
-    on_first: Callable[[Any, Any, Parts], None] | None = None
+    on_first: Callable[[Any, Any, Parts, Parts], None] | None = None
+    find_last_share: Callable[[], float] = float
     planned_samples: int = 1
 
     def __init__(self, batch_dim: BatchDim = 0) -> None:
@@ -153,35 +165,50 @@ class Splitter:
         ]
         if self.on_first is not None:
             on_first, self.on_first = self.on_first, None
-            on_first(inputs, targets, parts)
+            single = self._make_single(inputs, targets, parts, count)
+            on_first(inputs, targets, [pair for pair in parts if pair[0].samples], single)
         return parts
+
+    def _make_single(self, inputs: Any, targets: Any, parts: Parts, count: int) -> Parts:
+        """Returns a part of one sample if an epoch's last minibatch will have one; otherwise none."""
+        if len(parts) == 1 or 1 not in _list_sizes(round(count * self.find_last_share()), len(parts)):
+            return []
+        message = replace(parts[0][0], samples=1, share=1.0)
+        _, input_parts, target_parts = split_minibatch(inputs, targets, count, self._batch_dim)
+        return [(message.with_tensors(*input_parts[0]), message.with_tensors(*target_parts[0]))]
 
     def _check_leaves(self, role: str, leaves: Sequence[Leaf], count: int) -> None:
         """Raises WorkerError for a tensor with a graph, or one that is split in one minibatch and whole in another."""
         counts = Counter[str | int]()
         for leaf, dim, name in leaves:
             if any(getattr(tensor, "grad_fn", None) is not None for tensor in _list_tensors(leaf)):
-                raise WorkerError(
-                    0,
-                    "the loader",
+                raise _make_error(
                     f"the tensor {name!r} of the {role} is part of an autograd graph, to which a pipeline returns no "
                     "gradient",
                     "detach it, or put what computed it into the model",
+                )
+            is_split = _find_split_dim(leaf, dim, count) is not None
+            if is_split and self._per_minibatch > 1 and is_sparse(leaf):
+                raise _make_error(
+                    f"the tensor {name!r} of the {role} is sparse or nested, and cannot be split",
+                    DENSE,
                 )
             key = role, name, counts[name]
             counts[name] += 1
             if dim is None or self._per_minibatch == 1 or not isinstance(leaf, _LEAVES):
                 continue
-            is_split = _find_split_dim(leaf, dim, count) is not None
             if self._is_split.setdefault(key, is_split) != is_split:
-                raise WorkerError(
-                    0,
-                    "the loader",
+                raise _make_error(
                     f"the tensor {name!r} of the {role}, of shape {_describe_shape(leaf)} for {count} samples, "
                     f"{'has' if is_split else 'does not have'} the number of samples in dimension {dim}, unlike "
                     "in earlier minibatches, so it is unclear whether to split it with the samples",
                     f"give batch_dim={{{name!r}: None}} if all samples share it, or the dimension of its samples",
                 )
+
+
+def is_sparse(leaf: Any) -> bool:
+    """Returns whether a leaf is a sparse or nested tensor."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_nested or "sparse" in str(leaf.layout))
 
 
 def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
@@ -305,9 +332,9 @@ def _find_leaves(inputs: Any, batch_dim: BatchDim, lists: Lists | None = None) -
     """Returns what is to be split, and the number of samples. Raises a WorkerError if there are none."""
     leaves, count = _find_known_leaves(inputs, batch_dim, lists)
     if not leaves:
-        raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
+        raise _make_error("the batch holds no tensor", "let the loader yield tensors")
     if count == 0:
-        raise WorkerError(0, "the loader", "the batch holds no sample", "let the loader leave out empty batches")
+        raise _make_error("the batch holds no sample", "let the loader leave out empty batches")
     return leaves, 1 if count is None else count
 
 
@@ -396,7 +423,7 @@ def _is_ragged(items: Sequence[Any]) -> bool:
     return len({tuple(_find_size(leaf, 0) for leaf in _list_tensors(item)) for item in items}) > 1
 
 
-def _is_of_samples(items: Sequence[Any], count: int, dim: int | None) -> bool:
+def _is_of_samples(items: Sequence[Any], count: int | None, dim: int | None) -> bool:
     """Returns whether a list of as many items as samples has one for each, rather than tensors of all samples."""
     tensors = [leaf for leaf in _list_tensors(items) if _find_size(leaf, 0) is not None]
     of_all = [count in (_find_size(leaf, 0), _find_size(leaf, dim)) for leaf in tensors]
@@ -406,13 +433,14 @@ def _is_of_samples(items: Sequence[Any], count: int, dim: int | None) -> bool:
 def _make_unclear_error(place: Place, items: int, count: int | None, first: int | None) -> WorkerError:
     where = "".join([repr(place[0]), *(f"[{key!r}]" for key in place[1:])])
     earlier = "an item for each sample" if first is None else f"{first} items"
-    return WorkerError(
-        0,
-        "the loader",
-        f"the list {where} has {items} items for {count} samples, and had {earlier} before: it is unclear whether to "
-        "split it",
+    return _make_error(
+        f"the list {where} has {items} items for {count} samples, and had {earlier} before: split it or not?",
         f"give batch_dim={{{place[0]!r}: None}} if all samples share it, or 0 if it has an item for each sample",
     )
+
+
+def _make_error(problem: str, advice: str) -> WorkerError:
+    return WorkerError(0, "the loader", problem, advice)
 
 
 def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
@@ -447,7 +475,7 @@ def _find_size(leaf: Any, dim: int | None) -> int | None:
         return int(leaf.batch_sizes[0])
     if not isinstance(leaf, torch.Tensor):
         return len(leaf)
-    return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else None
+    return leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else None
 
 
 def _describe_shape(leaf: Any) -> tuple[int, ...]:

@@ -19,15 +19,17 @@ from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.encoding import apply_messages
-from pipedream.runtime.comm.message import Content, Message
+from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device
 from pipedream.runtime.data.rng import read_state
+from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE, Parts
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.results.scoring import choose_unit
 from pipedream.runtime.session.comparer import Comparer, Reference
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators
 
+_SPLIT_ADVICE = "say where the samples are (batch_dim=...), give tensors with one entry per sample instead of lists"
 _MIN_TOLERANCE = 1e-6  # a part of the model may compute in single precision
 
 
@@ -153,6 +155,12 @@ class _ModelRunner:
         mean = total / weights if weights else float("nan")
         return _Run(mean, weights, divisor, tuple(losses), tuple(outputs))
 
+    def try_single(self, single: Parts, place_values: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Runs the model on a part of one sample, if there is one; raises the model's error."""
+        if single:
+            with self.restoring_state(place_values()), torch.no_grad():
+                self.run(single, backward=False)
+
     def _send(self, messages: Messages, microbatch: int, stage: int, value: Any) -> Any:
         """Returns a value as the next stage receives it."""
         assert self._placement is not None
@@ -239,15 +247,15 @@ class ReferenceRun:
 
     # -- the model --------------------------------------------------------------------------------------
 
-    def read(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> None:
-        """Runs the model on the first minibatch; `parts` are its microbatches, inputs and targets.
+    def read(self, inputs: Any, targets: Any, parts: Parts, single: Parts) -> None:
+        """Runs the model on the first minibatch; `parts` are its microbatches, `single` one of one sample, or none.
 
         Raises:
             WorkerError: the losses of the parts do not give that of the whole, or the model cannot be trained.
         """
-        parts = [pair for pair in parts if pair[0].content is Content.DATA]
         try:
             reference = self._run(inputs, targets, parts)
+            self._runner.try_single(single, self._place_values)
         except PipelineError as error:
             raise error if isinstance(error, WorkerError) else self.comparer.make_error(str(error)) from error
         except Exception as error:  # let the pipeline raise it, at the stage that it concerns
@@ -383,10 +391,10 @@ class ReferenceRun:
                 self._runner.run(_join_parts(inputs, targets, parts), backward=True)
         except Exception:
             return
+        advice = SINGLE_ADVICE if SINGLE_SAMPLE in str(error) else _SPLIT_ADVICE
         raise self.comparer.make_error(
             f"the model or the loss raised {with_place(error)} for one of {len(parts)} microbatches, and does not for "
-            "the whole minibatch; say where the samples are (batch_dim=...), give tensors with one entry per sample "
-            "instead of lists, or train with fewer microbatches"
+            f"the whole minibatch; {advice}, or train with fewer microbatches"
         ) from error
 
     def _compare_parts(
