@@ -201,7 +201,7 @@ def test_a_batch_of_which_the_model_takes_no_part_is_probed() -> None:
 
     batch = _Pair(torch.randn(4, 2), ["a", "b", "c", "d"])
     assert _probe(lambda b: {"loss": b.x.mean()}, batch) == "samples"
-    assert _probe(check_names, batch) == "other"
+    assert _probe(check_names, batch) == "samples", "names are split, too"
     assert _probe(lambda b: {"logits": b.data}, pack_sequence([torch.ones(2), torch.ones(1)])) == ""
 
 

@@ -156,10 +156,14 @@ class _ModelRunner:
         return _Run(mean, weights, divisor, tuple(losses), tuple(outputs))
 
     def try_single(self, single: Parts, place_values: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Runs the model on a part of one sample, if there is one; raises the model's error."""
+        """Runs the model on a part of one sample, if there is one; raises its error if a normalisation needs more."""
         if single:
             with self.restoring_state(place_values()), torch.no_grad():
-                self.run(single, backward=False)
+                try:
+                    self.run(single, backward=False)
+                except Exception as error:  # another one comes at its own minibatch, from the stage that it concerns
+                    if SINGLE_SAMPLE in str(error):
+                        raise
 
     def _send(self, messages: Messages, microbatch: int, stage: int, value: Any) -> Any:
         """Returns a value as the next stage receives it."""
