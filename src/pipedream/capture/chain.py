@@ -28,6 +28,9 @@ from pipedream.capture.stand_ins import has_stand_ins
 from pipedream.capture.structure import PLAIN, READS_NUMBERS, walk
 from pipedream.core.model.graph import Value, ValueSite
 
+_CONVERSIONS = frozenset({"float", "double", "half", "bfloat16", "to", "type", "type_as"})
+_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
 
 def find_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured | None:
     """Returns the layers of a model that is a chain in training and in evaluation mode; None for any other."""
@@ -128,9 +131,11 @@ class _Tracer(TorchFunctionMode):
         self._attributes: dict[int, dict[str, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS_NUMBERS:
+        name, result = getattr(func, "__name__", ""), func(*args, **(kwargs or {}))
+        # Under autocast tensors have other types, and a conversion that does nothing here converts them.
+        if name in READS_NUMBERS or func == _GET_DTYPE or (name in _CONVERSIONS and result is args[0]):
             self._stack[-1].decides = True
-        return func(*args, **(kwargs or {}))
+        return result
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._note_draws()
@@ -210,6 +215,8 @@ def _mark(leaf: Any) -> Any:
 
 def _read_context() -> tuple[Any, ...]:
     modes: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    # The depth shows a region in which autocast is off, as it may be around.
+    modes += [torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()]
     for device in ("cpu", "cuda"):
         enabled = torch.is_autocast_enabled(device)
         modes += [enabled, torch.get_autocast_dtype(device) if enabled else None]
