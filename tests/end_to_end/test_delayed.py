@@ -275,23 +275,11 @@ def test_activations_that_are_not_kept_are_refused() -> None:
         replace(exact, plan=plan)
 
 
-@pytest.mark.parametrize(
-    ("name", "animal", "parameter"),
-    [
-        ("pipelined_backprop", "transformer", r"1\.self_attn\.in_proj_weight"),
-        ("timeprest", "lstm", r"2\.lstm\.weight_hh_l0"),
-    ],
-)
-def test_weights_that_autocast_casts_are_refused_by_name(name: str, animal: str, parameter: str) -> None:
+@pytest.mark.parametrize(("name", "animal"), [("pipelined_backprop", "transformer"), ("timeprest", "lstm")])
+def test_old_graphs_cast_newer_weights_under_autocast(name: str, animal: str) -> None:
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    more = {"dtype": torch.float32, "autocast": torch.bfloat16}
-    specimen = zoo.make(animal, torch.float32)
-    # At the last stage, whose weights do not move between forward and backward, nothing is lost.
-    plan = zoo.plan_of(specimen, 4 if animal == "lstm" else 2)
-    refused = rf"rule 'graph' .*'{parameter}' \(by _to_copy\).* Take the method's option backward_rule=recompute"
-    with pytest.raises(ScheduleError, match=refused):
-        _train(name, optimizer, animal, plan=plan, **more)
-    _train(f"{name}[backward_rule=recompute]", optimizer, animal, plan=plan, **more)
+    plan = zoo.plan_of(zoo.make(animal, torch.float32), 4 if animal == "lstm" else 2)
+    _train(name, optimizer, animal, plan=plan, dtype=torch.float32, autocast=torch.bfloat16)
 
 
 class _OwnSgd(torch.optim.Optimizer):

@@ -35,7 +35,7 @@ from pipedream.runtime.stage.host_store import HostStore, HostVersions, StageLay
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
-from pipedream.runtime.stage.stage_module import StageModule, low_precision_weights
+from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.stateless_stage import StatelessStage
@@ -265,7 +265,7 @@ def make_stateless_stages(
         trained = dict(find_trained(stage))
         module = StageModule(layers, trained, blueprint.device, settings.seed, settings.autocast, settings.compile)
         layout = _lay_out_stage(blueprint, stage, module)
-        gradients = Gradients([handle.dtype for handle in trained.values()])
+        gradients = Gradients(len(trained))
         scale = 1.0 if settings.scaling is None else settings.scaling.scale
         if store.is_shared and placement.ranks[stage] != (rank,):
             for name, handle in trained.items():
@@ -279,11 +279,10 @@ def make_stateless_stages(
 
 def _lay_out_stage(blueprint: Blueprint, stage: int, module: StageModule) -> StageLayout:
     settings = blueprint.settings
-    low_precision = low_precision_weights(module.layers, module.handles, settings.autocast)
     sets = max(program.weights.versions(stage) for program in blueprint.programs)
     turns = blueprint.program.gradient_sets if blueprint.placement.has_turns else 0
     gradients = not turns and blueprint.weights_device != blueprint.device
-    return StageLayout(module, low_precision, sets, ema=settings.ema is not None, gradients=gradients, turns=turns)
+    return StageLayout(module, sets, ema=settings.ema is not None, gradients=gradients, turns=turns)
 
 
 def _copy_layers(
@@ -345,7 +344,6 @@ def _make_stage_state(
         boundary,
         replicated=replica_group is not None,
     )
-    low_precision = low_precision_weights(layers, parameters, settings.autocast)
     parameters = copies or parameters
     stored = None
     if blueprint.placement.shares_weights:
@@ -353,17 +351,17 @@ def _make_stage_state(
     hosted = None
     if plan.optimizer_state == HOST and stored is None:
         _refuse_mesh(sharding)
-        layout = StageLayout(module, {}, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
+        layout = StageLayout(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
         hosted = store.host(stage, replica, parameters, layout)
     counted_elsewhere = [name for weights in blueprint.tied if stage in weights.stages[1:] for name in weights.names]
     # Of the programs whose weights change between a forward and its backward.
-    rules = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
+    rules = {p.weights.backward_rule for p in programs if p.weights.staleness(stage) or p.weights.predictions(stage)}
     stage_state = StageState(
         module=module,
         versions=HostVersions(parameters, stored)
         if stored is not None
-        else Versions(parameters, low_precision, watched=replica_group is not None),
-        gradients=Gradients([handle.dtype for handle in parameters.values()]),
+        else Versions(parameters, watched=replica_group is not None),
+        gradients=Gradients(len(parameters)),
         optimizer=Optimizer(
             parameters,
             settings.optimizer,
@@ -379,7 +377,7 @@ def _make_stage_state(
             hosted=hosted,
         ),
         hosted=hosted,
-        saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in rules) else None,
+        saved_tensor_hooks=SavedTensorHooks(settings.autocast is not None) if "graph" in rules else None,
     )
     if stored is not None:
         stored.adopt_averages(stage_state.optimizer.ema)

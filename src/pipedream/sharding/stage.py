@@ -101,11 +101,7 @@ class _Part:
         return fresh
 
     def wrap(self, local: torch.Tensor) -> Any:
-        spec, meta = self.spec, self.spec.tensor_meta
-        assert meta is not None
-        if local.dtype != meta.dtype:  # autocast's copies of the weights
-            spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, local.dtype))
-        return like_part(local, spec)
+        return like_part(local, self.spec)
 
     def gradient(self, gradient: DTensor) -> torch.Tensor:
         """Returns this rank's part of a gradient."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedream.core.errors import ScheduleError
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule, low_precision_weights
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 
 
@@ -128,9 +128,8 @@ def run_graph_rule(
     """
     named = [("layer", layer)]
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
-    low = low_precision_weights(named, handles, autocast)
-    stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, low, single=not led)
-    weights, saved = versions.peek(), SavedTensorHooks()
+    stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, single=not led)
+    weights, saved = versions.peek(), SavedTensorHooks(autocast is not None)
     saved.switch_to(led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
@@ -147,7 +146,7 @@ def run_graph_rule(
         gradients, back = stage.backward(
             SavedForward(weights, boxes, (output,), (wants,), 0), [slope], [None] * len(handles)
         )
-    assert versions.storages == 1 + led + bool(low)
+    assert versions.storages == 1 + led
     return back[0] if back else None, dict(zip(handles, gradients, strict=True)), slope
 
 
@@ -171,14 +170,68 @@ def test_old_activations_and_newer_weights(kind: str, led: bool) -> None:
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-12)
 
 
+class _Cast(nn.Module):
+    """Casts its weight itself, or writes into what it has cast."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.weight, self.writes = nn.Parameter(torch.randn(3, 8)), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(torch.bfloat16)
+        if self.writes:
+            with torch.no_grad():
+                weight.mul_(2.0)
+        return F.linear(x, weight)
+
+
+CAST_LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {"cast": (_Cast, draw_rows(5, 8))} | {
+    kind: LAYERS[kind]
+    for kind in (
+        "linear", "linear of sequences", "conv1d", "conv2d", "transposed conv", "lstm", "gru", "lstm cell",
+        "multi-head attention", "transformer layer", "deep",
+    )
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("led", [False, True])
-def test_low_precision_leaves_are_written_in_place(led: bool) -> None:
-    """Under autocast a linear layer's leaf is cast once an update, and an old graph sees the new cast."""
+@pytest.mark.parametrize("kind", CAST_LAYERS)
+def test_an_old_graph_casts_the_newer_weights(kind: str, led: bool) -> None:
+    """Under autocast. The oracle's weights are in bfloat16 from the start, so that autocast has nothing to cast."""
+    make, draw = CAST_LAYERS[kind]
     torch.manual_seed(0)
-    layer, x = nn.Linear(8, 3), torch.randn(5, 8)
-    weight = layer.weight.detach().clone()
-    back, _, slope = run_graph_rule(layer, x, 1.5, torch.bfloat16, led)
-    torch.testing.assert_close(back.float(), slope.float() @ (1.5 * weight).bfloat16().float(), rtol=1e-2, atol=1e-2)
+    layer, x = make(), draw().float()
+    norms = [name for name, module in layer.named_modules() if isinstance(module, nn.LayerNorm)]
+
+    def cast(factor: float) -> dict[str, Tensor]:
+        weights = {name: factor * p.detach() for name, p in layer.named_parameters()}
+        return {f"layer.{name}": w if name.rpartition(".")[0] in norms else w.bfloat16() for name, w in weights.items()}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        _, flight = delayed.forward(delayed.Stage([("layer", layer)], None, 0, 0.0), x.requires_grad_(), cast(1.0), 0)
+    flight.swapped = cast(1.5)
+    back, gradients, slope = run_graph_rule(layer, x.detach(), 1.5, torch.bfloat16, led)
+    input_gradients, weight_gradients = delayed.backward(flight, [slope])
+    assert back is not None
+    assert torch.equal(back, input_gradients[0])
+    for name, gradient in weight_gradients.items():
+        assert torch.equal(gradients[name], gradient.float()), name
+
+
+@pytest.mark.parametrize(
+    ("layer", "autocast", "refused"),
+    [
+        (_Cast(), None, r"'layer.weight' \(by _to_copy\)"),
+        (_Cast(writes=True), torch.bfloat16, r"'layer.weight' \(by _to_copy\)"),
+        (Attention(), torch.bfloat16, r"'layer.out' \(by _to_copy\)"),  # a cast of a view
+    ],
+)
+def test_what_is_no_plain_cast_of_a_weight_is_refused(
+    layer: nn.Module, autocast: torch.dtype | None, refused: str
+) -> None:
+    x = torch.randn(3, 4, 8, dtype=torch.bfloat16 if autocast is None else torch.float32)
+    with pytest.raises(ScheduleError, match=refused):
+        run_graph_rule(layer, x, 1.5, autocast)
 
 
 class Computed(nn.Module):

@@ -31,7 +31,7 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
     layer = Twice()
     handles = dict(layer.named_parameters())
     stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
-    versions, gradients = Versions(handles), Gradients([torch.float32] * 2)
+    versions, gradients = Versions(handles), Gradients(2)
     expected, sums = torch.zeros(3), []
     for k in range(3):
         arrived = torch.randn(2, 3)

@@ -128,14 +128,6 @@ def test_a_bucket_waits_for_its_turn(order: list[int]) -> None:
         reduction.put(order[0], torch.ones(order[0] + 1, dtype=torch.float64))
 
 
-def test_low_precision_gradients_join_in_the_type_of_the_handle() -> None:
-    gradients = Gradients([torch.float32])
-    gradients.add([torch.tensor([256.0], dtype=torch.bfloat16)], 1.0)
-    whole = gradients.complete(0, torch.tensor([1.0], dtype=torch.bfloat16))
-    assert (whole.dtype, float(whole)) == (torch.float32, 257.0)
-    assert gradients.accumulators == [None]
-
-
 def test_a_parameter_without_any_gradient_is_left_alone() -> None:
     group, stage_states = LocalGroup(2), []
     for replica in range(2):
@@ -143,7 +135,7 @@ def test_a_parameter_without_any_gradient_is_left_alone() -> None:
         factory = lambda named: torch.optim.SGD(named, lr=0.1, weight_decay=0.5)  # noqa: E731
         optimizer = Optimizer(handles, factory, replicas=2, replica_group=group.member(replica))
         optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, input_updates=0)
-        gradients = Gradients([torch.float32] * 2)
+        gradients = Gradients(2)
         gradients.add([torch.ones(2) if replica else None, None], 1.0)
         optimizer.start_remaining_sums(gradients)
         stage_states.append((handles, optimizer, gradients))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator
 from functools import partial
 from math import isfinite
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipedream as pd
 from pipedream.core.errors import ScheduleError
@@ -22,7 +20,6 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import LocalGroup
 from pipedream.runtime.stage.predictions import add_velocity
-from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update_barrier import UpdateBarrier
 
@@ -52,7 +49,7 @@ def test_a_factory_that_chooses_no_parameter_of_a_stage_is_refused() -> None:
 
 def test_large_gradients_that_are_finite_have_a_norm() -> None:
     handles = make_handles()
-    optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
+    optimizer, gradients = Optimizer(handles, SGD), Gradients(2)
     gradients.add([torch.full((3,), 1e20), torch.full((2, 2), -1e38)], 1.0)
     finish(optimizer.prepare(gradients))
     assert float(optimizer.norm_square) == pytest.approx(3e40 + 4e76, rel=1e-6)
@@ -87,7 +84,7 @@ def put_on_an_accelerator() -> tuple[dict[str, nn.Parameter], Optimizer]:
 
 def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     handles, optimizer = put_on_an_accelerator()
-    gradients = Gradients([torch.float32] * len(handles))
+    gradients = Gradients(len(handles))
     gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
     stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients, compare_first_update=lambda: None)
     barrier = UpdateBarrier(Policy(0.5, "local", "error", "", None), LocalGroup(1).member(0), {0: stage_state})
@@ -126,36 +123,6 @@ def test_the_velocity_of_a_fused_optimizer_is_not_waited_for() -> None:
         results.append(target.detach())
     assert results[1].is_meta
     torch.testing.assert_close(results[0], torch.full((4,), -0.2 / (1 - 0.9) / (1 / (1 - 0.999)) ** 0.5))
-
-
-class Kernels(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_weights_and_gradients_of_autocast_are_cast_together() -> None:
-    handles = {str(i): nn.Parameter(torch.randn(3)) for i in range(20)}
-    versions = Versions(handles, dict.fromkeys(handles, torch.bfloat16))
-    gradients = Gradients([torch.float32] * 20)
-    with Kernels() as casting:
-        versions.cast()
-    assert casting.count["_foreach_copy_"] == 1
-    assert not casting.count["copy_"]
-    low_precision = [torch.randn(3).bfloat16() for _ in handles]
-    with Kernels() as adding:
-        gradients.add([*low_precision], 1.0)
-    assert adding.count["_foreach_copy_"] == 1
-    assert not adding.count["_to_copy"] + adding.count["copy_"]
-    gradients.add([*low_precision], 1.0)
-    sums, _, _ = gradients.take()
-    assert all(torch.equal(total, 2 * part.float()) for total, part in zip(sums, low_precision, strict=True))
 
 
 class ScheduleFree(torch.optim.Optimizer):

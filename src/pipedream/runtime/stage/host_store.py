@@ -72,14 +72,12 @@ class StageLayout:
     def __init__(
         self,
         module: StageModule,
-        low_precision: Mapping[str, torch.dtype],
         sets: int,
         ema: bool,
         gradients: bool = False,
         trained_only: bool = False,
         turns: int = 0,
     ) -> None:
-        self.low_precision = dict(low_precision)
         self.names = tuple(module.handles)
         layers = [layer for _, layer in module.layers]  # modules whose forwards no stage calls belong to several stages
         owned = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
@@ -97,12 +95,10 @@ class StageLayout:
         self.statistics = [number for number, key in enumerate(buffers) if key in statistics]
         self.slots = [*frozen.values(), *buffers.values()]  # slots that share a tensor continue to share it
         self.frozen = len(frozen)
-        handles = module.handles.items()
-        weights = [_make_meta(handle, self.low_precision.get(name)) for name, handle in handles]
+        handles_like = [_make_meta(handle) for handle in module.handles.values()]
         untrained = [_make_meta(tensor) for tensor in self.untrained]
-        self._set = _make_format([*weights, *untrained[self.frozen :]])
+        self._set = _make_format([*handles_like, *untrained[self.frozen :]])
         self._frozen = _make_format(untrained[: self.frozen])
-        handles_like = [_make_meta(handle) for _, handle in handles]
         self._ema = _make_format(handles_like if ema else [])
         self._gradients = _make_format(handles_like if gradients else [])
         buffers_like = untrained[self.frozen :]
@@ -440,21 +436,14 @@ class HostVersions(Versions):
         self._copied_buffers: list[tuple[torch.Tensor, int]] = []  # buffers as they were copied
         leaves, _ = self._layout.view_set(stored.sets[0])
         for name, handle in handles.items():
-            if name not in self._layout.low_precision:
-                handle.data = leaves[name].copy_(handle.data)
+            handle.data = leaves[name].copy_(handle.data)
         frozen = self._layout.view_frozen(stored.frozen)
         for slots, tensor, stored_tensor in zip(self._layout.slots, self._layout.untrained, frozen, strict=False):
             for holder, name in slots:
                 holder[name].data = stored_tensor.copy_(tensor)
-        self._first_leaves = leaves
-        super().__init__(handles, self._layout.low_precision)
+        super().__init__(handles)
         self._numbers = {id(self.peek()): 0}
         self._buffers: list[torch.Tensor] = []
-
-    def _make_leaf(self, name: str, handle: nn.Parameter) -> torch.Tensor:
-        if name in self._layout.low_precision:
-            return self._first_leaves[name].copy_(handle.detach()).requires_grad_()
-        return super()._make_leaf(name, handle)
 
     def make_storage(self) -> WeightSet:
         used_numbers = {self._numbers[id(weights)] for weights in self._all_sets}
@@ -548,8 +537,8 @@ class HostVersions(Versions):
         return self._stored.copies.copy_to_store(gradients, self._layout.view_gradients(self._stored.gradients))
 
 
-def _make_meta(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.empty_like(tensor, dtype=dtype, device="meta")
+def _make_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _make_format(tensors: list[torch.Tensor]) -> MessageFormat:

@@ -129,12 +129,10 @@ class WeightPredictions:
             self._advance(prediction, self._weights)
         else:
             _copy(self._weights, prediction)
-        self._versions.cast()
         try:
             yield
         finally:
             _copy(self._weights, self._saved)
-            self._versions.cast()
 
     def _save_weights(self) -> None:
         self._saved = self._saved or [torch.empty_like(w) for w in self._weights]

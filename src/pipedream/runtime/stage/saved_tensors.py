@@ -1,9 +1,9 @@
 """Hooks on the weights that autograd saves, for the backward rule 'graph'.
 
 An old graph sees new weights if autograd has saved the weights' own storage. If it has saved something computed from a
-weight alone (a cast under autocast, weight_norm, a mask, cuDNN's flattened weights), the backward would silently mix
-old and new weights. So the first forward is checked, operation by operation: of what is computed from weights and
-constants alone, only views may be saved.
+weight alone (weight_norm, a mask, cuDNN's flattened weights), the backward would silently mix old and new weights. So
+the first forward is checked, operation by operation: of what is computed from weights and constants alone, only views
+may be saved, and under autocast casts, which the backward makes anew.
 
 With several versions, autograd keeps only a reference to a slice of a weight (parameter and position), which the
 backward looks up in the version that it reads. What a Python function keeps on its context, other than by
@@ -46,12 +46,16 @@ _CHECKPOINT = CheckpointFunction._backward_cls
 class SavedTensorHooks:
     """Hooks on the tensors that one stage's forwards save. Only the first forward is checked.
 
+    Args:
+        autocasts: the forward runs under autocast, which saves casts of weights.
+
     Attributes:
         redirects: graphs keep references to weights, which backwards look up in another version.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, autocasts: bool = False) -> None:
         self.redirects = False
+        self._autocasts = autocasts
         self._checked = False
         self._redirect_checked = False
         self._target: Mapping[str, torch.Tensor] = {}
@@ -87,7 +91,7 @@ class SavedTensorHooks:
             ScheduleError: something computed from weights alone was saved, or, with redirection, a part of a weight
                 that other versions do not have.
         """
-        if self._checked and not self.redirects:
+        if self._checked and not (self.redirects or self._autocasts):
             yield None
             return
         tracker = None if self._checked else _DataflowTracker(weights.leaves, tensors_in(value))
@@ -95,7 +99,10 @@ class SavedTensorHooks:
 
         wrap_other = find_offload_hook() or SavedTensor
 
-        def pack(tensor: torch.Tensor) -> SavedTensor | _WeightSlice:
+        def pack(tensor: torch.Tensor) -> SavedTensor | _WeightSlice | _Cast:
+            weight = _find_cast_weight(tensor, weights) if self._autocasts else None
+            if weight is not None:
+                return _Cast(locator.find_slice(weight) or weight.data, tensor)
             if tracker is not None:
                 tracker.note_saved(tensor)
             return locator.find_slice(tensor) or wrap_other(tensor)
@@ -120,8 +127,8 @@ class SavedTensorHooks:
         finally:
             self._target = {}
 
-    def _unpack(self, saved: SavedTensor | _WeightSlice) -> torch.Tensor:
-        return saved.look_up(self._target) if isinstance(saved, _WeightSlice) else saved.unpack()
+    def _unpack(self, saved: SavedTensor | _WeightSlice | _Cast) -> torch.Tensor:
+        return saved.look_up(self._target) if isinstance(saved, (_WeightSlice, _Cast)) else saved.unpack()
 
     def _check_graph(
         self, outputs: Iterable[torch.Tensor], locator: _WeightLocator, tracker: _DataflowTracker | None
@@ -166,6 +173,30 @@ class _WeightSlice(NamedTuple):
         leaf = leaves[self.name].data
         part = leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
         return part if self.like is None else like_part(part, self.like)
+
+
+class _Cast:
+    """A cast of a weight, or a view of it; the backward casts the weight as it is then."""
+
+    def __init__(self, weight: torch.Tensor | _WeightSlice, saved: torch.Tensor) -> None:
+        self._weight, self._dtype = weight, saved.dtype
+        self._place = saved.size(), saved.stride(), saved.storage_offset()
+
+    def look_up(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        weight = self._weight if isinstance(self._weight, torch.Tensor) else self._weight.look_up(leaves)
+        return weight.to(self._dtype).as_strided(*self._place)
+
+
+def _find_cast_weight(tensor: torch.Tensor, weights: WeightSet) -> torch.Tensor | None:
+    """Returns the weight of which a tensor is nothing but a cast, or a view of a cast."""
+    cast: Any = tensor._base if tensor._is_view() else tensor
+    node = cast.grad_fn
+    # A cast that was written is another tensor.
+    if node is None or node.name() != "ToCopyBackward0" or cast._version:
+        return None
+    weight: Any = getattr(node.next_functions[0][0], "variable", None)
+    is_weight = any(weight is leaf for leaf in weights.leaves.values())
+    return weight if is_weight and cast.stride() == weight.stride() else None
 
 
 class _WeightLocator:

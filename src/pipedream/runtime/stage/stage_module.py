@@ -37,10 +37,6 @@ from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet, requires_grad_changed
 from pipedream.sharding.stage import StageSharding
 
-# Layers whose weights autocast casts before each use (torch.amp's op lists). Norms and embeddings stay in full
-# precision.
-_CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
-
 
 @contextmanager
 def restoring_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -397,8 +393,7 @@ class StageModule:
         leaves = [weights.leaves[name] for name in self._names]
         self._set_parameters(self._expose_weights(weights.leaves))
         for leaf, total in zip(leaves, accumulators, strict=True):
-            if total is not None and total.dtype == leaf.dtype:
-                leaf.grad = total
+            leaf.grad = total
         return leaves
 
     def _end_backward(self, weights: WeightSet, leaves: Sequence[torch.Tensor]) -> None:
@@ -520,30 +515,3 @@ def _select_with_gradients(
             outputs.append(output)
             selected.append(gradient)
     return tuple(outputs), tuple(selected)
-
-
-def low_precision_weights(
-    layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], autocast: torch.dtype | None
-) -> dict[str, torch.dtype]:
-    """Returns name -> dtype for weights that autocast would cast at each use, at all their layers."""
-    if autocast is None:
-        return {}
-    names = {id(parameter): name for name, parameter in handles.items()}
-    cast: set[str] = set()
-    full: set[str] = set()
-    for _, layer in layers:
-        for module in layer.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) in names:
-                    (cast if _is_cast(module) else full).add(names[id(parameter)])
-        # The model's own code, or the backward of its own function, may use what it reads in full precision.
-        read_outside: Any = getattr(getattr(layer, "graph", None), "glue", ())
-        owned = dict(layer.named_parameters(remove_duplicate=False)) if read_outside else {}
-        full.update(names[id(owned[name])] for name in read_outside if name in owned and id(owned[name]) in names)
-    return {name: autocast for name in handles if name in cast - full and handles[name].dtype == torch.float32}
-
-
-def _is_cast(module: nn.Module) -> bool:
-    """Whether it is one of torch's own layers: subclasses and hooks may use weights in full precision."""
-    is_torchs = type(module).__module__.startswith("torch.nn.modules.")
-    return is_torchs and isinstance(module, _CAST_LAYERS) and not module._forward_pre_hooks

@@ -14,8 +14,6 @@ Handles are never in a graph: changing ``.data`` of a tensor that a graph has re
 (docs/lessons.md, Facts). Leaves and handles share storage but not autograd's version counter, so `choose_storage`
 asserts that the storage it frees has no reader.
 
-Under autocast the leaves are low-precision, cast once per update instead of once per forward.
-
 If a backward reads newer weights than its forward (`core.schedule.weights`), there is usually one set, and the
 optimizer steps in its storage although graphs have read it. With stamps, several sets are kept for later forwards, but
 none for a graph, which saves only references (`runtime.stage.saved_tensors`).
@@ -74,7 +72,6 @@ class Versions:
 
     Args:
         handles: the user's trained parameters, by name.
-        low_precision: name -> dtype, for weights that autocast would cast.
         watched: gradients are needed while a backward still runs.
         single: one set, whose updates ignore its readers.
 
@@ -86,16 +83,14 @@ class Versions:
     def __init__(
         self,
         handles: Mapping[str, torch.nn.Parameter],
-        low_precision: Mapping[str, torch.dtype] | None = None,
         watched: bool = False,
         single: bool = False,
     ) -> None:
         self.handles = dict(handles)
-        self._low_precision = dict(low_precision or {})
         self._watched = watched
         self._single = single
         self.newest = 0
-        self._sets = {0: self._make_set(0, {name: self._make_leaf(name, handle) for name, handle in handles.items()})}
+        self._sets = {0: self._make_set(0, {name: self._make_leaf(handle) for name, handle in handles.items()})}
         self._free: list[WeightSet] = []
         self._predictions: dict[int, WeightSet] = {}
         self._marks: list[tuple[int, int]] | None = None  # of the handles, after the last update
@@ -141,16 +136,7 @@ class Versions:
                 f"a prediction from version {version} was requested, the newest is {self.newest}"
             )
             prediction = self._free.pop() if self._free else self.make_storage()
-            targets = {
-                name: torch.empty_like(handle.data) if name in self._low_precision else prediction.leaves[name].data
-                for name, handle in self.handles.items()
-            }
-            fill(targets)
-            if self._low_precision:
-                torch._foreach_copy_(
-                    [prediction.leaves[name].data for name in self._low_precision],
-                    [targets[name] for name in self._low_precision],
-                )
+            fill({name: leaf.data for name, leaf in prediction.leaves.items()})
             prediction.version = version
             self._predictions[version] = prediction
             self.peak = max(self.peak, self.kept_count)
@@ -227,18 +213,17 @@ class Versions:
         next_set, self._next_set = self._next_set, None
         if next_set is None:
             return
-        shared = [name for name in self.handles if name not in self._low_precision]
-        targets = [next_set.leaves[name].detach() for name in shared]
+        targets = [next_set.leaves[name].detach() for name in self.handles]
         if targets:
-            torch._foreach_copy_(targets, [self.handles[name].detach() for name in shared])
-        for name, target in zip(shared, targets, strict=True):
-            self.handles[name].data = target
+            torch._foreach_copy_(targets, [handle.detach() for handle in self.handles.values()])
+        for handle, target in zip(self.handles.values(), targets, strict=True):
+            handle.data = target
 
     def end_update(self) -> None:
         self.newest += 1
         leaves = self._sets[self.newest].leaves
         for name, handle in self.handles.items():
-            if name not in self._low_precision and handle.data_ptr() != leaves[name].data_ptr():
+            if handle.data_ptr() != leaves[name].data_ptr():
                 raise CaptureError(
                     f"the optimizer has given {name!r} other memory (by p.data = ..., or p.set_()), which no forward "
                     "would read; let it write in place, as by p.data.copy_(...)"
@@ -248,7 +233,6 @@ class Versions:
     def adopt_written(self) -> None:
         """Makes what was written into the handles part of the newest version, which no forward has read yet."""
         self._marks = [(handle._version, handle.data_ptr()) for handle in self.handles.values()]
-        self.cast()
         self._note_written()
 
     def _note_written(self) -> None:
@@ -283,13 +267,6 @@ class Versions:
                     "write it in the optimizer's step, or hand new weights over by pipeline.load_state_dict(...)"
                 )
 
-    def cast(self) -> None:
-        if self._low_precision:
-            leaves = self._sets[self.newest].leaves
-            # Not detach(): graphs may have saved the leaf, and must see the new weights.
-            names = self._low_precision
-            torch._foreach_copy_([leaves[name].data for name in names], [self.handles[name].data for name in names])
-
     def make_storage(self) -> WeightSet:
         return self._make_set(-1, _allocate_like(self._sets[self.newest].leaves))
 
@@ -312,13 +289,9 @@ class Versions:
         self._marks = None
         newest = self._sets[self.newest]
         for name, handle in self.handles.items():
-            if name in self._low_precision:
-                with torch.no_grad():
-                    newest.leaves[name].detach().copy_(handle)
-            else:
-                newest.leaves[name] = self._make_leaf(name, handle)
+            newest.leaves[name] = self._make_leaf(handle)
         if self._watched:
-            newest.watch(self.handles.keys() - self._low_precision.keys())
+            newest.watch(self.handles)
         self._note_written()
 
     def _make_set(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
@@ -327,12 +300,9 @@ class Versions:
             weights.watch(leaves)
         return weights
 
-    def _make_leaf(self, name: str, handle: torch.nn.Parameter) -> torch.Tensor:
-        dtype = self._low_precision.get(name)
-        if dtype is None:
-            # Not detach(): that would share autograd's version counter, which each update increments.
-            return handle.data.requires_grad_()
-        return handle.detach().to(dtype, copy=True).requires_grad_()
+    def _make_leaf(self, handle: torch.nn.Parameter) -> torch.Tensor:
+        # Not detach(): that would share autograd's version counter, which each update increments.
+        return handle.data.requires_grad_()
 
 
 def _allocate_like(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

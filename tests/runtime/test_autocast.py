@@ -1,0 +1,230 @@
+"""Models that keep parts of their forward in full precision under autocast train as in a plain loop, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import pipedream as pd
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+
+
+def autocast(dtype: torch.dtype | None = torch.bfloat16, **options: Any) -> torch.autocast:
+    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None, **options)
+
+
+class InFull(torch.autograd.Function):
+    """A linear layer that computes in float32, also under autocast."""
+
+    @staticmethod
+    @partial(torch.amp.custom_fwd, device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    @partial(torch.amp.custom_bwd, device_type="cpu")
+    def backward(ctx: Any, *slopes: Any) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return slopes[0] @ weight, slopes[0].T @ x
+
+
+class Reader(nn.Module):
+    """Has a layer, which it reads in its own way."""
+
+    def __init__(self, read: Callable[[nn.Linear, Tensor], Tensor], change: Callable[[Any], Any] = id) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(8, 8), read
+        change(self.layer)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.read(self.layer, h).float()
+
+
+def make(*arguments: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Reader(*arguments))
+
+
+def in_region(dtype: torch.dtype | None, **options: Any) -> Callable[[nn.Linear, Tensor], Tensor]:
+    def read(layer: nn.Linear, h: Tensor) -> Tensor:
+        with autocast(dtype, **options):
+            return layer(h.float())
+
+    return read
+
+
+def nested(layer: nn.Linear, h: Tensor) -> Tensor:
+    with autocast(None):
+        inner = layer(h.float())
+        with autocast():
+            return inner + layer(h)
+
+
+def without_grad(layer: nn.Linear, h: Tensor) -> Tensor:
+    with torch.no_grad(), autocast(None):
+        teacher = layer(h.float())
+    return F.linear(h, layer.weight) - teacher
+
+
+def by_data(layer: nn.Linear, h: Tensor) -> Tensor:
+    """The second minibatch takes another branch than the first."""
+    return layer(h) if h.abs().mean() < 0.8 else F.linear(h, F.normalize(layer.weight.float(), dim=1))
+
+
+READS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "region without autocast": in_region(None),
+    "region of float16": in_region(torch.float16),
+    "region without cache": in_region(torch.bfloat16, cache_enabled=False),
+    "nested regions": nested,
+    "float": lambda layer, h: F.linear(h, F.normalize(layer.weight.float(), dim=1)),
+    "double": lambda layer, h: h.double() @ layer.weight.double().T,
+    "normalised": lambda layer, h: F.linear(h, F.normalize(layer.weight), layer.bias),
+    "own function": lambda layer, h: InFull.apply(h, layer.weight),  # type: ignore[no-untyped-call]
+    "in two ways": lambda layer, h: layer(h) + InFull.apply(h, layer.weight),  # type: ignore[no-untyped-call]
+    "twice": lambda layer, h: layer(torch.relu(layer(h))),
+    "type": lambda layer, h: torch.sin(100 * h.float().to(layer.weight.dtype)) + layer(h),
+    "without a gradient": without_grad,
+    "penalty": lambda layer, h: layer(h) + layer.weight.norm(),
+    "by the mode": lambda layer, h: layer(h) if layer.training else in_region(None)(layer, h),
+    "by the data": by_data,
+    "checkpointed": lambda layer, h: checkpoint(in_region(None), layer, h, use_reentrant=False),
+}
+
+
+def train_plainly(model: nn.Module, batches: Any, parts: int, dtype: torch.dtype) -> list[float]:
+    optimizer, losses = SGD(model.parameters()), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            with autocast(dtype):
+                loss = F.cross_entropy(model(part_x), part_y) / parts
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def check(
+    model: nn.Module, *, stages: int = 2, parts: int = 1, dtype: torch.dtype = torch.bfloat16, **planning: Any
+) -> None:
+    """Trains the model in a pipeline, and a copy of it in a plain loop; compares losses, weights and outputs."""
+    draw = torch.Generator().manual_seed(3)
+    batches = [
+        (size * torch.randn(8, 8, generator=draw), torch.randint(8, (8,), generator=draw)) for size in (1, 32, 1)
+    ]
+    plain = deepcopy(model)
+    losses = train_plainly(plain, batches, parts, dtype)
+    profile = pd.profile(model, batches[0][0], autocast=dtype, warmup=0, runs=1)
+    planning = {"schedule": "1f1b", "microbatches": parts, "shape": (1,) * stages, "recompute": "never"} | planning
+    plan = pd.plan(profile, pd.Cluster.flat(stages), **planning)
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD, autocast=dtype) as pipeline:
+        assert [done.loss for done in pipeline.train(batches)] == pytest.approx(losses, rel=1e-6)
+        state = pipeline.state_dict()
+        predicted = list(pipeline.predict(x for x, _ in batches))
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(state[name], weight, rtol=1e-6, atol=1e-7)
+    with torch.no_grad(), autocast(dtype):
+        assert all(torch.equal(got, plain.eval()(x)) for got, (x, _) in zip(predicted, batches, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(1)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_weights_read_in_full_precision(name: str) -> None:
+    check(make(READS[name]))
+
+
+@pytest.mark.parametrize("name", ["region without autocast", "in two ways", "by the mode", "by the data"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 1, "parts": 4},
+        {"recompute": "always"},
+        {"dtype": torch.float16, "stages": 1},
+        {"schedule": "zb_h1", "parts": 2},
+        {"schedule": "gpipe", "parts": 2, "recompute": "always"},
+    ],
+    ids=str,
+)
+def test_in_other_pipelines(name: str, options: dict[str, Any]) -> None:
+    check(make(READS[name]), **options)
+
+
+def test_a_parametrised_weight() -> None:
+    check(make(READS["region without autocast"], weight_norm))
+
+
+def test_a_model_of_one_layer() -> None:
+    class Cosine(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.normalize(x), F.normalize(self.weight.float()))
+
+    check(Cosine(8, 8), stages=1)
+
+
+def test_tied_weights_of_two_precisions() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.head.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast(None):
+                return self.head(torch.tanh(self.first(x).float()))
+
+    check(Tied(), stages=1)
+
+
+@pytest.mark.parametrize("schedule", ["paci", "pipelined_backprop", "timeprest"])
+def test_old_graphs_read_in_full_precision(schedule: str) -> None:
+    """The first minibatch is compared with the model's."""
+    model = make(READS["region without autocast"])
+    x, y = torch.randn(8, 8), torch.randint(8, (8,))
+    profile = pd.profile(model, x, autocast=torch.bfloat16, warmup=0, runs=1)
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule, shape=(1, 1), recompute="never")
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD, autocast="bfloat16") as pipeline:
+        losses = [done.loss for done in pipeline.train([(x, y)] * 8)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda h: h.float(),
+        lambda h: h.to(torch.float32),
+        lambda h: h.type_as(torch.ones(1)),
+        lambda h: torch.sin(50 * h) if h.dtype == torch.bfloat16 else h,
+    ],
+)
+def test_conversions_between_layers(convert: Callable[[Tensor], Tensor]) -> None:
+    """Without autocast they do nothing, so that the module seems to do nothing but call its layers."""
+
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm = nn.Linear(8, 8), nn.Softmax(1)
+
+        def forward(self, h: Tensor) -> Tensor:
+            return self.norm(convert(self.inner(h)))
+
+    class Sines(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h * 3 if h.dtype == torch.float32 else h
+
+    check(nn.Sequential(nn.Linear(8, 8), Converts(), Sines(), nn.Linear(8, 8), nn.Softplus()))
