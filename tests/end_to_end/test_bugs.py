@@ -17,6 +17,7 @@ from first_minibatches import plan_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import pipedream as pd
 from pipedream import Pipeline
 from pipedream.core.errors import PipelineError
 from pipedream.core.plan.plan import Plan
@@ -220,3 +221,31 @@ def test_sparse_embeddings(replicas: tuple[int, ...]) -> None:
             return
         with pytest.raises(PipelineError, match=r"shape \(10, 4\) is sparse, and its stage has replicas"):
             [*pipeline.train(data)]
+
+
+class Conjugated(Complex):
+    """Its gradient is a conjugate view, as autograd leaves it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex128) @ self.weight.conj().T).abs()
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_conjugate_gradients(replicas: tuple[int, ...], clip: float | None) -> None:
+    """Profiling, and the norm for clipping, saw them as real numbers, which torch refuses for conjugate views."""
+    inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.randint(2, (8,))
+    model = nn.Sequential(Conjugated(), nn.Linear(4, 2).double())
+    plain = copy.deepcopy(model)
+    F.cross_entropy(plain(inputs), targets).backward()
+    if clip:
+        nn.utils.clip_grad_norm_(plain.parameters(), clip, foreach=False)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    profile = pd.profile(model, inputs, warmup=0, runs=1)
+    cluster = pd.Cluster.flat(sum(replicas))
+    plan = pd.plan(profile, cluster, schedule="gpipe", microbatches=2, shape=replicas, cuts=(1,))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with Pipeline(model, plan, loss=F.cross_entropy, optimizer=optimizer, clip_grad_norm=clip) as pipeline:
+        assert len(list(pipeline.train([(inputs, targets)]))) == 1
+        for name, value in pipeline.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name])

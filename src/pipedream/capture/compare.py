@@ -295,7 +295,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         if flat.is_complex():
-            flat = torch.view_as_real(flat).reshape(-1)
+            flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         if flat.dtype != torch.float64:
             flat = flat.to(torch.float64) if flat.numel() < _ROW else flat.float()
         rows = flat.numel() // _ROW

@@ -132,7 +132,7 @@ class _TensorRecord:
 
 def _sum_numbers(tensor: torch.Tensor) -> tuple[float, float]:
     """Returns the sum, and the sum of the absolute values."""
-    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    flat = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     return float(flat.sum(dtype=torch.float64)), float(
         flat.abs().sum(dtype=torch.float64) if flat.dtype != torch.bool else flat.sum()
     )

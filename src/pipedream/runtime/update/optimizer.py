@@ -57,7 +57,7 @@ class Gradients:
         for i, gradient in enumerate(gradients):
             total = self._sums[i]
             if total is None:
-                self._sums[i] = gradient
+                self._sums[i] = gradient if gradient is None else gradient.resolve_conj()  # some kernels refuse others
             elif gradient is not None and gradient is not total:
                 total.add_(gradient)
 
@@ -68,7 +68,7 @@ class Gradients:
         """
         total, self._sums[index] = self._sums[index], None
         if total is None or gradient is total:
-            return gradient
+            return gradient.resolve_conj()
         return total.add_(gradient)
 
     def fill(self, sums: list[torch.Tensor | None], loss_weight: float, count: int) -> None:
