@@ -357,6 +357,86 @@ def test_roundpipe_leaves_weights_alone_that_no_layer_reads(kind: str, optimizer
     check_same(train(model, plan, optimizer), plain_loop(make_unused(), optimizer=optimizer))
 
 
+# -- weights that the forward writes -----------------------------------------------------------------------
+
+
+def _write_once(net: Net, h: Tensor) -> None:
+    """Initialises a weight by the first samples, as ActNorm does."""
+    if not net.codes.any():
+        net.scale.data.copy_(1 / h.std(0))
+        net.codes.fill_(1)
+
+
+def _follow(net: Net, h: Tensor) -> None:
+    """Lets a frozen weight follow a trained one, equal at first, as a momentum encoder does."""
+    net.average.data = 0.9 * net.average.data + 0.1 * net.scale.data
+
+
+def _find_nearest(net: Net, h: Tensor) -> None:
+    """Moves the rows of a codebook towards the samples."""
+    net.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
+
+
+SAME_AGAIN: dict[str, Callable[[Net, Tensor], object]] = {
+    "once": _write_once,
+    "clamped": lambda net, _: net.scale.clamp_(max=0.9),
+    "clamped, through data": lambda net, _: net.scale.data.clamp_(max=0.9),
+}
+ANEW: dict[str, Callable[[Net, Tensor], object]] = {
+    "followed": _follow,
+    "moved": _find_nearest,
+    "decayed": lambda net, _: net.scale.mul_(0.99),
+    "decayed, through data": lambda net, _: net.scale.data.mul_(0.99),
+}
+
+
+def _written(kind: str) -> Net:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = torch.tanh(net.a(x))
+        if net.training:
+            with torch.no_grad():
+                (SAME_AGAIN | ANEW)[kind](net, h.detach())
+        h = h * net.scale.clone() + net.average.clone().detach()
+        return net.c(torch.tanh(net.d(torch.tanh(net.b(h)))))
+
+    net = make(forward)
+    net.scale, net.average = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8), requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize("kind", [*SAME_AGAIN, *ANEW])
+def test_weights_that_a_forward_writes_are_not_written_twice(kind: str) -> None:
+    check_same(train(_written(kind), plan_of(_written(kind), None)), plain_loop(_written(kind)))
+    plan = plan_of(_written(kind), None, recompute="always")
+    if kind in SAME_AGAIN:
+        check_same(train(_written(kind), plan), plain_loop(_written(kind)))
+    else:
+        with pytest.raises(pipedream.PipelineError, match=r"each forward of Net writes .*recompute='never'"):
+            train(_written(kind), plan)
+
+
+@pytest.mark.parametrize("kind", [*SAME_AGAIN, *ANEW])
+def test_weights_that_a_forward_writes_are_not_lost(kind: str) -> None:
+    with pytest.raises(pipedream.PipelineError, match=r"the forward writes the weight '(scale|average)'"):
+        train(_written(kind), plan_of(_written(kind), None, "roundpipe", shape=None))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_an_embedding_with_a_greatest_norm_is_not_for_copies(scale: float) -> None:
+    """It writes its weight; with small numbers not in the first minibatch."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    net[0].weight.data *= scale
+    words = torch.arange(8)
+    profile = pipedream.profile(net, words, warmup=0, runs=1)
+    plan = pipedream.plan(profile, pipedream.Cluster.flat(2), schedule="roundpipe", microbatches=2)
+    with (
+        pytest.raises(pipedream.PipelineError, match=r"the forward writes the weight '0.weight'"),
+        pipedream.Pipeline(net, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline,
+    ):
+        list(pipeline.train([(words, words % 3)]))
+
+
 # -- moved buffers, derivatives, checkpoints ---------------------------------------------------------------
 
 

@@ -254,6 +254,46 @@ class Tempered(nn.Module):
         return F.mse_loss(output * self.scale, batch[1])
 
 
+class Wraps:
+    """An object that is called with what a loss gets, or whose method is, and holds a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        return self.module(output, batch)  # type: ignore[no-any-return]
+
+
+TEMPERATURE, FIXED = nn.Parameter(torch.ones((), dtype=torch.float64)), Tempered().requires_grad_(False)
+OWN_PARAMETERS: dict[str, Any] = {
+    "an object": Wraps(Tempered()),
+    "a method": Wraps(Tempered()).__call__,
+    "a closure of a closure": (lambda inner: lambda o, b: inner(o, b))(Wraps(Tempered())),
+    "a partial": partial(lambda scale, o, b: mse(o * scale["t"], b), {"t": TEMPERATURE}),
+    "a global": lambda o, b: mse(o * TEMPERATURE, b) + 0.1 * TEMPERATURE**2,
+    "its last line": lambda o, b: mse(o, b) * torch.exp(-TEMPERATURE) + TEMPERATURE,
+}
+
+
+def scale_by_first(output: Tensor, batch: Any, *, extra: float = 1.0) -> Tensor:
+    """Two losses, of which the second counts as much as the first, whatever its size."""
+    first, second = mse(output, batch), extra * output.square().mean()
+    return first + second * (first / second).detach()
+
+
+def penalise_gradient(output: Tensor, batch: Any) -> Tensor:
+    """Invariant risk minimisation (Arjovsky et al., 2019) with a scale for each sample, a leaf that nobody trains."""
+    scale = torch.ones(len(output), 1, dtype=output.dtype, requires_grad=True)
+    losses = ((output * scale - batch[1]) ** 2).mean(1)
+    (gradient,) = torch.autograd.grad(losses.sum(), scale, create_graph=True)
+    return (losses + 0.1 * gradient[:, 0] ** 2).mean()
+
+
+def write_output(output: Tensor, batch: Any) -> Tensor:
+    output[:, 0] = 0
+    return mse(output.mul_(2), batch)
+
+
 def of_some(output: Tensor, batch: Any) -> Tensor:
     return ((output - batch[1]) ** 2)[batch[1][:, 0] > 0].mean()
 
@@ -281,6 +321,24 @@ LOSSES = {
     },
     "with a parameter": Case(net, Tempered(), pairs(), "'scale', which no stage would train", m=1),
     "with a frozen parameter": Case(net, Tempered().requires_grad_(False), pairs(), m=1),
+    **{
+        f"with a parameter in {where}": Case(net, loss, pairs(), r"of shape \[\], which no stage would train", m=1)
+        for where, loss in OWN_PARAMETERS.items()
+    },
+    "with frozen parameters in an object": Case(net, Wraps(FIXED), pairs()),
+    "with a leaf of its own": Case(net, penalise_gradient, pairs()),
+    "writes the output": Case(net, write_output, pairs()),
+    **{
+        f"{name} detached": Case(net, loss, pairs(), r"its gradient is not, .* train with microbatches=1")
+        for name, loss in (
+            ("divided by itself", lambda o, b: mse(o, b) / mse(o, b).detach()),
+            ("scaled by another", scale_by_first),
+            ("tiny, scaled by another", partial(scale_by_first, extra=1e-6)),
+            ("scaled by the output", lambda o, b: mse(o, b) + o.mean() - o.mean().detach() * (o / o.detach()).mean()),
+        )
+    },
+    "scaled by another detached, m = 1": Case(net, scale_by_first, pairs(), m=1),
+    "scaled by a detached output": Case(net, lambda o, b: ((o - b[1]) ** 2 * o.detach().abs()).mean(), pairs()),
     "own ignore_index": Case(net, lambda o, b: F.cross_entropy(o, b[1], ignore_index=-100), tokens()),
     "own ignore_index, replicas": Case(
         net, lambda o, b: F.cross_entropy(o, b[1], ignore_index=-100), tokens(), replicas=(1, 2), check=False

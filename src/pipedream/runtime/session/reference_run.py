@@ -63,6 +63,7 @@ class _Run:
         divisor: of the gradients.
         losses: of the parts; sums if the loss is a sum.
         outputs: of the parts.
+        output_gradients: those of the parts' losses, times their weights.
     """
 
     loss: float
@@ -70,6 +71,7 @@ class _Run:
     divisor: float
     losses: tuple[float, ...]
     outputs: tuple[Any, ...]
+    output_gradients: tuple[Any, ...]
 
 
 class _ModelRunner:
@@ -101,6 +103,7 @@ class _ModelRunner:
         self.plain = plain
         self.loss = loss
         self.modules_of_loss = _list_modules(loss.function)
+        self.parameters_of_loss: list[nn.Parameter] = []
         self.device = device
         self.split = split
         self._first_minibatch = first_minibatch
@@ -123,7 +126,7 @@ class _ModelRunner:
         """Runs the model on each part; with `messages`, stage by stage."""
         loss = self.loss.copy_unused()
         total = weights = divisor = 0.0
-        losses, outputs = [], []
+        losses, outputs, output_gradients = [], [], []
         for message, target_message in parts:
             value = to_device(map_tensors(message.value(), _clone), self.device)
             targets = map_tensors(target_message.value(), _clone)
@@ -132,9 +135,11 @@ class _ModelRunner:
                     send = None if messages is None else partial(self._send, messages, message.microbatch)
                     output = self.plain.forward(value, self._reseed(message.microbatch), send)
                 targets_on_device = to_device(targets, self.device)
-                part_loss, weight, is_sum = loss(
-                    output, targets_on_device, message.samples, message.share, message.minibatch, received=targets
-                )
+                with torch.enable_grad():
+                    output = output if backward or loss.function is None else map_tensors(output, _track)
+                    part_loss, weight, is_sum = loss(
+                        output, targets_on_device, message.samples, message.share, message.minibatch, received=targets
+                    )
             self.note_dtypes((part_loss, *tensors_in(output)))
             factor = 1.0 if is_sum else weight
             weights += weight
@@ -149,11 +154,17 @@ class _ModelRunner:
                         part_loss.backward(torch.full_like(part_loss, factor * unit))  # type: ignore[no-untyped-call]
                         divisor += weight * unit
             losses.append(float(part_loss.detach()))
-            if not backward:
+            if backward:
+                self.parameters_of_loss = _list_parameters(part_loss, output)
+            else:
                 outputs.append(output)
+                reads = [t for t in tensors_in(output) if t.requires_grad] if part_loss.requires_grad else []
+                scale = torch.full_like(part_loss, factor)
+                gradients = torch.autograd.grad(part_loss, reads, scale, allow_unused=True) if reads else ()
+                output_gradients.append(gradients)
             del output, part_loss
         mean = total / weights if weights else float("nan")
-        return _Run(mean, weights, divisor, tuple(losses), tuple(outputs))
+        return _Run(mean, weights, divisor, tuple(losses), tuple(outputs), tuple(output_gradients))
 
     def try_single(self, single: Parts, place_values: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Runs the model on a part of one sample, if there is one; raises its error if a normalisation needs more."""
@@ -194,6 +205,31 @@ class _ModelRunner:
     def read_buffers(self, comparer: Comparer) -> dict[str, Fingerprint]:
         buffers = self.plain.model.named_buffers(remove_duplicate=False)
         return {name: comparer.fingerprint(buffer) for name, buffer in buffers if not buffer.is_meta}
+
+    def read_state_of_loss(self) -> dict[str, Any]:
+        """Returns the counters and buffers, as numbers, of the loss's modules that are not the model's."""
+        model_ids = {id(module) for module in self.plain.model.modules()}
+        state: dict[str, Any] = {}
+        for root in self.modules_of_loss:
+            for path, module in root.named_modules():
+                if id(module) not in model_ids:
+                    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
+                    buffers = {name: b.tolist() for name, b in module._buffers.items() if b is not None}
+                    state |= {f"{path}.{name}".lstrip("."): value for name, value in (numbers | buffers).items()}
+        return state
+
+    def read_weights(self, comparer: Comparer) -> dict[str, Any]:
+        """Returns numbers that change when a weight is written, if passes read copies of it."""
+        named = self.plain.model.named_parameters() if self._placement and self._placement.shares_weights else ()
+        return {n: (p._version, p.data_ptr(), comparer.fingerprint(p)) for n, p in named if not p.is_meta}
+
+    def check_unwritten(self, old_weights: Mapping[str, Any], comparer: Comparer) -> None:
+        new_weights = self.read_weights(comparer)
+        if lost := [name for name, old in old_weights.items() if new_weights[name] != old]:
+            raise comparer.make_error(
+                f"the forward writes the weight {lost[0]!r} (as nn.Embedding(max_norm=...) does), and a pass drops its "
+                "copy of it; keep it in a buffer, write it in the optimizer's step, or choose another method"
+            )
 
     def note_dtypes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records dtypes that were computed with, which determine the tolerance."""
@@ -281,6 +317,7 @@ class ReferenceRun:
         plain = self._runner.plain
         values = self._place_values()
         with self._runner.restoring_state(values), torch.enable_grad():
+            old_weights = self._runner.read_weights(self.comparer)
             has_drawn, old_states = plain.python_draws(), [read_state(generator) for generator in self._reseeded]
             old_buffers = self._runner.read_buffers(self.comparer)
             run = self._runner.run(parts, backward=True)
@@ -298,6 +335,7 @@ class ReferenceRun:
             elif old_states != [read_state(generator) for generator in self._reseeded]:
                 reference.incomparable = "the model draws from a generator of its own, which replicas seed anew"
             self._check_training(run)
+            self._runner.check_unwritten(old_weights, self.comparer)
             self._note(reference, run.divisor)
             written = (name for name in self._replicated if reference.buffers.get(name) != old_buffers.get(name))
             reference.written = next(written, "")
@@ -366,13 +404,14 @@ class ReferenceRun:
                 "the loss gives no parameter of the model a gradient, so nothing would be trained; compute it from the "
                 "model's output, without detach(), .item(), torch.no_grad() or a tensor made anew"
             )
-        for module in self._runner.modules_of_loss:
-            for name, parameter in module.named_parameters():
-                if parameter.grad is not None and id(parameter) not in model_parameters:
-                    raise self.comparer.make_error(
-                        f"the loss has a trained parameter of its own, {name!r}, which no stage would train; let the "
-                        "model hold and use it, or freeze it: requires_grad_(False)"
-                    )
+        names = {id(p): repr(name) for module in self._runner.modules_of_loss for name, p in module.named_parameters()}
+        for parameter in self._runner.parameters_of_loss:
+            if id(parameter) not in model_parameters:
+                raise self.comparer.make_error(
+                    "the loss has a trained parameter of its own, "
+                    f"{names.get(id(parameter), f'of shape {list(parameter.shape)}')}, which no stage would train; let "
+                    "the model hold and use it, or freeze it: requires_grad_(False)"
+                )
 
     def _note(self, reference: Reference, divisor: float) -> None:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -424,14 +463,22 @@ class ReferenceRun:
             with self._runner.restoring_state(values), torch.no_grad():
                 for module in model.modules():
                     module.training = module.training and training
-                old_state = self._read_state_of_loss()
+                old_state = self._runner.read_state_of_loss()
                 undivided = self._runner.run(whole, backward=False)
                 split = self._runner.run(parts, backward=False)
-                limit = self._runner.choose_tolerance(inputs) * max(map(abs, (undivided.loss, *split.losses)))
+                tolerance = self._runner.choose_tolerance(inputs)
+                limit = tolerance * max(map(abs, (undivided.loss, *split.losses)))
                 if not isfinite(undivided.loss) or abs(undivided.loss - split.loss) <= limit:
+                    if not _are_parts(undivided.output_gradients[0], split.output_gradients, tolerance):
+                        raise self.comparer.make_error(
+                            "the loss of the minibatch is the mean of its microbatches' losses, but its gradient is "
+                            "not, as where it divides by a detached value; train with microbatches=1"
+                        )
                     return ""
                 repeated = self._runner.run([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
-                changed = [name for name, number in self._read_state_of_loss().items() if old_state.get(name) != number]
+                changed = [
+                    name for name, number in self._runner.read_state_of_loss().items() if old_state.get(name) != number
+                ]
         if abs(undivided.loss - repeated.loss) > limit:
             if changed:
                 raise self.comparer.make_error(
@@ -443,18 +490,6 @@ class ReferenceRun:
             f"the loss of a minibatch of {whole[0][0].samples} samples is {undivided.loss:.7g}, but the losses of its "
             f"{len(parts)} microbatches make {split.loss:.7g}; {self._explain_parts(undivided, split, limit)}"
         )
-
-    def _read_state_of_loss(self) -> dict[str, Any]:
-        """Returns the counters and buffers, as numbers, of the loss's modules that are not the model's."""
-        model_ids = {id(module) for module in self.model.modules()}
-        state: dict[str, Any] = {}
-        for root in self._runner.modules_of_loss:
-            for path, module in root.named_modules():
-                if id(module) not in model_ids:
-                    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
-                    buffers = {name: b.tolist() for name, b in module._buffers.items() if b is not None}
-                    state |= {f"{path}.{name}".lstrip("."): value for name, value in (numbers | buffers).items()}
-        return state
 
     def _explain_parts(self, undivided: _Run, split: _Run, limit: float) -> str:
         if not _are_parts(undivided.outputs[0], split.outputs, self._runner.choose_tolerance(())):
@@ -541,6 +576,20 @@ def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
                 return False
             break
     return True
+
+
+def _list_parameters(loss: torch.Tensor, output: Any) -> list[nn.Parameter]:
+    """Returns the trained parameters that the loss reads beside the model's output."""
+    visited: set[Any] = {None, *(tensor.grad_fn for tensor in tensors_in(output))}
+    nodes: set[Any] = {loss.grad_fn}
+    while nodes := nodes - visited:
+        visited |= nodes
+        nodes = {earlier for node in nodes for earlier, _ in node.next_functions}
+    return [node.variable for node in visited if isinstance(getattr(node, "variable", None), nn.Parameter)]
+
+
+def _track(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex()).clone()
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ whole stages, and while the gradients are on their way. The second forward gives
 - dropout: each layer's generator is seeded by microbatch and layer, and the loss draws from the earlier state;
 - generators of Python, NumPy and the modules, and plain attributes such as counters: set back to their earlier state
   while the forward is repeated;
-- buffers: read in their earlier state; what is written is dropped, so that statistics change once;
+- buffers: read in their earlier state; what is written is dropped, so that statistics change once; weights that a
+  forward writes are refused where a second run changes them again;
 - input: the received one; the first forward used a copy, because a layer may write into it.
 
 The first forward builds a graph that keeps no tensor, so that it takes the same paths through the layers and shows
@@ -73,6 +74,8 @@ class Recomputation:
         self._changing = [_BufferSlot(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
         self._modules = list(modules)
         self._constant: list[_BufferSlot] | None = None
+        # All weights, until the first second forward has shown which ones are written.
+        self._written = [(m, n, p) for m in self._modules for n, p in m._parameters.items() if p is not None]
 
     def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
         """Runs a forward without a graph; `saved.recompute` repeats it.
@@ -107,6 +110,7 @@ class Recomputation:
     def _repeat(
         self, message: Message, run: ForwardFunction, buffers: Sequence[torch.Tensor], state: Any, python_state: Any
     ) -> None:
+        old_weights = [(w.detach().clone(), w._version, w.data_ptr()) for _, _, w in self._written]
         current_state, current_python_state = self._module.generators.states(), self._read_python_state()
         self._module.generators.restore(state)
         self._set_python_state(python_state)
@@ -116,6 +120,14 @@ class Recomputation:
         finally:
             self._module.generators.restore(current_state)
             self._set_python_state(current_python_state)
+        pairs = list(zip(self._written, old_weights, strict=True))
+        for (module, name, weight), (old, *_) in pairs:
+            if not torch.equal(weight, old):
+                raise RuntimeError(
+                    f"each forward of {type(module).__name__} writes its weight {name!r}, and recomputation repeats "
+                    "it; keep it in a buffer, write it in the optimizer's step, or plan with recompute='never'"
+                )
+        self._written = [slot for slot, (_, *marks) in pairs if marks != [slot[2]._version, slot[2].data_ptr()]]
 
     def _read_python_state(self) -> tuple[Any, Any, list[Any], list[dict[str, Any]]]:
         """Returns states of the generators of Python, NumPy and the modules, and the modules' plain attributes."""
