@@ -337,6 +337,9 @@ LOSSES = {
             ("scaled by the output", lambda o, b: mse(o, b) + o.mean() - o.mean().detach() * (o / o.detach()).mean()),
         )
     },
+    "has a gradient that is no number": Case(
+        net, lambda o, b: mse(o, b) + (o.detach() - o).abs().sqrt().mean(), pairs(), r"0\.weight.* is not finite"
+    ),
     "scaled by another detached, m = 1": Case(net, scale_by_first, pairs(), m=1),
     "scaled by a detached output": Case(net, lambda o, b: ((o - b[1]) ** 2 * o.detach().abs()).mean(), pairs()),
     "own ignore_index": Case(net, lambda o, b: F.cross_entropy(o, b[1], ignore_index=-100), tokens()),
