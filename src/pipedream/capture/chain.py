@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from pipedream.capture.captured import Captured, build_chain
 from pipedream.capture.errors import is_compiled
 from pipedream.capture.preserve_state import (
-    MODULE_ATTRIBUTES,
     list_cuda_devices,
+    read_attributes,
     read_python_generators,
     running,
 )
@@ -139,7 +139,7 @@ class _Tracer(TorchFunctionMode):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._note_draws()
-        self._attributes.setdefault(id(module), _read_attributes(module))
+        self._attributes.setdefault(id(module), read_attributes(module))
         call = _Call(module, object() if kwargs else self._describe(args), _read_context())
         self._stack[-1].inner.append(call)
         self._stack.append(call)
@@ -151,7 +151,7 @@ class _Tracer(TorchFunctionMode):
         self._note_draws()
         call = self._stack.pop()
         # It may decide by the attribute at its next call.
-        call.decides |= bool(call.inner) and self._attributes[id(module)] != _read_attributes(module)
+        call.decides |= bool(call.inner) and self._attributes[id(module)] != read_attributes(module)
         call.output = self._describe((output,))
         tensors = ((path, leaf) for path, leaf in walk(output) if isinstance(leaf, torch.Tensor))
         call.tensors = [(path, leaf.numel() * leaf.itemsize, leaf.requires_grad) for path, leaf in tensors]
@@ -192,17 +192,6 @@ def _trace(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: l
 
 def _read_generators() -> tuple[Any, ...]:
     return torch.default_generator.get_state(), *read_python_generators()
-
-
-def _read_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's plain attributes by value, and the identity and length of others."""
-    return {
-        name: value
-        if isinstance(value, PLAIN)
-        else (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
-        for name, value in module.__dict__.items()
-        if name not in MODULE_ATTRIBUTES
-    }
 
 
 def _mark(leaf: Any) -> Any:

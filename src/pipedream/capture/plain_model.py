@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.compare import fingerprint
-from pipedream.capture.preserve_state import preserve_state, read_python_generators
+from pipedream.capture.preserve_state import CarriedState, preserve_state, read_python_generators
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
 
@@ -34,6 +34,7 @@ class PlainModel:
     """
 
     fingerprint = staticmethod(fingerprint)
+    carried_state = CarriedState
 
     def __init__(self, model: nn.Module, captured: Captured, cuts: Sequence[int] = ()) -> None:
         self.model = model

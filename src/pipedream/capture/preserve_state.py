@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -20,6 +20,7 @@ from pipedream.capture.structure import PLAIN
 
 _DEPTH = 4  # of containers and objects in a module's attributes
 _PLAIN = frozenset(PLAIN)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CODE = (ModuleType, MethodType, BuiltinFunctionType)
 _NAMED = (list, dict, set, deque, type)  # of a function's global variables, those that may change in place
 MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -45,10 +46,58 @@ class Attributes:
             slot.update(hooks)
 
 
+class CarriedState:
+    """What a forward may leave on modules for the next one: attributes, and buffers whose shape changes.
+
+    Buffers of one shape, such as running statistics, are not part of it, nor are generators.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._attributes = Attributes(modules.values())
+        self._old = self._read()
+        values = (v for m in modules.values() for name, v in m.__dict__.items() if name not in MODULE_ATTRIBUTES)
+        self._objects = _Objects(values, generators=False)
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules.values()]
+
+    def list_changed(self) -> list[str]:
+        """Returns the paths of attributes and buffers that have changed; what was written in place may lack."""
+        new = self._read()
+        return [name for name in new if name not in self._old or self._old[name] != new[name]]
+
+    def restore(self) -> None:
+        self._attributes.restore()
+        self._objects.restore()
+        for buffers, old in self._buffers:
+            changed = [n for n, b in old.items() if getattr(b, "shape", n) != getattr(buffers.get(n), "shape", n)]
+            buffers |= {name: old[name] for name in changed}
+
+    def _read(self) -> dict[str, Any]:
+        buffers = ((p, {n: getattr(b, "shape", None) for n, b in m._buffers.items()}) for p, m in self._modules.items())
+        attributes = ((path, read_attributes(module)) for path, module in self._modules.items())
+        pairs = [(f"{path}.{name}".lstrip("."), v) for path, row in (*buffers, *attributes) for name, v in row.items()]
+        return dict(pairs)
+
+
+def read_attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's plain attributes by value, and of others what changes if they are replaced or written."""
+    return {name: _mark(value) for name, value in module.__dict__.items() if name not in MODULE_ATTRIBUTES}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, deque, set)) else ()
+    return id(value), *map(id, items)
+
+
 class _Objects:
     """What Python objects hold now, to be restored: containers, tensors, generators, and instances' attributes."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], generators: bool = True) -> None:
+        self._skipped = () if generators else _GENERATORS
         self._restore: list[Callable[[], object]] = []
         self._ids: set[int] = set()
         for root in roots:
@@ -61,7 +110,7 @@ class _Objects:
     def _note(self, value: Any, depth: int) -> None:
         if type(value) in _PLAIN or id(value) in self._ids or not depth:
             return
-        if isinstance(value, (nn.Module, nn.Parameter)):
+        if isinstance(value, (nn.Module, nn.Parameter, *self._skipped)):
             return
         self._ids.add(id(value))
         inner: Iterable[Any] = ()

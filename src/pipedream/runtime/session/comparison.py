@@ -132,8 +132,15 @@ class Comparison:
             compiles=settings.compile is not None,
             replicated=[n for names, count in by_stage if count > 1 for n in names if n in buffers],
             reseeded=list_own_generators(self._user_model.model.modules()) if max(replicas) > 1 else (),
+            with_replicas=self._list_replicated(),
             **over_ranks,
         )
+
+    def _list_replicated(self) -> dict[str, nn.Module]:
+        """Returns the modules, by path, whose attributes the replicas of a stage may each have for themselves."""
+        stages = zip(self._local.program.placement.replicas, self._local.blueprint.stages, strict=True)
+        ids = {id(m) for replicas, layers in stages if replicas > 1 for _, layer in layers for m in layer.modules()}
+        return {path: module for path, module in self._user_model.model.named_modules() if id(module) in ids}
 
     def _check_each_stage(self) -> None:
         """Lets each stage of this rank compare its first microbatch with its own layers."""

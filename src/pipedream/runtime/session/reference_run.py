@@ -33,6 +33,14 @@ _SPLIT_ADVICE = "say where the samples are (batch_dim=...), give tensors with on
 _MIN_TOLERANCE = 1e-6  # a part of the model may compute in single precision
 
 
+class CarriedState(Protocol):
+    """See `pipedream.capture.preserve_state`."""
+
+    def list_changed(self) -> list[str]: ...
+
+    def restore(self) -> None: ...
+
+
 class UserModel(Protocol):
     """The user's model, see `pipedream.capture.plain_model`."""
 
@@ -48,9 +56,15 @@ class UserModel(Protocol):
         self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = (), *, copies_on_cpu: bool = False
     ) -> AbstractContextManager[None]: ...
 
+    def carried_state(self, modules: Mapping[str, nn.Module]) -> CarriedState: ...
+
     def python_draws(self) -> Callable[[], bool]: ...
 
     def fingerprint(self, tensor: torch.Tensor) -> Fingerprint: ...
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,7 @@ class _ModelRunner:
         placement: shows which values are sent to another worker.
         is_of_mean, has_units, scale: what gradients are when they are sent (`Scorer.score`), and the loss scale. With
             others, encodings and layers in low precision might round differently.
+        with_replicas: modules of which the replicas of a stage have one each, by path.
     """
 
     def __init__(
@@ -99,8 +114,10 @@ class _ModelRunner:
         is_of_mean: bool = False,
         scale: float = 1.0,
         has_units: bool = False,
+        with_replicas: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         self.plain = plain
+        self.with_replicas = with_replicas
         self.loss = loss
         self.modules_of_loss = _list_modules(loss.function)
         self.parameters_of_loss: list[nn.Parameter] = []
@@ -121,13 +138,19 @@ class _ModelRunner:
         return self.plain.restoring_state(values, [self.loss.function, *self.modules_of_loss], **options)
 
     def run(
-        self, parts: Sequence[tuple[Message, Message]], *, backward: bool, messages: Messages | None = None
+        self,
+        parts: Parts,
+        *,
+        backward: bool,
+        messages: Messages | None = None,
+        before_part: Callable[[], None] = _do_nothing,
     ) -> _Run:
         """Runs the model on each part; with `messages`, stage by stage."""
         loss = self.loss.copy_unused()
         total = weights = divisor = 0.0
         losses, outputs, output_gradients = [], [], []
         for message, target_message in parts:
+            before_part()
             value = to_device(map_tensors(message.value(), _clone), self.device)
             targets = map_tensors(target_message.value(), _clone)
             with self._enter_autocast():
@@ -175,6 +198,40 @@ class _ModelRunner:
                 except Exception as error:  # another one comes at its own minibatch, from the stage that it concerns
                     if SINGLE_SAMPLE in str(error):
                         raise
+
+    def explain_carried(self, run: _Run, parts: Parts, values: Mapping[str, torch.Tensor]) -> str:
+        """Returns why training differs from a loop over minibatches, if a forward reads what another left on modules.
+
+        With one part, only modules that replicas have for themselves matter, and the part is followed by itself.
+        """
+        is_split = len(parts) > 1
+        if not is_split and not self.with_replicas:
+            return ""
+        sequence = parts if is_split else [*parts, *parts]
+        isolated, names = self.repeat(sequence, values, isolates=True)
+        if is_split and isolated.losses == run.losses:
+            return ""
+        again, _ = self.repeat(sequence, values)
+        noise = max(abs(a - b) for a, b in zip(run.losses, again.losses, strict=False))
+        limit = 4 * noise + 0.01 * self.choose_tolerance(()) * max(map(abs, again.losses))
+        if not any(abs(a - b) > limit for a, b in zip(isolated.losses, again.losses, strict=True)):
+            return ""
+        reads = f"the forward reads what the one before left in {' or '.join(map(repr, names[:3])) or 'an attribute'}"
+        if is_split:
+            return f"{reads}, and a minibatch has {len(parts)} microbatches; train with microbatches=1"
+        return f"{reads}, which each replica of its stage has for itself; plan one replica of this stage"
+
+    def repeat(
+        self, parts: Parts, values: Mapping[str, torch.Tensor], *, training: bool = True, isolates: bool = False
+    ) -> tuple[_Run, list[str]]:
+        """Runs forwards; if it `isolates`, each with the attributes before the first. Also returns what they change."""
+        model = self.plain.model
+        with self.restoring_state(values), torch.no_grad():
+            for module in model.modules():
+                module.training = module.training and training
+            state = self.plain.carried_state(dict(model.named_modules()) if self.split > 1 else self.with_replicas)
+            before_part = state.restore if isolates else _do_nothing
+            return self.run(parts, backward=False, before_part=before_part), state.list_changed()
 
     def _send(self, messages: Messages, microbatch: int, stage: int, value: Any) -> Any:
         """Returns a value as the next stage receives it."""
@@ -313,7 +370,7 @@ class ReferenceRun:
             torch.cuda.empty_cache()  # first, because the peak of the reserved bytes restarts from their present value
             torch.cuda.reset_peak_memory_stats(self._runner.device)
 
-    def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> Reference:
+    def _run(self, inputs: Any, targets: Any, parts: Parts) -> Reference:
         plain = self._runner.plain
         values = self._place_values()
         with self._runner.restoring_state(values), torch.enable_grad():
@@ -342,20 +399,22 @@ class ReferenceRun:
             norm = self._measure_gradient(run.divisor)
         if self._messages:
             reference = self._encode(reference, norm, parts, values)
-        if len(parts) > 1:
-            try:
+        try:
+            if carried := "" if reference.incomparable else self._runner.explain_carried(run, parts, values):
+                raise self.comparer.make_error(carried)
+            if len(parts) > 1:
                 reference.parts = self._compare_parts(inputs, targets, parts, values, draws)
-            except PipelineError:
-                raise
-            except Exception as error:  # in evaluation mode, for instance
-                reference.parts = f"the whole minibatch raised {with_place(error)}"
+        except PipelineError:
+            raise
+        except Exception as error:  # in evaluation mode, for instance
+            reference.parts = f"the whole minibatch raised {with_place(error)}"
         return reference
 
     def _encode(
         self,
         plain: Reference,
         norm: float,
-        parts: Sequence[tuple[Message, Message]],
+        parts: Parts,
         values: Mapping[str, torch.Tensor],
     ) -> Reference:
         """Returns the model's numbers with encoded messages at the cuts, and records what the encoding changed.
@@ -425,9 +484,7 @@ class ReferenceRun:
 
     # -- the whole and its parts --------------------------------------------------------------------------
 
-    def _check_split(
-        self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]], error: Exception
-    ) -> None:
+    def _check_split(self, inputs: Any, targets: Any, parts: Parts, error: Exception) -> None:
         """Raises a WorkerError if the model runs on the whole minibatch, after it raised an error for a part."""
         try:
             with self._runner.restoring_state(self._place_values()), torch.enable_grad():
@@ -444,7 +501,7 @@ class ReferenceRun:
         self,
         inputs: Any,
         targets: Any,
-        parts: Sequence[tuple[Message, Message]],
+        parts: Parts,
         values: Mapping[str, torch.Tensor],
         draws: bool,
     ) -> str:
@@ -460,12 +517,12 @@ class ReferenceRun:
                 return f"{name!r} computes with several samples at once, as its mixes_samples says"
         whole = _join_parts(inputs, targets, parts)
         for training in (False,) if draws else (True, False):
+            split, _ = self._runner.repeat(parts, values, training=training, isolates=True)
             with self._runner.restoring_state(values), torch.no_grad():
                 for module in model.modules():
                     module.training = module.training and training
                 old_state = self._runner.read_state_of_loss()
                 undivided = self._runner.run(whole, backward=False)
-                split = self._runner.run(parts, backward=False)
                 tolerance = self._runner.choose_tolerance(inputs)
                 limit = tolerance * max(map(abs, (undivided.loss, *split.losses)))
                 if not isfinite(undivided.loss):
@@ -557,7 +614,7 @@ def _list_modules(function: Any) -> list[nn.Module]:
     return [candidate for candidate in (function, *inner, *cells, *arguments) if isinstance(candidate, nn.Module)]
 
 
-def _join_parts(inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> list[tuple[Message, Message]]:
+def _join_parts(inputs: Any, targets: Any, parts: Parts) -> list[tuple[Message, Message]]:
     """Returns the whole minibatch as its only part."""
     first = replace(parts[0][0], samples=sum(message.samples for message, _ in parts), share=1.0)
     return [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]

@@ -1,0 +1,221 @@
+"""Modules that keep something from one forward for the next: exact with whole minibatches, refused with parts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import pipedream as pd
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Keeps(nn.Module):
+    """Its forward does something with an attribute, or with what it holds."""
+
+    def __init__(self, initial: Any, forward: Forward) -> None:
+        super().__init__()
+        self.dropout, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(6)
+        if isinstance(initial, nn.Module):
+            self.inner = initial
+        elif isinstance(initial, str):
+            self.register_buffer("kept", None)
+        elif initial is not None:
+            self.kept = initial
+        self.do = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.do(self, x)
+
+
+def of_each_sample(module: Any, x: Tensor) -> Tensor:
+    old = getattr(module, "kept", None)
+    module.kept = x.detach()
+    return x if old is None else x + old
+
+
+def if_it_fits(module: Any, x: Tensor) -> Tensor:
+    old = getattr(module, "kept", x)
+    module.kept = x.detach()
+    return x + old if len(old) == len(x) else x
+
+
+def in_training(module: Any, x: Tensor) -> Tensor:
+    return of_each_sample(module, x) if module.training else x
+
+
+def with_dropout(module: Any, x: Tensor) -> Tensor:
+    return in_training(module, module.dropout(x))
+
+
+def in_list(module: Any, x: Tensor) -> Tensor:
+    module.kept.append(x.detach().mean(0))
+    return x + module.kept[0]
+
+
+def in_dict(module: Any, x: Tensor) -> Tensor:
+    old = module.kept.get("last", 0.0)
+    module.kept["last"] = x.detach().mean(0)
+    return x + old
+
+
+def in_object(module: Any, x: Tensor) -> Tensor:
+    module.kept.calls = getattr(module.kept, "calls", 0) + 1
+    return x * module.kept.calls
+
+
+def in_place(module: Any, x: Tensor) -> Tensor:
+    old = module.kept.clone()
+    module.kept.copy_(x.detach().mean(0))
+    return x + old
+
+
+def running(module: Any, x: Tensor) -> Tensor:
+    if module.training:
+        module.kept = 0.9 * module.kept + 0.1 * x.detach().mean(0)
+    return x - module.kept
+
+
+def counted(module: Any, x: Tensor) -> Tensor:
+    module.kept += 1
+    return x * (1 - 0.5**module.kept)
+
+
+def of_inner(module: Any, x: Tensor) -> Tensor:
+    return of_each_sample(module.inner, x)
+
+
+class Box:
+    pass
+
+
+CARRIED: dict[str, tuple[Callable[[], Any], Forward]] = {
+    "of each sample": (lambda: None, of_each_sample),
+    "if it fits": (lambda: None, if_it_fits),
+    "in training": (lambda: None, in_training),
+    "with dropout": (lambda: None, with_dropout),
+    "list": (list, in_list),
+    "deque": (lambda: deque(maxlen=2), in_list),
+    "dict": (dict, in_dict),
+    "object": (Box, in_object),
+    "in place": (lambda: torch.zeros(6, dtype=torch.float64), in_place),
+    "running": (lambda: torch.zeros(6, dtype=torch.float64), running),
+    "counter": (int, counted),
+    "inner module": (nn.Identity, of_inner),
+    "buffer": (lambda: "buffer", in_training),
+}
+
+
+DRAWS = ("with dropout",)
+
+
+def inspected(module: Any, x: Tensor) -> Tensor:
+    module.kept = x.detach()
+    return x
+
+
+def logged(module: Any, x: Tensor) -> Tensor:
+    module.kept.append(float(x.detach().mean()))
+    return x
+
+
+def tabled(module: Any, x: Tensor) -> Tensor:
+    if not hasattr(module, "kept") or len(module.kept) < x.shape[1]:
+        module.kept = torch.arange(x.shape[1], dtype=x.dtype)
+    return x + module.kept[: x.shape[1]]
+
+
+def counts_only(module: Any, x: Tensor) -> Tensor:
+    module.kept += 1
+    return module.dropout(x)
+
+
+def drawn(module: Any, x: Tensor) -> Tensor:
+    return x * torch.rand(1, generator=module.kept, dtype=x.dtype)
+
+
+ACCEPTED: dict[str, tuple[Callable[[], Any], Forward]] = {
+    "inspected": (lambda: None, inspected),
+    "logged": (list, logged),
+    "table of positions": (lambda: None, tabled),
+    "counter": (int, counts_only),
+    "batch norm": (lambda: None, lambda module, x: module.norm(x)),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(6, 6)), lambda module, x: module.inner(x)),
+    "generator": (lambda: torch.Generator().manual_seed(1), drawn),
+}
+
+
+def make(kind: tuple[Callable[[], Any], Forward]) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 6), Keeps(kind[0](), kind[1]), nn.Linear(6, 3)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(4, 6, generator=draw, dtype=torch.float64), torch.randint(3, (4,), generator=draw))
+        for _ in range(4)
+    ]
+
+
+def train(model: nn.Module, schedule: str, microbatches: int | None, **planning: Any) -> dict[str, Tensor]:
+    profile = pd.profile(model, batches()[0][0], warmup=0, runs=1)
+    planning = {"shape": (1, 1), "cuts": ("2",), "recompute": "never"} | planning
+    cluster = pd.Cluster.flat(sum(planning["shape"]))
+    plan = pd.plan(profile, cluster, schedule=schedule, microbatches=microbatches, **planning)
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        for _ in pipeline.train(batches()):
+            pass
+        return pipeline.state_dict()
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_parts_that_would_read_each_other_are_refused(kind: str) -> None:
+    with pytest.raises(pd.PipelineError, match=r"reads what the one before left in .*microbatches=1"):
+        train(make(CARRIED[kind]), "1f1b", 2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw", "zb_h1"])
+def test_other_schedules_with_parts_refuse_too(schedule: str) -> None:
+    with pytest.raises(pd.PipelineError, match=r"left in '1.kept', and a minibatch has 2 microbatches"):
+        train(make(CARRIED["in training"]), schedule, 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("dict", "counter"))) for k in CARRIED if k not in DRAWS],
+)
+def test_whole_minibatches_train_as_in_a_plain_loop(kind: str) -> None:
+    model, plain = make(CARRIED[kind]), make(CARRIED[kind])
+    optimizer = SGD(plain.parameters())
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    state = train(model, "1f1b", 1)
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(state[name], weight, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_what_no_output_depends_on_is_accepted(kind: str) -> None:
+    train(make(ACCEPTED[kind]), "1f1b", 2)
+
+
+def test_replicas_refuse_what_each_would_have_for_itself() -> None:
+    model = make(CARRIED["of each sample"])
+    with pytest.raises(pd.PipelineError, match=r"left in '1.kept', which each replica .*; plan one replica"):
+        train(deepcopy(model), "pipedream", None, shape=(2, 1))
+    train(model, "pipedream", None, shape=(1, 2))  # it is in the stage with one replica
+    for kind in ("inspected", "counter"):
+        train(make(ACCEPTED[kind]), "pipedream", None, shape=(2, 1))
