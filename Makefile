@@ -3,6 +3,7 @@
 # make test     the default tests: no root, no GPU, no browser, a few minutes on two cores
 # make test-all all tests that this machine can run, and what is missing for each skipped one
 # make check    format, lint, types, the direction of imports, and the rules for words and sizes
+# make results  compares trained weights, plans and simulations with a table of earlier ones, in two to four minutes
 # make docs     writes the gallery from the code, then builds the site in build/site; fails on a dead link or reference
 # make bench    runs the benchmarks in turn
 # make gpu      checks a CUDA card, nine minutes at most; says so if there is none
@@ -13,7 +14,7 @@
 # Tests start many processes: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train demo test test-all check docs bench gpu clean
+.PHONY: train demo test test-all check results docs bench gpu clean
 .DEFAULT_GOAL := test
 
 BIN := .venv/bin
@@ -45,6 +46,9 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	@$(BIN)/python scripts/check_style.py
+
+results: $(STAMP)
+	@$(BIN)/python scripts/check_results.py
 
 docs: $(STAMP) .venv/docs-installed
 	@$(BIN)/python scripts/make_docs.py
