@@ -228,3 +228,16 @@ def test_conversions_between_layers(convert: Callable[[Tensor], Tensor]) -> None
             return h * 3 if h.dtype == torch.float32 else h
 
     check(nn.Sequential(nn.Linear(8, 8), Converts(), Sines(), nn.Linear(8, 8), nn.Softplus()))
+
+
+def test_a_region_between_layers_that_converts_nothing() -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, h: Tensor) -> Tensor:
+            with autocast(None):
+                return self.inner(h)
+
+    check(nn.Sequential(Region(), nn.Linear(8, 8), nn.Softplus()))
