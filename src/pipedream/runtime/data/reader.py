@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.comm.channel import Receiver
@@ -33,6 +34,7 @@ _SAMPLERS = ("sampler", "batch_sampler", "base_sampler")
 _SHARES = ("num_replicas", "num_processes", "world_size")
 _END = object()
 _OF_STORED: tuple[type, ...] = (type(iter([])), type(iter(())))
+_COUNTED: Any = WeakIdKeyDictionary()  # loader -> the epoch set last, and how much it is above the pipeline's
 
 
 class Minibatch(NamedTuple):
@@ -162,6 +164,7 @@ class LoaderReader(Reader):
         self._epochs = epochs
         self._initial_state = state
         self._first_epoch = epochs.first
+        follow_epoch(loader, epochs, (state or {}).get("above", 0))
         if state:
             order.restore(state["order"], loader)
             self._first_epoch = min(state["epoch"], epochs.first)
@@ -214,6 +217,8 @@ class LoaderReader(Reader):
     def save_epoch_state(self, epoch: int) -> None:
         """Keeps the order at the start of an epoch."""
         self._epoch_states[epoch] = {"epoch": epoch, "order": self._order.snapshot(self._loader)}
+        if _list_counting(self._loader):
+            self._epoch_states[epoch]["above"] = _COUNTED[self._loader][1]
         for by_epoch in (self._epoch_states, self._marks):
             while len(by_epoch) > 2:
                 del by_epoch[min(by_epoch)]
@@ -444,18 +449,29 @@ def tee(reader: LoaderReader, readers: int) -> Sequence[Reader]:
     return [_TeeReader(reader, queues, queue) for queue in queues]
 
 
+def _list_counting(loader: Any) -> list[Any]:
+    """Returns those of the samplers and the loader that have ``set_epoch``."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler, loader]
+    return [part for part in {id(part): part for part in parts}.values() if hasattr(part, "set_epoch")]
+
+
+def follow_epoch(loader: Any, epochs: EpochRange, saved: int) -> None:
+    """Lets a stream's epochs count from where the user's own ``set_epoch`` has begun, 1 for instance."""
+    if parts := _list_counting(loader):
+        number = next((part.epoch for part in parts if type(getattr(part, "epoch", None)) is int), 0)
+        last, above = _COUNTED.get(loader, (None, saved))
+        if number > epochs.first if last is None else number != last and not epochs.skip:  # some count by themselves
+            above = number - epochs.first
+        _COUNTED[loader] = number, above
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Calls ``set_epoch`` of the loader and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts: list[Any] = [
-        getattr(loader, "sampler", None),
-        getattr(batch_sampler, "sampler", None),
-        batch_sampler,
-        loader,
-    ]
-    for part in {id(part): part for part in parts}.values():
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
+    for part in _list_counting(loader):
+        above = _COUNTED[loader][1]
+        part.set_epoch(epoch + above)
+        _COUNTED[loader] = epoch + above, above
 
 
 def _check_samplers(loader: Any) -> None:
