@@ -27,20 +27,25 @@ def find_generators(roots: Mapping[str, Any], depth: int = _DEPTH) -> dict[str, 
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
         ids.add(id(numpy.random.mtrand._rand))
-    generators: dict[str, Any] = {}
-    level = list(roots.items())
+    return find_values(roots, kinds, ids, depth)
+
+
+def find_values(
+    roots: Mapping[str, Any], kinds: tuple[type, ...], excluded_ids: Iterable[int] = (), depth: int = _DEPTH
+) -> dict[str, Any]:
+    """Returns path -> value of these types, each object once, that objects hold, as `find_generators` does."""
+    values: dict[str, Any] = {}
+    level, ids = list(roots.items()), set(excluded_ids)
     for _ in range(depth):
         inner: list[tuple[str, Any]] = []
         for path, value in level:
-            if isinstance(value, _HOLD_NONE) or id(value) in ids:
-                continue
-            ids.add(id(value))
-            if isinstance(value, kinds):
-                generators[path] = value
-            else:
+            if isinstance(value, kinds) and (isinstance(value, (int, float)) or id(value) not in ids):
+                values[path] = value
+            elif not isinstance(value, _HOLD_NONE) and id(value) not in ids:
                 inner += [(f"{path}.{key}".lstrip("."), item) for key, item in _list_items(value)]
+            ids.add(id(value))
         level = inner
-    return generators
+    return values
 
 
 def _list_items(value: Any) -> Iterable[tuple[Any, Any]]:

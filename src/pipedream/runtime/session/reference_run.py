@@ -21,6 +21,7 @@ from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.encoding import apply_messages
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device
+from pipedream.runtime.data.generators import find_values
 from pipedream.runtime.data.rng import read_state
 from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE, Parts
 from pipedream.runtime.results.losses import Loss
@@ -135,7 +136,9 @@ class _ModelRunner:
         buffers = dict(self.plain.model.named_buffers(remove_duplicate=False))
         copies = {id(value): value.clone() for name, value in values.items() if name in buffers}  # runs write buffers
         values = {name: copies.get(id(value), value) for name, value in values.items()}
-        return self.plain.restoring_state(values, [self.loss.function, *self.modules_of_loss], **options)
+        function = self.loss.function
+        others = [function, getattr(function, "__self__", None), *self.modules_of_loss]
+        return self.plain.restoring_state(values, others, **options)
 
     def run(
         self,
@@ -264,15 +267,11 @@ class _ModelRunner:
         return {name: comparer.fingerprint(buffer) for name, buffer in buffers if not buffer.is_meta}
 
     def read_state_of_loss(self) -> dict[str, Any]:
-        """Returns the counters and buffers, as numbers, of the loss's modules that are not the model's."""
-        model_ids = {id(module) for module in self.plain.model.modules()}
-        state: dict[str, Any] = {}
+        """Returns the numbers that a loss holds, and the buffers, as numbers, of its modules; none of the model."""
+        model_ids = {id(part) for part in (*self.plain.model.modules(), *self.plain.model.buffers())}
+        state = find_values({"": self.loss.function}, (int, float), model_ids)
         for root in self.modules_of_loss:
-            for path, module in root.named_modules():
-                if id(module) not in model_ids:
-                    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
-                    buffers = {name: b.tolist() for name, b in module._buffers.items() if b is not None}
-                    state |= {f"{path}.{name}".lstrip("."): value for name, value in (numbers | buffers).items()}
+            state |= {name: buffer.tolist() for name, buffer in root.named_buffers() if id(buffer) not in model_ids}
         return state
 
     def read_weights(self, comparer: Comparer) -> dict[str, Any]:
