@@ -69,8 +69,9 @@ class Scorer:
             # Nothing counts here (e.g. all tokens are padding): the loss is 0/0.
             value = _make_zero(output, value)
         if not recomputes:
-            detached = map_tensors(output, torch.Tensor.detach) if self._metrics else None
-            self._record(key, message, detached, targets.value, loss, weight, is_sum)
+            scored = (output, targets.value) if self._metrics else (None, None)
+            result, labels = map_tensors(scored, lambda tensor: tensor.detach().clone())  # metrics may write into them
+            self._record(key, message, result, labels, loss, weight, is_sum)
         if self._mean_of_rounds or not self._needs_weights:  # the gradient of each minibatch's mean
             return value, float(weight > 0), 1.0 / weight if is_sum and weight else 1.0
         unit = choose_unit(self._loss, message, output, targets.received) if self._has_units else 1.0
