@@ -90,6 +90,7 @@ class Versions:
         self._watched = watched
         self._single = single
         self.newest = 0
+        self._check_hooks()  # before the comparison calls them
         self._sets = {0: self._make_set(0, {name: self._make_leaf(handle) for name, handle in handles.items()})}
         self._free: list[WeightSet] = []
         self._predictions: dict[int, WeightSet] = {}
@@ -253,18 +254,22 @@ class Versions:
 
     def check_handles(self) -> None:
         """Raises a `CaptureError` if the user's parameters were changed since the last update."""
+        self._check_hooks()
         for number, (name, handle) in enumerate(self.handles.items()):
             if not handle.requires_grad:
                 raise requires_grad_changed(name)
-            if handle._backward_hooks or handle._post_accumulate_grad_hooks:
-                raise CaptureError(
-                    f"the parameter {name!r} has a hook, which a pipeline would not call: backwards run on versions of "
-                    "the weights. Do in the optimizer what it does, in a step of its own"
-                )
             if self._marks is not None and self._marks[number] != (handle._version, handle.data_ptr()):
                 raise CaptureError(
                     f"the weight {name!r} was written while the pipeline trained, where versions of it are in use; "
                     "write it in the optimizer's step, or hand new weights over by pipeline.load_state_dict(...)"
+                )
+
+    def _check_hooks(self) -> None:
+        for name, handle in self.handles.items():
+            if handle._backward_hooks or handle._post_accumulate_grad_hooks:
+                raise CaptureError(
+                    f"the parameter {name!r} has a hook, which a pipeline would not call: backwards run on versions of "
+                    "the weights. Do in the optimizer what it does, in a step of its own"
                 )
 
     def make_storage(self) -> WeightSet:
