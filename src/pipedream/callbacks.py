@@ -96,7 +96,7 @@ class EarlyStopping(Callback):
             self.best_score, self.wait_count = value, 0
         else:
             self.wait_count += 1
-        if self.wait_count >= self.patience or not isfinite(value):
+        if self.wait_count >= max(self.patience, 1) or not isfinite(value):
             pipeline.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class Pipeline:
         continues = training.is_running or training.epoch_batches > 0
         self._finish()
         self._local.note_call("train()", training.number)
-        training.is_running, training.should_stop = True, False
+        training.begin()
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
         stream = training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues)
         yield from self.followed.during(stream)

@@ -31,6 +31,7 @@ class Training:
         is_interrupted: an interrupt was raised.
         is_running: from the first minibatch of `run` until its end, or a `finish`.
         number: minibatches done since the start of training.
+        has_stopped: whether `should_stop` kept the last `run` from training more.
         epoch_batches: minibatches done in this epoch.
         drains: numbers of minibatches.
         ready: drained results that `run` has yet to yield.
@@ -52,7 +53,7 @@ class Training:
         self._data_state: Mapping[str, Any] | None = None
         self._is_resumed = False
         self.stop_reason = StopReason.DATA
-        self.is_running = self.is_interrupted = self.should_stop = False
+        self.is_running = self.is_interrupted = self.should_stop = self.has_stopped = False
         self.phase = self.number = self.epoch = self.epoch_batches = 0
         self.drains: list[int] = []
         self.ready: deque[Done] = deque()
@@ -74,6 +75,13 @@ class Training:
                 flush=True,
             )
         return epochs
+
+    def begin(self) -> None:
+        """Begins a `run`; warns of a stop that came too late for the last one."""
+        if self.should_stop and not self.has_stopped and self._session.local.rank == 0:
+            text = "should_stop was set after the last minibatch of a train(), as by early stopping, and is ignored now"
+            warnings.warn(f"{text}; before each train(), write: if pipeline.should_stop: break", stacklevel=3)
+        self.is_running, self.should_stop = True, False
 
     def _warn_of_evaluation_mode(self) -> None:
         local = self._session.local
@@ -141,7 +149,8 @@ class Training:
                 self._streams.resume()
         self._segment = None
         self.is_running = False
-        self.should_stop = is_stopped
+        self.should_stop |= is_stopped
+        self.has_stopped = is_stopped and self.epoch < until
         if self.stop_reason is StopReason.INTERRUPT:
             self._streams.interrupts.is_interrupted = True  # also on ranks that got no signal
             self.raise_interrupt()
