@@ -188,7 +188,8 @@ def load(
         if source is None:
             if name not in saved:
                 continue  # a buffer that is not part of state dicts
-            raise CaptureError(f"the state dict lacks {name!r}; give one of this model, as from model.state_dict()")
+            other = min(state, default="nothing")
+            raise CaptureError(f"the state dict lacks {name!r}, but has {other!r}; give one as from model.state_dict()")
         if source != name and id(tensor) in loaded_ids:
             continue
         value = state[source]
