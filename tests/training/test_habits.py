@@ -1,0 +1,407 @@
+"""Habits of training loops: epochs from 1, losses that count, metrics that write, hooks, stops between calls."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import pipedream as pd
+from pipedream.callbacks import EarlyStopping
+from pipedream.core.errors import CaptureError, PipelineError, WorkerError
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+EPOCHS = 3
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def dataset() -> TensorDataset:
+    draws = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(24, 6, generator=draws), torch.randint(3, (24,), generator=draws))
+
+
+def batches() -> list[Any]:
+    return list(DataLoader(dataset(), batch_size=8))
+
+
+def pipeline_of(
+    model: nn.Module, schedule: str = "1f1b", microbatches: int | None = 2, loss: Any = F.cross_entropy, **options: Any
+) -> pd.Pipeline:
+    profile = pd.profile(model, batches()[0][0], warmup=0, runs=1)
+    cluster = pd.Cluster.flat(2)
+    shape = {} if schedule == "roundpipe" else {"shape": (1, 1), "cuts": (2,)}
+    plan = pd.plan(profile, cluster, schedule=schedule, microbatches=microbatches, **shape)
+    return pd.Pipeline(model, plan, loss=loss, optimizer=SGD, **options)
+
+
+def train_plainly(
+    loader: Any, begin: Callable[[int], Any] = lambda epoch: None, epochs: int = 1, loss: Any = F.cross_entropy
+) -> dict[str, Tensor]:
+    model = net()
+    optimizer = SGD(model.parameters())
+    for epoch in range(epochs):
+        begin(epoch)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def assert_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+
+
+# -- epochs ---------------------------------------------------------------------------------------------------
+
+
+class Shuffled(Sampler[int]):
+    """Shuffles by the epoch."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class InBatches(Shuffled):
+    """The same as a batch sampler."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(super().__iter__())
+        return iter([indices[first : first + 8] for first in range(0, 24, 8)])
+
+
+class Counting(Shuffled):
+    """Goes on to the next epoch by itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from list(super().__iter__())
+        self.epoch += 1
+
+
+class Wrapped:
+    """An iterable whose own method reaches the sampler."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.sampler = loader, loader.sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def loader_of(kind: str) -> Any:
+    if kind == "batches":
+        return DataLoader(dataset(), batch_sampler=InBatches())
+    sampler = Counting() if kind == "counting" else Shuffled(-1 if kind == "from -1" else 0)
+    loader = DataLoader(dataset(), batch_size=8, sampler=sampler)
+    return Wrapped(loader) if kind == "wrapped" else loader
+
+
+def setter(loader: Any, number: Callable[[int], int]) -> Callable[[int], None]:
+    part = loader.batch_sampler if isinstance(getattr(loader, "batch_sampler", None), Shuffled) else loader.sampler
+    return lambda epoch: part.set_epoch(number(epoch))
+
+
+NUMBERS: dict[str, Callable[[int], int]] = {
+    "from 0": lambda epoch: epoch,
+    "from 1": lambda epoch: epoch + 1,
+    "tens": lambda epoch: 10 * epoch,
+    "back": lambda epoch: 7 - epoch,
+    "from 5": lambda epoch: 5 + epoch,
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "roundpipe"])
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("kind", ["sampler", "batches", "wrapped", "from -1"])
+def test_epochs_are_those_that_the_loop_sets(kind: str, number: str, schedule: str) -> None:
+    plain = loader_of(kind)
+    expected = train_plainly(plain, setter(plain, NUMBERS[number]), EPOCHS)
+    loader = loader_of(kind)
+    begin = setter(loader, NUMBERS[number])
+    with pipeline_of(net(), schedule) as pipeline:
+        for epoch in range(EPOCHS):
+            begin(epoch)
+            for _ in pipeline.train(loader):
+                pass
+        assert_equal(pipeline.state_dict(), expected)
+
+
+@pytest.mark.parametrize("number", ["from 0", "from 1", "from 5"])
+@pytest.mark.parametrize("sets_again", [True, False])
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_resumed_run_counts_on(number: str, sets_again: bool, stop: int, tmp_path: Path) -> None:
+    plain = loader_of("sampler")
+    expected = train_plainly(plain, setter(plain, NUMBERS[number]), EPOCHS)
+    loader = loader_of("sampler")
+    setter(loader, NUMBERS[number])(0)
+    with pipeline_of(net()) as pipeline:
+        for done in pipeline.train(loader, epochs=EPOCHS):
+            if done.number == stop - 1:
+                pipeline.save(tmp_path)
+                break
+    loader = loader_of("sampler")
+    with pipeline_of(net()) as pipeline:
+        epoch, _ = pipeline.load(tmp_path)
+        if sets_again:
+            setter(loader, NUMBERS[number])(epoch)
+        for _ in pipeline.train(loader, until_epoch=EPOCHS):
+            pass
+        assert_equal(pipeline.state_dict(), expected)
+
+
+def test_a_sampler_that_counts_is_not_counted_twice() -> None:
+    expected = train_plainly(loader_of("counting"), epochs=EPOCHS)
+    loader = loader_of("counting")
+    with pipeline_of(net()) as pipeline:
+        for done in pipeline.train(loader):
+            if done.number == 1:
+                break
+        for _ in pipeline.train(loader, until_epoch=1):
+            pass
+        for _ in pipeline.train(loader, epochs=EPOCHS - 1):
+            pass
+        assert_equal(pipeline.state_dict(), expected)
+
+
+# -- losses that count ----------------------------------------------------------------------------------------
+
+
+class Annealed:
+    """Its share grows with each call."""
+
+    calls = 0
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, targets) * self.calls / 10
+
+    forward = __call__
+
+
+class AnnealedModule(nn.Module):
+    def __init__(self, in_buffer: bool = False) -> None:
+        super().__init__()
+        self.calls: Any = 0
+        if in_buffer:
+            del self.calls
+            self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, targets) * self.calls / 10
+
+
+def _in_closure(kind: str) -> Callable[..., Tensor]:
+    calls, in_list, in_dict, inner = 0, [0], {"calls": 0}, Annealed()
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        in_list[0] += 1
+        return F.cross_entropy(output, targets) * (calls if kind == "nonlocal" else in_list[0]) / 10
+
+    def loss_with_dict(output: Tensor, targets: Tensor) -> Tensor:
+        in_dict["calls"] += 1
+        return F.cross_entropy(output, targets) * in_dict["calls"] / 10
+
+    return {"dict": loss_with_dict, "object": lambda output, targets: inner(output, targets)}.get(kind, loss)
+
+
+def _count(calls: list[int], output: Tensor, targets: Tensor) -> Tensor:
+    calls[0] += 1
+    return F.cross_entropy(output, targets) * calls[0] / 10
+
+
+COUNTING: dict[str, Callable[[], Any]] = {
+    "an object": Annealed,
+    "a method": lambda: Annealed().forward,
+    "a module": AnnealedModule,
+    "a buffer": lambda: AnnealedModule(in_buffer=True),
+    "nonlocal": lambda: _in_closure("nonlocal"),
+    "a list": lambda: _in_closure("list"),
+    "a dict": lambda: _in_closure("dict"),
+    "an object in a closure": lambda: _in_closure("object"),
+    "an argument": lambda: partial(_count, [0]),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_a_loss_that_counts_its_calls_needs_whole_minibatches(kind: str) -> None:
+    expected = train_plainly(batches(), loss=COUNTING[kind]())
+    targets = {"targets": lambda batch: batch[1]}
+    with pytest.raises(WorkerError, match=r"called for each microbatch.*microbatches=1"):  # noqa: SIM117
+        with pipeline_of(net(), loss=COUNTING[kind](), **targets) as pipeline:
+            list(pipeline.train(batches()))
+    with pipeline_of(net(), microbatches=1, loss=COUNTING[kind](), **targets) as pipeline:
+        list(pipeline.train(batches()))
+        assert_equal(pipeline.state_dict(), expected)
+
+
+def test_a_loss_may_count_for_the_log() -> None:
+    calls = [0]
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        calls[0] += 1
+        return F.cross_entropy(output, targets)
+
+    expected = train_plainly(batches())
+    with pipeline_of(net(), loss=loss, targets=lambda batch: batch[1]) as pipeline:
+        list(pipeline.train(batches()))
+        assert_equal(pipeline.state_dict(), expected)
+
+
+# -- metrics that write ---------------------------------------------------------------------------------------
+
+
+def _write_output(output: Tensor, targets: Tensor) -> Tensor:
+    return output.clamp_(0, 0.1).mean()
+
+
+def _write_targets(output: Tensor, targets: Tensor) -> Tensor:
+    return targets.add_(1).remainder_(3).double().mean()
+
+
+def _mask(output: Tensor, targets: Tensor) -> Tensor:
+    output[:, 0] = 0
+    targets[targets == 1] = 0
+    return output.sum() + targets.sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "roundpipe"])
+@pytest.mark.parametrize("metric", [_write_output, _write_targets, _mask])
+@pytest.mark.parametrize(
+    "loss", [F.cross_entropy, lambda output, targets: output.exp().gather(1, targets[:, None]).mean()]
+)
+def test_a_metric_may_write_into_what_it_gets(loss: Any, metric: Any, schedule: str) -> None:
+    expected = train_plainly(batches(), loss=loss)
+    options = {} if loss is F.cross_entropy else {"targets": lambda batch: batch[1]}
+    with pipeline_of(net(), schedule, loss=loss, metrics={"metric": metric}, **options) as pipeline:
+        values = [done.metrics["metric"] for done in pipeline.train(batches())]
+        assert_equal(pipeline.state_dict(), expected)
+    inputs, targets = batches()[0]
+    halves = [
+        metric(net()(half).detach(), part.clone()) for half, part in zip(inputs.split(4), targets.split(4), strict=True)
+    ]
+    assert values[0] == pytest.approx(float(sum(halves)) / 2)
+
+
+# -- hooks on parameters --------------------------------------------------------------------------------------
+
+
+def _step_at_once(model: nn.Module) -> None:
+    optimizers = {parameter: SGD([parameter]) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda weight: optimizers[weight].step())
+
+
+def _scale(model: nn.Module) -> None:
+    model[2].weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[index, no-untyped-call]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream", "roundpipe"])
+@pytest.mark.parametrize("add_hooks", [_step_at_once, _scale])
+def test_a_hook_on_a_parameter_is_refused_before_it_is_called(add_hooks: Any, schedule: str) -> None:
+    model = net()
+    plan = pipeline_of(model, schedule, None if schedule == "pipedream" else 2).plan
+    add_hooks(model)
+    with pytest.raises(CaptureError, match="has a hook, which a pipeline would not call"):
+        pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD)
+    assert_equal(model.state_dict(), net().state_dict())
+
+
+# -- stops ----------------------------------------------------------------------------------------------------
+
+
+class Scripted(EarlyStopping):
+    """Is given these losses."""
+
+    def __init__(self, losses: list[float], **options: Any) -> None:
+        super().__init__(**options)
+        self.losses = losses
+
+    def on_evaluation(self, pipeline: Any, metrics: Any) -> None:
+        super().on_evaluation(pipeline, {"loss": self.losses.pop(0)})
+
+
+@pytest.mark.parametrize(
+    ("patience", "losses", "epochs"),
+    [(0, [3, 2, 1, 0], 4), (0, [3, 2, 2, 0], 3), (1, [3, 2, 1, 0], 4), (1, [3, 3, 1, 0], 2), (2, [3, 3, 3, 0], 3)],
+)
+def test_no_patience_still_lets_improvements_pass(patience: int, losses: list[float], epochs: int) -> None:
+    with pipeline_of(net(), callbacks=[Scripted(losses, patience=patience)]) as pipeline:
+        count = 0
+        for done in pipeline.train(batches(), epochs=4):
+            count += 1
+            if done.ends_epoch:
+                pipeline.evaluate(batches())
+    assert count == 3 * epochs
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_stop_between_two_calls_is_seen_or_warned_of(inside: bool, obeys: bool) -> None:
+    count = 0
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        pipeline_of(net(), callbacks=[Scripted([3, 3, 3, 3], patience=2)]) as pipeline,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(4):
+            if obeys and pipeline.should_stop:
+                break
+            for done in pipeline.train(batches()):
+                count += 1
+                if inside and done.ends_epoch:
+                    pipeline.evaluate(batches())
+            if not inside:
+                pipeline.evaluate(batches())
+    told = ["if pipeline.should_stop: break" in str(warning.message) for warning in caught]
+    assert (count, any(told)) == (9 if obeys else 12, not obeys)
+
+
+# -- names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_names_with_a_prefix_are_shown(prefix: str) -> None:
+    state = {prefix + name: value for name, value in net().state_dict().items()}
+    with (
+        pipeline_of(net()) as pipeline,
+        pytest.raises(PipelineError, match=f"lacks '0.weight', but has '{prefix}0.bias'"),
+    ):
+        pipeline.load_state_dict(state)
