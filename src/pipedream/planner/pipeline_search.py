@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import inf
+from math import inf, isqrt
 
 import numpy as np
 
 from pipedream.core.plan.plan import Plan
-from pipedream.planner.bisection import Bisection
 from pipedream.planner.cycles import shorten_cycle
-from pipedream.planner.dynamic_program.pruning import prune_places
+from pipedream.planner.dynamic_program.pruning import prune_places, thin_out
 from pipedream.planner.dynamic_program.recurrence import (
     RECOMPUTE,
     DynamicProgram,
     Shortage,
     State,
-    replicated_states,
     states_of_counts,
     straight_states,
     tie_break_key,
 )
 from pipedream.planner.dynamic_program.snapshots import find_best
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.tables.search_space import SearchSpace, with_positions
 from pipedream.planner.workers import WorkerLine, list_orders
+
+_States = tuple[State, ...]
 
 _MAX_WORK = 5e8
 """Comparisons of costs in all searches for one plan: about ten seconds."""
@@ -36,7 +36,10 @@ _MAX_CYCLES_WORK = 3e8
 """Comparisons in searches for a plan that repeats itself sooner, if each had the states of the first one."""
 
 _MAX_STATES = 3e8
-"""Comparisons in one dynamic program; above this, bisection is used instead."""
+"""Comparisons in one dynamic program, about ten seconds; above this, neighbouring layers are joined first."""
+
+_MAX_ANY_COUNT = 256
+"""Workers up to which a stage may have any number of replicas; with more, a power of two or three times one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,6 @@ class PipelineSearch:
     order_kind: str
     names_rivals: bool = True
     _pipelines: dict[bool, Plan | None] = field(default_factory=dict, init=False)
-    _bisections: dict[bool, tuple[Bisection, ...]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
@@ -67,14 +69,17 @@ class PipelineSearch:
     def workers(self) -> int:
         return self.space.cluster.workers
 
-    @property
-    def is_large(self) -> bool:
-        """The dynamic program would have too many states."""
-        return _estimate_work(self.space) > _MAX_STATES
+    @cached_property
+    def coarse_space(self) -> SearchSpace:
+        """The space in which pipelines of any shape are searched: with fewer places to cut if it is too large."""
+        if _estimate_work(self.space) <= _MAX_STATES:
+            return self.space
+        groups = max(isqrt(int(_MAX_STATES / _count_states(self.workers))) - 1, 2)
+        return replace(with_positions(self.space, thin_out(self.space, groups)), is_complete=False)
 
     @property
     def optimality(self) -> str:
-        return "best found" if self.is_large or self.space.spare_bytes else "optimal"
+        return "best found" if self.coarse_space is not self.space or self.space.spare_bytes else "optimal"
 
     @property
     def order_note(self) -> str:
@@ -108,7 +113,7 @@ class PipelineSearch:
         )
 
     def best_pipeline(self, all_workers: bool) -> Plan | None:
-        """Returns the best pipeline of at least two stages; in large searches the best that bisection finds.
+        """Returns the best pipeline of at least two stages in `coarse_space`.
 
         Its cycle is one that can be proved, if possible (`planner.cycles`).
         """
@@ -116,71 +121,81 @@ class PipelineSearch:
             search = partial(self._find_pipeline, all_workers)
             plan = search()
             if plan is not None:
-                tried = 1 if self.is_large else max(int(_MAX_CYCLES_WORK // _estimate_work(self.space)), 1)
+                tried = max(int(_MAX_CYCLES_WORK // _estimate_work(self.coarse_space)), 1)
                 plan = shorten_cycle(plan, self.workers, search, tried)
+            if plan is not None and self.coarse_space is not self.space:
+                fine = self.best_with_counts(plan.replicas)  # the same replicas, cut between any two layers
+                plan = min((plan, fine or plan), key=tie_break_key)
             self._pipelines[all_workers] = plan
         return self._pipelines[all_workers]
 
     def _find_pipeline(self, all_workers: bool, cycle: int = 0) -> Plan | None:
-        if not self.is_large:
-            return self._find_best(*self._list_states(all_workers, cycle), allow_single_stage=False)
-        if all_workers not in self._bisections:
-            lines = (Bisection(self.space, line, self.recompute, all_workers) for line in self.lines)
-            self._bisections[all_workers] = tuple(lines)
-        tried = (bisection.best(cycle) for bisection in self._bisections[all_workers])
-        plans = [plan for plan in tried if plan is not None]
-        best = min(plans, key=tie_break_key, default=None)
-        return None if best is None else replace(best, bound_s=min(plan.bound_s for plan in plans))
+        return self._find_best(self.coarse_space, *self._list_states(all_workers, cycle), allow_single_stage=False)
 
     @cached_property
     def best_straight(self) -> Plan | None:
-        """The fastest straight pipeline of at least two stages; None also in large searches, to save time."""
-        longest = min(len(self.space.positions) - 1, self.workers)
-        if longest < 2 or self.is_large:
+        """The fastest straight pipeline of at least two stages in `coarse_space`."""
+        longest = min(len(self.coarse_space.positions) - 1, self.workers)
+        if longest < 2:
             return None
-        best = self._find_best(straight_states(longest), None, allow_single_stage=False)
+        best = self._find_best(self.coarse_space, straight_states(longest), None, allow_single_stage=False)
         return None if best is None or best.bound_s == inf else best
 
     def best_with_counts(self, counts: tuple[int, ...]) -> Plan | None:
         if len(counts) == 1:
             return self.best_single_stage(counts)
-        return self._find_best(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
+        starts = ((sum(counts), counts[0]),)
+        return self._find_best(self.space, states_of_counts(counts), starts, allow_single_stage=True)
 
     def shortage_of_pipelines(self, all_workers: bool) -> Shortage:
-        """Returns the shortage of `best_pipeline`; in large searches that of straight ones."""
-        if self.is_large:
-            return self._find_shortage(
-                straight_states(min(len(self.space.positions) - 1, self.workers)), None, allow_single_stage=False
-            )
-        return self._find_shortage(*self._list_states(all_workers), allow_single_stage=False)
+        return self._find_shortage(self.coarse_space, *self._list_states(all_workers), allow_single_stage=False)
 
     def shortage_of_counts(self, counts: tuple[int, ...]) -> Shortage:
-        return self._find_shortage(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
+        starts = ((sum(counts), counts[0]),)
+        return self._find_shortage(self.space, states_of_counts(counts), starts, allow_single_stage=True)
 
-    def _list_states(self, all_workers: bool, cycle: int = 0) -> tuple[tuple[State, ...], tuple[State, ...] | None]:
-        states = tuple(state for state in replicated_states(self.workers) if not cycle % state[1])
+    def _list_states(self, all_workers: bool, cycle: int = 0) -> tuple[_States, _States | None]:
+        counts = [count for count in _list_counts(self.workers) if not cycle % count]
+        states = tuple((w, count) for w in range(1, self.workers + 1) for count in counts if count <= w)
         return states, tuple(state for state in states if state[0] == self.workers) if all_workers else None
 
     def _build_programs(
-        self, states: tuple[State, ...], starts: tuple[State, ...] | None, allow_single_stage: bool
+        self, space: SearchSpace, states: _States, starts: _States | None, allow_single_stage: bool
     ) -> Iterable[DynamicProgram]:
-        return (
-            DynamicProgram(self.space, states, starts, allow_single_stage, line, self.recompute) for line in self.lines
-        )
+        return (DynamicProgram(space, states, starts, allow_single_stage, line, self.recompute) for line in self.lines)
 
     def _find_best(
-        self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, allow_single_stage: bool
+        self,
+        space: SearchSpace,
+        states: tuple[State, ...],
+        starts: tuple[State, ...] | None,
+        *,
+        allow_single_stage: bool,
     ) -> Plan | None:
-        return find_best(self._build_programs(states, starts, allow_single_stage))
+        return find_best(self._build_programs(space, states, starts, allow_single_stage))
 
     def _find_shortage(
-        self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, allow_single_stage: bool
+        self,
+        space: SearchSpace,
+        states: tuple[State, ...],
+        starts: tuple[State, ...] | None,
+        *,
+        allow_single_stage: bool,
     ) -> Shortage:
-        return min(
-            (prune_places(program).shortage for program in self._build_programs(states, starts, allow_single_stage)),
-            key=lambda short: short.missing_bytes,
-        )
+        programs = self._build_programs(space, states, starts, allow_single_stage)
+        return min((prune_places(program).shortage for program in programs), key=lambda short: short.missing_bytes)
 
 
 def _estimate_work(space: SearchSpace) -> float:
-    return space.cluster.workers**2 / 2 * len(space.positions) ** 2
+    return _count_states(space.cluster.workers) * len(space.positions) ** 2
+
+
+def _count_states(workers: int) -> float:
+    return float(sum(workers + 1 - count for count in _list_counts(workers)))
+
+
+def _list_counts(workers: int) -> list[int]:
+    """Returns the numbers of replicas that a stage may have."""
+    if workers <= _MAX_ANY_COUNT:
+        return list(range(1, workers + 1))
+    return [count for count in range(1, workers + 1) if count & -count in (count, count // 3)]

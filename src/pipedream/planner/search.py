@@ -44,8 +44,8 @@ class PlanSearch:
     stage by stage, in (last layer, replicas).
 
     Stages take consecutive workers of the cluster, after any idle ones. If workers differ, several orders of them are
-    tried. A model with many layers on many workers is planned by bisection (`planner.bisection`); the plan's
-    bound then says how far from optimal it may be.
+    tried. A model with many layers on many workers is planned with neighbouring layers joined, and says so; the
+    plan's bound then says how far from optimal it may be.
 
     Attributes:
         recompute: which stages keep only their input and repeat the forward before the backward: 'never' none, 'auto'
@@ -123,14 +123,17 @@ class PlanSearch:
         return replace(PipelineSearch.of(space, self.recompute), names_rivals=self.names_rivals)
 
     def _plan_equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
-        return _add_bound(_plan_with_counts(self._make_searches(space), counts), space)
+        return _add_bound(_plan_with_counts(self._make_searches(space), counts), space, space)
 
     def _plan_straight(self, space: SearchSpace) -> Plan:
-        plan = self._make_searches(space).best_straight
+        searches = self._make_searches(space)
+        plan = searches.best_straight
         if plan is None:
             raise PlanError("no straight pipeline fits")
         best = "best found" if space.spare_bytes else "optimal"
-        return _add_bound(replace(plan, note=f"{best} among straight pipelines"), space)
+        return _add_bound(
+            replace(plan, note=f"{best} among straight pipelines"), space, self._make_searches(space).coarse_space
+        )
 
     def _search(self, space: SearchSpace, shape: str | tuple[int, ...]) -> Plan:
         searches = self._make_searches(space)
@@ -142,7 +145,7 @@ class PlanSearch:
             plan = _plan_with_counts(searches, (1,) * space.cluster.workers)
         else:
             plan = _plan_with_counts(searches, parse_counts(shape))
-        return _add_bound(plan, space)
+        return _add_bound(plan, space, searches.coarse_space if shape in ("any", "pipeline") else space)
 
 
 class Finalist(NamedTuple):
@@ -417,14 +420,17 @@ def _short(config: str) -> str:
     return config if len(config) <= 60 else f"{config[:57]}..."
 
 
-def _add_bound(plan: Plan, space: SearchSpace) -> Plan:
+def _add_bound(plan: Plan, space: SearchSpace, searched: SearchSpace) -> Plan:
     """Returns the plan with a note on its bound: optimal, or how far from optimal it may be.
 
-    If the search space is not complete, the bound is `least_period_s`.
+    If the searched space is not complete, the bound is `least_period_s`.
+
+    Args:
+        searched: `space`, or it with neighbouring layers joined.
     """
-    graph, cuts = space.profile.graph, len(space.positions) - 2
+    graph, cuts = space.profile.graph, len(searched.positions) - 2
     period_s = plan.slowest_stage_s
-    if space.is_complete:
+    if searched.is_complete:
         if space.spare_bytes:
             return plan  # the best only of those that keep this memory free
         is_chain = graph.edges == LayerGraph.chain(graph.layers).edges
@@ -436,7 +442,10 @@ def _add_bound(plan: Plan, space: SearchSpace) -> Plan:
         proved = "optimal, for no plan can be faster"
     else:
         proved = f"{format_excess(period_s / bound_s - 1)} of a proven bound" if bound_s else "nothing is proved"
-    return replace(plan, bound_s=bound_s, note=f"{plan.note}; {cuts} of the graph's cuts were tried: {proved}")
+    cuts_of = "the graph's cuts were tried"
+    if searched is not space:
+        cuts_of = f"{len(space.positions) - 2} cuts were tried, with layers joined between them to plan in seconds"
+    return replace(plan, bound_s=bound_s, note=f"{plan.note}; {cuts} of {cuts_of}: {proved}")
 
 
 def least_period_s(space: SearchSpace) -> float:

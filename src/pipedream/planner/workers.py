@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from math import factorial, prod
-from typing import Any
 
 import numpy as np
 
@@ -134,31 +133,6 @@ def _arrange(counts: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 @dataclass(frozen=True, eq=False)
-class SiteArrays:
-    """Many sites: the fields of `core.plan.cost.Site` as arrays.
-
-    The ports have one row at level 0, where all are equal, and three at each other level: of the component where the
-    site begins, of the one where it ends, and of the largest between them.
-    """
-
-    replicas: IntArray
-    speed: FloatArray
-    memory_bytes: FloatArray
-    sum_bytes_per_s: FloatArray
-    sum_latency_s: FloatArray
-    before: list[FloatArray]
-    after: list[FloatArray]
-    weights: list[FloatArray]
-
-    def __getitem__(self, chosen: IntArray) -> SiteArrays:
-        columns = (getattr(self, name) for name in self.__dataclass_fields__)
-        rows: list[Any] = [
-            [row[chosen] for row in column] if isinstance(column, list) else column[chosen] for column in columns
-        ]
-        return SiteArrays(*rows)
-
-
-@dataclass(frozen=True, eq=False)
 class WorkerLine:
     """The workers of a cluster in the order in which stages take them."""
 
@@ -176,28 +150,32 @@ class WorkerLine:
 
     def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
         """Returns the sites as `Site.of` does for stages between neighbours on the line."""
-        arrays = self.site_arrays(first, replicas)
+        numbers, ports = self._list_columns(first, replicas)
         distinct: dict[tuple[float, ...], Site] = {}
         sites = []
-        numbers = [arrays.replicas, arrays.speed, arrays.memory_bytes, arrays.sum_bytes_per_s, arrays.sum_latency_s]
-        rows = np.stack([*map(np.asarray, numbers), *arrays.before, *arrays.after, *arrays.weights], axis=-1)
-        kinds = len(arrays.before)
+        rows = np.stack([*numbers, *chain.from_iterable(ports)], axis=-1)
+        kinds = len(ports[0])
         for row in map(tuple, rows.tolist()):
             if row not in distinct:
-                count, speed, memory, rate, latency_s, *ports = row
-                loads = zip(ports[:kinds], ports[kinds : 2 * kinds], ports[2 * kinds :], strict=True)
+                count, speed, memory, rate, latency_s, *loads = row
+                by_port = zip(loads[:kinds], loads[kinds : 2 * kinds], loads[2 * kinds :], strict=True)
                 distinct[row] = Site(
                     int(count),
                     speed,
                     None if memory == np.inf else int(memory),
                     SumLink(rate, latency_s, self.cluster.sums),
                     self.cluster.sum_costs,
-                    busiest_ports(PortLoad(*port) for port in loads),
+                    busiest_ports(PortLoad(*port) for port in by_port),
                 )
             sites.append(distinct[row])
         return sites
 
-    def site_arrays(self, first: IntArray, replicas: IntArray) -> SiteArrays:
+    def _list_columns(self, first: IntArray, replicas: IntArray) -> tuple[list[FloatArray], list[list[FloatArray]]]:
+        """Returns the fields of many sites but their ports, and the loads of ports: before, after, of weights.
+
+        The ports have one row at level 0, where all are equal, and three at each other level: of the component where
+        the site begins, of the one where it ends, and of the largest between them.
+        """
         last = first + replicas - 1
         before: list[FloatArray] = []
         after: list[FloatArray] = []
@@ -227,27 +205,8 @@ class WorkerLine:
             after += [start * (is_exited | is_split), end * is_exited, between]
             weights += [sum_s_per_byte, sum_s_per_byte, np.where(between > 0, sum_s_per_byte, 0.0)]
         links = np.array([self.cluster.sum_link(number) for number in range(len(self.cluster.levels))])
-        return SiteArrays(
-            replicas,
-            self._speeds.between(first, last + 1),
-            self._memories.between(first, last + 1),
-            links[reach, 0],
-            links[reach, 1],
-            before,
-            after,
-            weights,
-        )
-
-    def start(self, level: int, position: IntArray) -> IntArray:
-        """Returns the first position of the component that contains each position."""
-        runs = self._runs[level]
-        return runs.starts[runs.index[position]]
-
-    @cached_property
-    def memory_bytes(self) -> int | None:
-        """Memory of the largest worker; None if one is unlimited."""
-        largest = max(np.inf if memory is None else memory for memory in self.cluster.memories)
-        return None if largest == np.inf else int(largest)
+        speeds, memories = (run.between(first, last + 1) for run in (self._speeds, self._memories))
+        return [replicas.astype(float), speeds, memories, *links[reach].T], [before, after, weights]
 
     @cached_property
     def _runs(self) -> list[_ComponentRuns]:

@@ -41,7 +41,7 @@ def prune_places(
     if is_enough(len(space.positions)) or workers > _MAX_WORKERS:
         return pipelines
     sites, single = pipelines.distinct_sites, pipelines.allow_single_stage
-    first_plan = replace(pipelines, space=with_positions(space, _thin_out(space, first))).best()
+    first_plan = replace(pipelines, space=with_positions(space, thin_out(space, first))).best()
     if first_plan is None:
         return pipelines
     low, high = 0.0, first_plan.slowest_stage_s
@@ -68,7 +68,7 @@ def prune_places(
     pruned = _keep(pipelines, is_kept)
     if not space.is_complete and space.cluster.is_flat and is_kept.sum() > _MOST:
         # Still fewer places will do if they have as good a plan.
-        few = replace(pipelines, space=with_positions(space, _thin_out(pruned.space, _MOST)))
+        few = replace(pipelines, space=with_positions(space, thin_out(pruned.space, _MOST)))
         if min(few.periods.values()) <= high * (1 + _CLOSE):
             return few
     return pruned
@@ -132,13 +132,13 @@ def _find_least_replicas(
     return least
 
 
-def _thin_out(space: SearchSpace, count: int) -> tuple[int, ...]:
-    """The place that the fewest bytes cross, of each group with about the same compute before them."""
+def thin_out(space: SearchSpace, count: int) -> tuple[int, ...]:
+    """Returns the ends, and the place that the fewest bytes cross in each of `count` parts of about equal compute."""
     places = np.array(space.positions)
     sums = ExactSums(space.forward.whole + space.backward.whole, space.forward.scale)
     done_s = np.asarray(sums.between(0, places), dtype=float)
     shares = np.floor(done_s / max(done_s[-1], 1e-300) * count)
-    order = np.lexsort((np.arange(len(places)), space.crossing[places], shares))
+    order = 1 + np.lexsort((np.arange(len(places))[1:-1], space.crossing[places][1:-1], shares[1:-1]))
     starts = np.flatnonzero(np.diff(shares[order], prepend=-1.0))
     indices = {0, len(places) - 1, *order[starts].tolist()}
     return tuple(space.positions[i] for i in sorted(indices))

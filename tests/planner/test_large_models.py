@@ -1,0 +1,72 @@
+"""Models too large for the dynamic program: neighbouring layers are joined, and the replicas found are cut anew."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.planner import pipeline_search
+from tests.planner.planned import search_plan
+
+
+def chain(draw: random.Random, layers: int) -> Profile:
+    return Profile.of_chain(
+        tuple(
+            LayerProfile(
+                draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**7), draw.randrange(10**7), 10**6
+            )
+            for _ in range(layers)
+        )
+    )
+
+
+@given(st.randoms(use_true_random=False), st.integers(3, 12), st.integers(2, 8), st.booleans())
+def test_a_coarse_plan_is_between_its_bound_and_the_best_of_its_replicas(
+    draw: random.Random, layers: int, workers: int, all_workers: bool
+) -> None:
+    profile, cluster = chain(draw, layers), Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10]))
+    small = search_plan(profile, cluster, shape="pipeline", all_workers=all_workers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_search, "_MAX_STATES", 16.0 * workers**2)  # four parts at most
+        large = search_plan(profile, cluster, shape="pipeline", all_workers=all_workers)
+    assert large.bound_s <= small.slowest_stage_s <= large.slowest_stage_s
+    assert not all_workers or large.workers == workers
+    assert large.slowest_stage_s == search_plan(profile, cluster, shape=large.replicas).slowest_stage_s
+    if layers > 6:
+        assert f"of {layers - 1} cuts were tried, with layers joined between them" in large.note
+        assert "best found" in large.note
+
+
+def test_a_plan_of_joined_layers_states_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = chain(random.Random(3), 12)
+    monkeypatch.setattr(pipeline_search, "_MAX_STATES", 1_000.0)
+    planned = search_plan(profile, Cluster.flat(8, 1e9), shape="pipeline")
+    assert planned.gap is not None
+    assert planned.gap > 0
+    assert str(planned).splitlines()[-1].startswith("proven bound ")
+    with pytest.raises(PlanError, match="none of the pipelines of 2 to 8 stages fits"):
+        search_plan(profile, Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
+
+
+def test_a_thousand_layers_on_a_thousand_workers() -> None:
+    """The replicas are powers of two or three times one, and the plan is near its bound."""
+    draw = random.Random(0)
+    layers = tuple(
+        LayerProfile(draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**7), draw.randrange(10**8))
+        for _ in range(1000)
+    )
+    cluster = Cluster(tuple(Level(width, rate) for width, rate in ((8, 1e11), (16, 1e10), (8, 2.5e9))))
+    planned = search_plan(Profile.of_chain(layers), cluster)
+    assert planned.workers <= 1024
+    assert {count & -count for count in planned.replicas} <= {1 << k for k in range(11)}
+    assert all(count & -count in (count, count // 3) for count in planned.replicas)
+    assert planned.gap is not None
+    assert planned.gap < 0.05
+    assert all(before.first < after.first for before, after in pairwise(planned.stages))
