@@ -22,7 +22,6 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
-from pipedream.runtime.stage.offload_place import measure_disk
 
 WORKER = Path(__file__).with_name("worker.py")
 LIMIT_BYTES = 1_000_000_000
@@ -60,7 +59,6 @@ WAYS = (
     Way("torch FSDP", "fsdp", _COPIES),
     Way("1F1B", "pipeline", _STRAIGHT),
     Way("1F1B, recomputation", "pipeline", _STRAIGHT | {"recompute": "always"}),
-    Way("1F1B, activations on disk", "pipeline", _STRAIGHT | {"activations": "disk:"}),
     Way("V-Half", "pipeline", {"schedule": "v_half"}),
     Way("V-Min", "pipeline", {"schedule": "v_min"}),
     Way("2BW", "pipeline", {"schedule": "pipedream_2bw", "shape": "straight"}),
@@ -68,7 +66,7 @@ WAYS = (
 )
 
 
-_TEST_WAYS = ("one worker", "1F1B, activations on disk")
+_TEST_WAYS = ("one worker", "1F1B, recomputation")
 _TEST_ROOM_BYTES = 250_000_000
 """Memory beside Python and torch."""
 
@@ -80,15 +78,14 @@ def measure(
 
     Args:
         size: 'test' or 'full'.
-        folder: for activations, and files between processes.
+        folder: for files between processes.
         workers_of: numbers of workers; None: all of the size.
     """
     gpt = SHAPE | {"blocks": 3, "microbatches": MICROBATCHES}
     profile = measure_profile(gpt, folder / "gpt.json")
-    rate = measure_disk(str(folder))
     is_test, rows = size == "test", []
     for workers in workers_of or ((1, 2) if is_test else (1, 2, 4)):
-        setting = _Setting(profile, workers, folder, rate)
+        setting = _Setting(profile, workers, folder)
         ways = [
             way for way in WAYS if (way.runs == "one") == (workers == 1) and (not is_test or way.name in _TEST_WAYS)
         ]
@@ -173,21 +170,17 @@ class _Setting:
 
     Attributes:
         profile: of a few blocks.
-        folder: for activations on disk.
+        folder: for files between processes.
     """
 
     profile: Profile
     workers: int
     folder: Path
-    disk_bytes_per_s: float
 
     def plan(self, way: Way, blocks: int, room_bytes: int | None) -> Plan:
         """Plans for so many blocks; raises a `PlanError` if they do not fit."""
         how = way.how | {"microbatches": MICROBATCHES}
-        if "activations" in how:
-            how["activations"] += str(self.folder)
         cluster = pd.Cluster.flat(self.workers, memory_bytes=None if way.runs in ("ddp", "fsdp") else room_bytes)
-        cluster = replace(cluster, disk_bytes_per_s=self.disk_bytes_per_s)
         profile = lengthen(self.profile, blocks)
         plan = pd.plan(profile, cluster, **how)
         if way.runs not in ("ddp", "fsdp"):

@@ -3,7 +3,6 @@
 {"do": "profile", ...}     measures a row of residual blocks, or with a `length` of text a GPT
 {"do": "train", ...}       trains residual blocks (run.py)
 {"do": "fit", ...}         trains a GPT (largest.py), or ends with status 12 if its memory does not suffice
-{"do": "time", ...}        trains residual blocks by several plans in turns
 {"do": "sleep", ...}       runs a plan with waits for computation (bubble.py)
 """
 
@@ -35,7 +34,7 @@ from pipedream.training.emulate import build_emulated_pipeline, make_emulated_ba
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "speedup")]
 from models import Job, make_gpt_job, shard_fully
-from scaffold import answer_request, gather, read_memory, restart_peak, take_turns
+from scaffold import answer_request, gather, read_memory, restart_peak
 
 FEATURES, CLASSES = 256, 10
 OPTIMIZERS = {
@@ -160,17 +159,6 @@ def fit(request: dict[str, Any]) -> list[dict[str, float]]:
         os._exit(errno.ENOMEM if lacks_memory else 1)  # others may wait for this one in a collective
 
 
-def time_plans(request: dict[str, Any]) -> dict[str, list[float]]:
-    """Returns plan -> seconds of a minibatch in each round, at rank 0."""
-    job, seconds_by_plan = _make_job(request, request["blocks"]), {name: list[float]() for name in request["plans"]}
-    for name in take_turns(request["plans"], request["rounds"]):
-        how = {"loss": job.loss, "optimizer": job.optimizer, "check": False}
-        with pd.Pipeline(job.make(), Plan.load(request["plans"][name]), **how) as pipeline:
-            ends_s = [time.perf_counter() for _ in pipeline.train(_draw_batches(request))]
-        seconds_by_plan[name].append((ends_s[-1] - ends_s[1]) / (len(ends_s) - 2))
-    return seconds_by_plan
-
-
 def sleep(request: dict[str, Any]) -> float:
     """Returns the seconds of a minibatch of a plan while the pipeline is full."""
     plan, ends_s = scale_plan(Plan.load(request["plan"]), request["dilation"]), []
@@ -226,5 +214,5 @@ def _train_plainly(runs: str, job: Job, plan: Plan, minibatches: int) -> tuple[l
 
 if __name__ == "__main__":
     shrink_stacks(1 << 20)  # of 8 MiB
-    tasks = {"profile": profile, "train": train, "fit": fit, "time": time_plans, "sleep": sleep}
+    tasks = {"profile": profile, "train": train, "fit": fit, "sleep": sleep}
     answer_request(lambda request: tasks[request["do"]](request))

@@ -83,7 +83,7 @@ class ModelOptions:
         messages: how tensors with a gradient, and their gradients, are encoded between workers: 'full', 'bfloat16',
             'float16', 'int8', 'int4', or two of these, for activations and for gradients (docs/less_communication.md).
             By default as the plan says.
-        activations: where they wait between forward and backward: 'disk:FOLDER', or 'host', the memory of a GPU's
+        activations: where they wait between forward and backward: 'host', the memory of a GPU's
             machine; 'none' keeps them in the worker's own; by default the plan's place.
         optimizer_state: 'host' keeps optimizers and their state in the memory of the machine: gradients go there, the
             optimizer steps there, and the weights come back. By default as the plan says.

@@ -8,7 +8,7 @@ from typing import Any
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.activations import Activations
+from pipedream.core.plan.activations import read_activations
 from pipedream.core.plan.depth import read_depth
 from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.messages import Messages
@@ -152,9 +152,9 @@ class PlanRequest:
     )
     activations: str = option(
         "",
-        "Where to offload activations between forward and backward: disk:FOLDER, or host, the memory of a GPU's "
-        "machine; none keeps them. Each stage offloads as few as it must to fit its memory.",
-        metavar="none|host|disk:FOLDER",
+        "Where activations wait between forward and backward: host, the memory of a GPU's machine, for each stage that "
+        "does not fit otherwise; none keeps them.",
+        metavar="none|host",
         unset="in the worker's own memory",
         panel=Panel.SHAPE,
     )
@@ -193,7 +193,7 @@ class PlanRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
         Messages.read(self.messages)
-        object.__setattr__(self, "activations", str(Activations.read(self.activations)))
+        object.__setattr__(self, "activations", read_activations(self.activations))
         read_optimizer_state(self.optimizer_state)
         check_snapshot_every(self.snapshot_every)
         if self.cost_model not in ("pipedream", "classic"):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,12 +13,6 @@ import zoo
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.memory import StageMemory
-from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.stage import Stage
-from pipedream.runtime.stage import offload, offload_place
 
 
 class FailsForward(nn.Module):
@@ -133,33 +125,6 @@ def train_unlike() -> dict[str, str]:
         except pd.PipelineError as error:
             errors[name] = str(error)
     return errors
-
-
-def train_on_a_small_disk(folder: str) -> None:
-    """Trains two stages whose activations need 5 and 4 MB of a disk with 6 MB."""
-    disk = SimpleNamespace(disk_usage=lambda place: SimpleNamespace(free=6_000_000))
-    stages = [
-        Stage(at, at + 1, names=(str(at),), offload=1.0, memory=StageMemory(moved_bytes=size))
-        for at, size in enumerate((5_000_000, 4_000_000))
-    ]
-    plan = Plan(tuple(stages), (2, 1), Cluster.flat(2), activations=f"disk:{folder}")
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    with (
-        mock.patch.object(offload_place, "shutil", disk),
-        pd.Pipeline(model, plan, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1)),
-    ):
-        pass
-
-
-def plan_on_unequal_disks(folder: str) -> str:
-    """Plans with activations on a disk that a later rank finds faster, at more of a core; returns the plan."""
-    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1000, 10_000),) * 2)
-    factor = 1 + dist.get_rank()
-    with (
-        mock.patch.object(offload_place, "measure_disk", return_value=1e9 * factor),
-        mock.patch.object(offload, "measure_core_time", return_value=1e-10 * factor),
-    ):
-        return pd.plan(profile, Cluster.flat(2), shape="straight", activations=f"disk:{folder}").to_json()
 
 
 def call_alone(rank: int, name: str, folder: str) -> None:

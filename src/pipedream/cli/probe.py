@@ -16,9 +16,6 @@ def probe(
         None, "Number of local worker processes.", metavar="N", least=2, unset="none; use torchrun"
     ),
     device: str = option("cpu", "Device of the workers.", metavar="cpu|cuda"),
-    disk: Path | None = option(
-        None, "Folder for offloaded activations, to measure its disk.", metavar="FOLDER", unset="not measured"
-    ),
     seconds: float = option(10.0, "Approximate time to spend.", metavar="SECONDS", least=0.5),
     output: Path | None = OUTPUT,
     as_json: bool = JSON,
@@ -39,7 +36,7 @@ def probe(
     from pipedream.workflows.probe import probe as probed
 
     with progress(f"measuring the cluster, for about {seconds:g} s"):
-        survey = probed(device=device, most_s=seconds, folder=None if disk is None else str(disk))
+        survey = probed(device=device, most_s=seconds)
     leave_group()
     cluster = survey.cluster()
     if not is_rank_0():

@@ -33,6 +33,8 @@ class Artifact:
     FORMAT: ClassVar[int] = 1
     RENAMED: ClassVar[dict[str, str]] = {}
     """A field's name in older files -> its name now."""
+    DROPPED: ClassVar[frozenset[str]] = frozenset()
+    """Fields of older files that no longer mean anything."""
 
     def to_json(self) -> str:
         head = {"artifact": type(self).__name__, "format": self.FORMAT}
@@ -263,6 +265,8 @@ def decode(kind: Any, value: Any, place: str) -> Any:
         _expect(isinstance(value, int) and not isinstance(value, bool), place, "a whole number", value)
         _expect(abs(value) < 1 << 63, place, "a whole number of at most 63 bits", value)
         return value
+    if kind is bool and value in (0.0, 1.0):  # a share in older files
+        return bool(value)
     _expect(isinstance(value, kind), place, f"a {kind.__name__}", value)
     return value
 
@@ -281,7 +285,8 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     hints = typing.get_type_hints(kind)
     fields = {_find_json_name(f): f for f in _list_stored_fields(kind)}
     renamed: dict[str, str] = getattr(kind, "RENAMED", {})
-    value = {renamed.get(name, name): item for name, item in value.items()}
+    dropped: frozenset[str] = getattr(kind, "DROPPED", frozenset())
+    value = {renamed.get(name, name): item for name, item in value.items() if name not in dropped}
     unknown = sorted(set(value) - set(fields))
     if unknown:
         raise ArtifactError(f"{place} has unknown fields {unknown}; it may have {sorted(fields)}")

@@ -120,8 +120,7 @@ def _check(plan: kit.Plan, forwards: int, delay: int) -> None:
         )
         if plan.activations:
             reason = (
-                f"activations={plan.activations!r}, but its backwards recompute, which leaves only inputs to offload, "
-                "and its stages have no worker that could keep files"
+                f"activations={plan.activations!r}, but its backwards recompute, which leaves only inputs to offload"
             )
         raise kit.ScheduleError(
             f"schedule 'roundpipe' was asked for with {reason}; leave that out, or choose another method"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from pipedream.core.plan.activations import HOST, share_of, window_bytes
+from pipedream.core.plan.activations import HOST, window_bytes
 from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
@@ -153,8 +153,8 @@ class _StageTrace:
         self.weights_bytes: int = planned.trained_bytes
         self.working_bytes = int(sizes.working_bytes)
         self.largest_bytes = int(sizes.largest_parameter_bytes)
-        moved_bytes = share_of(sizes.activation_bytes, planned.offload)
-        relief_bytes = sizes.relief_bytes - share_of(sizes.relief_bytes, planned.offload)
+        moved_bytes = sizes.activation_bytes * planned.offload
+        relief_bytes = sizes.relief_bytes * (not planned.offload)
         self.deferred_bytes = int(DEFERRED_SHARE * sizes.activation_bytes - moved_bytes)
         self.waiting_bytes = int((sizes.input_bytes if planned.recompute else sizes.activation_bytes) - moved_bytes)
         here_bytes = sizes.activation_bytes - moved_bytes + window_bytes(moved_bytes)

@@ -36,7 +36,7 @@ from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
-from pipedream.runtime.stage.offload_place import check_place
+from pipedream.runtime.stage.offload import check_activations
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.restarts import Survivors, find_survivors
 from pipedream.training.run_folder import ResumePoint, find_resume_point
@@ -240,7 +240,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     if plan is None:
         kept = recipe if saved is None else saved
         activations = (kept.activations if options.activations is None else options.activations) or NONE
-        check_place(activations, process.device, saved if options.activations is None else None)
+        check_activations(activations, process.device, saved if options.activations is None else None)
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(options.single_mesh)} - {""})
         if options.mesh == AUTO:
             meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}"
@@ -305,7 +305,7 @@ def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob
 def _choose_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
     """Returns the plan with the activations that the run or the recipe asks for."""
     if job.options.recompute:
-        stages = tuple(replace(stage, recompute=True, offload=0.0) for stage in plan.stages)
+        stages = tuple(replace(stage, recompute=True, offload=False) for stage in plan.stages)
         return replace(plan, stages=stages, activations="")
     activations = job.options.activations
     if activations is None and job.resumed is None and not plan.activations:

@@ -155,7 +155,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
     rows, differences = [], []
     for s, (stage, span) in enumerate(zip(plan.stages, pairwise(indices), strict=True)):
         row = space.stage(*span, stage.replicas, stage.recompute)
-        row = offload_stage(space, row, *span, stage.offload, plan.activations)
+        row = offload_stage(space, row, *span, offload=stage.offload)
         differences += [f"stage {s}, {line}" for line in _list_differences(stage, row)]
         rows.append(row)
     tied = space.tied_weights(list(pairwise(indices)))

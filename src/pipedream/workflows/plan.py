@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
-from pipedream.core.plan.activations import DISK, HOST, Activations
+from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.host_memory import add_snapshots
 from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.messages import Messages
@@ -177,8 +176,8 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
     source = _read_profile(profile)
     on_gpus = source.runtime.overlap_device or any(layer.forward_launch_s for layer in source.layers)
     offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.optimizer_state != HOST else {}
-    if not request.activations and request.recompute != "always":
-        offloads = {"activations": HOST if on_gpus else f"{DISK}:FOLDER"} | offloads
+    if on_gpus and not request.activations and request.recompute != "always":
+        offloads = {"activations": HOST} | offloads
     single_offloads = [{name: place} for name, place in offloads.items()]
     offloaded = [plan for changes in single_offloads if (plan := find_plan(**changes))]
     if not offloaded and len(single_offloads) > 1 and (plan := find_plan(**offloads)):
@@ -241,8 +240,7 @@ def _find_fitting(
     """Returns a plan for a request with other options, and with sequences of another length; None if nothing fits."""
     cluster = request.workers_and_links
     if "activations" in changes:
-        place = changes["activations"]
-        cluster = _add_activations(cluster, HOST, "") if place == HOST else replace(cluster, activations=place)
+        cluster = _add_activations(cluster, changes["activations"])
     if "snapshot_every" in changes:
         cluster = replace(cluster, snapshots="")
     if "optimizer_state" in changes:
@@ -260,12 +258,8 @@ def _find_fitting(
 def _describe_offloads(plan: Plan) -> str:
     words, in_memory = [], "in the memory of the machine"
     if plan.activations:
-        sizes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
-        place = in_memory if plan.activations == HOST else "on disk"
-        is_timed = plan.activations == HOST or plan.cluster.disk_bytes_per_s
-        limit = "" if is_timed else "; if copies there lengthen passes by at most 5%"
-        sizes_text = f"{', '.join(sizes)} for the stages{limit}"
-        words.append(f"activations {place} (--activations {plan.activations}; {sizes_text})")
+        sizes = ", ".join(format_bytes(stage.memory.moved_bytes) for stage in plan.stages)
+        words.append(f"activations {in_memory} (--activations host; {sizes} for the stages)")
     if plan.optimizer_state == HOST:
         words.append(f"optimizers {in_memory} (--optimizer-state host)")
     return " and ".join(words)
@@ -329,7 +323,7 @@ def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tup
         )
     messages, sums = Messages.read(request.messages, 8 * source.value_bytes), SumMethod.read(request.sums)
     if request.activations:
-        cluster = _add_activations(cluster, request.activations, source.device)
+        cluster = _add_activations(cluster, request.activations)
     if messages:
         profile = replace(source, runtime=messages.add_costs(source.runtime))
         cluster = messages.on(cluster)
@@ -355,37 +349,10 @@ def _host_optimizers(cluster: Cluster) -> Cluster:
     return replace(cluster, hosts_optimizers=True, host_bytes_per_s=rate)
 
 
-def _add_activations(cluster: Cluster, text: str, device: str) -> Cluster:
-    """Returns the cluster with a place for activations, and its rate and cost if they are unknown.
-
-    The disks of the ranks that plan are measured; copies from GPUs to their machine's memory are at a datasheet's rate.
-    """
-    folder = Activations.read(text).folder
-    if text == HOST:
-        cluster = replace(cluster, host_bytes_per_s=cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices))
-    if folder is not None and cluster.disk_bytes_per_s is None:
-        rate, core_s_per_byte = _measure_disks(folder, device)
-        cluster = replace(cluster, disk_bytes_per_s=rate, disk_s_per_byte=core_s_per_byte)
-    return replace(cluster, activations=text)
-
-
-def _measure_disks(folder: str, device: str) -> tuple[float | None, float]:
-    """Returns the least rate and the highest cost of the workers that plan; no rate if none can write to the folder.
-
-    They measure at once.
-
-    All must make the same plan, so every rank calls it.
-    """
-    from pipedream.runtime.comm import process_group  # loads torch
-    from pipedream.runtime.stage.offload import measure_core_time
-    from pipedream.runtime.stage.offload_place import measure_disk
-
-    process_group.join_group("cuda" if device.startswith("cuda") else "cpu")
-    can_write, on_cpu = os.access(folder, os.W_OK | os.X_OK), device.startswith("cpu")
-    rate = measure_disk(folder) if can_write else None
-    core_s_per_byte = measure_core_time(folder) if can_write and on_cpu else 0.0
-    rows = process_group.gather_json((rate, core_s_per_byte), process_group.world_group())
-    return min((rate for rate, _ in rows if rate is not None), default=None), max(cost for _, cost in rows)
+def _add_activations(cluster: Cluster, where: str) -> Cluster:
+    """Returns the cluster with a place for activations, and the rate of copies there, else a datasheet's."""
+    rate = cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices)
+    return replace(cluster, activations=where, host_bytes_per_s=rate)
 
 
 def _read_profile(profile: Profile | GraphText) -> Profile:

@@ -38,8 +38,6 @@ from pipedream.runtime.calibration import calibrate, measure_encodings
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.connections import has_nccl, make_link_group, name_card
 from pipedream.runtime.failure.launch import set_threads
-from pipedream.runtime.stage.offload import measure_core_time
-from pipedream.runtime.stage.offload_place import measure_disk
 from pipedream.verifier import verify
 
 Step = tuple[str, int, tuple[int, ...]]
@@ -52,7 +50,7 @@ _MAX_PEERS = 3
 _INSTANT_BYTES_PER_S = 1e30
 
 
-def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = None) -> Survey:
+def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     """Measures links, all-reduces, speed and memory of all workers. Every rank calls it and gets the same answer.
 
     Nothing else should use the cluster meanwhile.
@@ -60,7 +58,6 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
     Args:
         device: 'cpu' (gloo) or 'cuda' (NCCL).
         most_s: approximate limit. What every level needs is measured first, the rest as time allows.
-        folder: for offloaded activations, on each machine; its disk is measured.
 
     Raises:
         PlanError: there is a single process, or the ranks of a machine are not consecutive.
@@ -82,8 +79,6 @@ def probe(*, device: str = "cpu", most_s: float = 10.0, folder: str | None = Non
         name_device(torch_device),
         work_s(torch_device, most_s / 30),
         available_bytes(torch_device, Counter(memory for _, memory in names)[names[rank][1]]),
-        None if folder is None else measure_disk(folder),
-        0.0 if folder is None or torch_device.type != "cpu" else measure_core_time(folder),
         host_bytes_per_s(torch_device),
     )
     needed, further = choose_steps(machines_of([name for name, _ in names]))

@@ -220,7 +220,7 @@ def test_activations_moved_later_count_elsewhere() -> None:
     planned = pd.plan(
         Profile.of_chain(layers, batch=16), Cluster.flat(2), schedule="1f1b", microbatches=4, shape="straight"
     )
-    moved = follow_moves(move_activations(planned, "disk:/none"), planned, (Phase("1f1b", microbatches=4),))
+    moved = follow_moves(move_activations(planned, "host"), planned, (Phase("1f1b", microbatches=4),))
     for before, stage in zip(planned.stages, moved.stages, strict=True):
         assert stage.memory.moved_bytes > 0
         # A quarter of a microbatch's is in memory.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pipedream.core.artifact import NOT_STORED, Artifact
 from pipedream.core.errors import PlanError
@@ -121,10 +121,8 @@ class Cluster(Artifact):
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.SumLink`).
         host_bytes: memory of each machine beside its GPUs; None if unknown.
         sum_costs: costs of sums over replicas.
-        disk_bytes_per_s: rate at which each worker reads and writes its disk while all workers of the machine do; None
-            if unknown.
-        disk_s_per_byte: seconds of a CPU worker's core for each byte that its passes move to the disk or back.
-        host_bytes_per_s: as `disk_bytes_per_s`, between a GPU and the memory of its machine.
+        host_bytes_per_s: rate of copies between a GPU and the memory of its machine while all workers of the machine
+            copy; None if unknown.
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
         activations: where to offload activations (`Plan.activations`).
         hosts_optimizers: optimizers are in the memory of the machines.
@@ -135,14 +133,14 @@ class Cluster(Artifact):
         ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
     """
 
+    DROPPED: ClassVar[frozenset[str]] = frozenset({"disk_bytes_per_s", "disk_s_per_byte"})
+
     levels: tuple[Level, ...]
     memory_bytes: int | None = None
     device: str = "cpu"
     kinds: tuple[Workers, ...] = ()
     sums: str = "ring"
     host_bytes: int | None = None
-    disk_bytes_per_s: float | None = None
-    disk_s_per_byte: float = 0.0
     host_bytes_per_s: float | None = None
     snapshots: str = ""
     sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
@@ -155,11 +153,8 @@ class Cluster(Artifact):
             raise ValueError("a cluster has at least one level, found none")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ValueError(f"memory must be positive, found {self.memory_bytes}")
-        rates = (self.disk_bytes_per_s, self.host_bytes_per_s)
-        if any(rate is not None and not rate > 0 for rate in rates):
-            raise ValueError(f"the rates of disk and host must be positive, found {rates}")
-        if not self.disk_s_per_byte >= 0:
-            raise ValueError(f"seconds of a core for each byte cannot be negative, found {self.disk_s_per_byte}")
+        if self.host_bytes_per_s is not None and not self.host_bytes_per_s > 0:
+            raise ValueError(f"the rate of copies to the host must be positive, found {self.host_bytes_per_s}")
         if self.sums not in ("ring", "tree"):
             raise ValueError(f"sums go by ring or tree, found {self.sums!r}")
         if self.snapshots not in ("", "own", "next"):
@@ -405,6 +400,5 @@ class Cluster(Artifact):
             f"{format_seconds(level.latency_s)}"
             for level in self.levels
         )
-        disk = f"; disk {format_rate(self.disk_bytes_per_s)}" if self.disk_bytes_per_s else ""
         host = f"; memory of the host {format_rate(self.host_bytes_per_s)}" if self.host_bytes_per_s else ""
-        return f"Cluster of {workers}; levels: {links}{disk}{host}"
+        return f"Cluster of {workers}; levels: {links}{host}"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
+from typing import ClassVar
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.display import align
@@ -27,14 +28,14 @@ _HALF_DUPLEX_SHARE = 0.7
 
 @dataclass(frozen=True)
 class MeasuredWorker:
-    """One worker; `work_s` is for the same work everywhere. Rates are None without a folder or a GPU."""
+    """One worker; `work_s` is for the same work everywhere. The rate is None without a GPU."""
+
+    DROPPED: ClassVar[frozenset[str]] = frozenset({"disk_bytes_per_s", "disk_s_per_byte"})
 
     machine: str
     device: str
     work_s: float
     memory_bytes: int
-    disk_bytes_per_s: float | None = None
-    disk_s_per_byte: float = 0.0
     host_bytes_per_s: float | None = None
 
 
@@ -113,18 +114,13 @@ class Survey(Artifact):
         first = kinds[0]
         are_identical = len(kinds) == 1
 
-        def find_least(rates: Sequence[float | None]) -> float | None:
-            measured = [rate for rate in rates if rate is not None]
-            return min(measured) if len(measured) == len(rates) else None
-
+        rates = [worker.host_bytes_per_s for worker in self.workers if worker.host_bytes_per_s is not None]
         return Cluster(
             levels,
             first.memory_bytes if are_identical else None,
             first.device,
             () if are_identical else kinds,
-            disk_bytes_per_s=find_least([worker.disk_bytes_per_s for worker in self.workers]),
-            disk_s_per_byte=max(worker.disk_s_per_byte for worker in self.workers),
-            host_bytes_per_s=find_least([worker.host_bytes_per_s for worker in self.workers]),
+            host_bytes_per_s=min(rates) if len(rates) == len(self.workers) else None,
         )
 
     def _derive_level(self, number: int, width: int, sizes: tuple[int, ...] = ()) -> Level:

@@ -98,7 +98,7 @@ def count_snapshot_bytes(plan: Plan) -> list[list[int]]:
 
 
 SNAPSHOTS = "snapshots were to be kept in", "use more machines, an optimizer with less state, or no snapshots"
-OFFLOADED = "activations were to be offloaded to", "offload to disk:FOLDER, or use more microbatches"
+OFFLOADED = "activations were to be offloaded to", "use more microbatches, or recompute"
 
 
 def check_room(kind: tuple[str, str], need_bytes: int, free_bytes: int) -> int:

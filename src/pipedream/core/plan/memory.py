@@ -30,7 +30,7 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.activations import HOST, share_of, window_bytes
+from pipedream.core.plan.activations import HOST, window_bytes
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
 DEVICE = "device"
@@ -151,7 +151,7 @@ def moments(
     matrix_bytes: tuple[Numbers, Numbers] = (0, 0),
     deferred: int = 0,
     on_host: bool = False,
-    offload: float = 0.0,
+    offload: bool = False,
     hosted: bool = False,
     on_gpus: bool = False,
     overlaps: bool = False,
@@ -165,11 +165,11 @@ def moments(
         matrix_bytes: further bytes that they keep, such as bases, and that they need in an update before the step.
         deferred: microbatches that wait for their weight gradients.
         on_host: weights are in the memory of the machine, and the worker is a GPU.
-        offload: share of the activations that is offloaded, except for two windows.
+        offload: the activations are offloaded, except for two windows.
         hosted: the optimizer steps copies of the weights in the memory of the machine; without a GPU, the worker's own.
         overlaps: a thread makes each update during the passes of the next minibatch.
     """
-    trained, moved = sizes.trained_bytes, share_of(sizes.activation_bytes, offload)
+    trained, moved = sizes.trained_bytes, sizes.activation_bytes * offload
     waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved
     running = sizes.activation_bytes - moved + window_bytes(moved)  # of the microbatch whose pass runs
     unread = message_bytes(sizes, in_flight, recompute, peers)
@@ -188,7 +188,7 @@ def moments(
         if deferred:
             later = min(deferred, count)
             deferred_bytes = DEFERRED_SHARE * sizes.activation_bytes - moved
-            return (count - later) * waiting + later * deferred_bytes + (running - waiting) * (offload > 0)
+            return (count - later) * waiting + later * deferred_bytes + (running - waiting) * offload
         return (count - 1) * waiting + running if count else 0 * running
 
     step_bytes = sizes.update_working_bytes + trained * (kept_tensors + matrix_bytes[0] > 0)
@@ -196,7 +196,7 @@ def moments(
     is_overlapped = overlaps and not (peers is not None and peers.sums)  # replicas agree on an update first
     overlapped = is_overlapped * trained  # gradients of the update that a thread makes
     working = sizes.working_bytes + bucket_bytes(sizes, peers) + is_overlapped * step_bytes
-    relief = 0 if deferred else sizes.relief_bytes - share_of(sizes.relief_bytes, offload)
+    relief = 0 if deferred or offload else sizes.relief_bytes
     late = np.minimum(relief, trained)  # gradients still to come at the peak
     peaks = [build(overlapped + trained - late, sum_activations(in_flight), working - (relief - late))]
     # Passes while other microbatches have sums; a flush ends before there are new ones.

@@ -17,7 +17,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
-from pipedream.core.plan.activations import HOST, Activations
+from pipedream.core.plan.activations import HOST, read_activations
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.memory import DEVICE, read_optimizer_state
 from pipedream.core.plan.mesh import Mesh, meshes_of
@@ -52,7 +52,7 @@ class Plan(Tabular, Artifact):
         runtime: seconds that the runtime adds to the stages' seconds.
         sums: how the replicas of a stage agree, see `SumMethod`.
         messages: how messages between workers are encoded.
-        activations: where the share `Stage.offload` is kept: 'host' or 'disk:FOLDER' (`core.plan.activations`).
+        activations: 'host' if the stages with `Stage.offload` keep theirs in the memory of the machine.
         optimizer_state: 'device', or 'host' for optimizers and their state in the memory of the machine.
 
     Raises:
@@ -86,6 +86,7 @@ class Plan(Tabular, Artifact):
 
     def __post_init__(self) -> None:
         read_optimizer_state(self.optimizer_state)
+        object.__setattr__(self, "activations", read_activations(self.activations))
         object.__setattr__(self, "sums", str(SumMethod.read(self.sums).check_replicas(self.replicas)))
         if not self.stages:
             raise ValueError("a plan needs at least one stage, found none")
@@ -332,17 +333,14 @@ class Plan(Tabular, Artifact):
 
 
 def move_activations(plan: Plan, place: str) -> Plan:
-    """Returns a plan that offloads to another place: the planned share, or all if none was planned.
-
-    Args:
-        place: 'host' or 'disk:FOLDER'; 'none' or '' leaves them on the device.
+    """Returns a plan that offloads to another place: the planned stages' activations, or all if none was planned.
 
     Raises:
-        PlanError: another place.
+        PlanError: the place is neither 'host' nor 'none'.
     """
-    place, stages = str(Activations.read(place)), plan.stages
+    place, stages = read_activations(place), plan.stages
     if not place or not any(stage.offload for stage in stages):
-        stages = tuple(replace(stage, offload=float(bool(place) and not stage.recompute)) for stage in stages)
+        stages = tuple(replace(stage, offload=bool(place) and not stage.recompute) for stage in stages)
     return replace(plan, stages=stages, activations=place)
 
 
@@ -429,10 +427,9 @@ def _describe_exchange(plan: Plan) -> list[str]:
 
 
 def describe_offloads(plan: Plan) -> str:
-    """Says which activations a plan offloads, and where."""
-    sizes = [f"{stage.offload:.0%}" for stage in plan.stages]
-    moved_bytes = [format_bytes(stage.memory.moved_bytes) for stage in plan.stages]
-    return f"activations: {', '.join(sizes)} of the stages' offloaded to {plan.activations}, {', '.join(moved_bytes)}"
+    """Says which stages' activations a plan offloads."""
+    sizes = [f"stage {s} {format_bytes(row.memory.moved_bytes)}" for s, row in enumerate(plan.stages) if row.offload]
+    return f"activations in the memory of the machine: {', '.join(sizes)}"
 
 
 def _describe_proof(plan: Plan, gap: float) -> str:

@@ -31,7 +31,7 @@ class Stage:
         forward_fixed_s, backward_fixed_s: the part that every microbatch takes, whatever its size.
         forward_launch_s, backward_launch_s: seconds that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
-        offload: share of its activations that is offloaded (`Plan.activations`).
+        offload: its activations wait elsewhere (`Plan.activations`).
         gathered_bytes: the part of `working_bytes` for sharded weights, for any number of samples.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the peak by kinds of bytes.
@@ -54,7 +54,7 @@ class Stage:
     peak_bytes: int = 0
     names: tuple[str, ...] = ()
     recompute: bool = False
-    offload: float = 0.0
+    offload: bool = False
     working_bytes: int = 0
     relief_bytes: int = 0
     largest_parameter_bytes: int = 0
@@ -77,11 +77,8 @@ class Stage:
             raise ValueError(f"a stage needs layers first < last, found {self.first} and {self.last}")
         if not 1 <= self.replicas <= MAX_WORKERS:
             raise ValueError(f"a stage needs between 1 and {MAX_WORKERS} workers, found {self.replicas}")
-        if not 0 <= self.offload <= (not self.recompute):
-            raise ValueError(
-                f"a stage offloads a share from 0 to 1 of its activations, and none if it recomputes, found "
-                f"{self.offload}"
-            )
+        if self.offload and self.recompute:
+            raise ValueError("a stage that recomputes has no activations to offload, found both")
         sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes", "trained_bytes")
         passes = ("forward_s", "backward_s", "forward_fixed_s", "backward_fixed_s")
         for name in (*passes, "forward_launch_s", "backward_launch_s", "update_s", "copy_s", *sizes):

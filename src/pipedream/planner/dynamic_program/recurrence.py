@@ -34,7 +34,7 @@ from pipedream.core.plan.memory import StageSizes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Tables
-from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes, describe_moves
+from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes, describe_copies
 from pipedream.planner.workers import WorkerLine
 
 RECOMPUTE = {"never": (False,), "auto": (False, True), "always": (True,)}
@@ -172,7 +172,7 @@ class DynamicProgram:
                 memory = self._sites[state].memory_bytes or 0
                 span = int(self._places[place]), int(self._places[end])
                 first, last = (self.space.downsets[at].bit_count() for at in span)
-                moves = describe_moves(self.space, *span, recompute=self.recompute != "never")
+                moves = describe_copies(self.space, *span, recompute=self.recompute != "never")
                 return Shortage(int(most) + memory, memory, first, last, moves)
             place, choices = end, self._list_followers(state)
 

@@ -15,7 +15,6 @@ from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
-from pipedream.core.plan.activations import HOST
 from pipedream.core.plan.cost import Site
 from pipedream.core.plan.host_memory import OWN_COPIES, add_snapshots
 from pipedream.core.plan.memory import (
@@ -33,16 +32,13 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
-from pipedream.core.units import format_bytes, format_rate, format_seconds
-from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Place, Seconds, Tables
+from pipedream.core.units import format_bytes, format_rate
+from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, Tables
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
 from pipedream.planner.tables.place_sums import PlaceSums
 
 MAX_SLOWDOWN = 1.05
 """Of the passes of a stage whose activations are copied meanwhile."""
-
-_SHARES = tuple(eighths / 8 for eighths in range(1, 9))
-"""Of its activations that a stage may move."""
 
 _Space = TypeVar("_Space", bound="SearchSpace")
 
@@ -208,10 +204,9 @@ class SearchSpace(PlaceSums):
         how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
         sizes = sizes or self.sizes(first, last)
         need: Bytes = stage_bytes(sizes, peers=peers, **how)
-        largest = find_largest_share(self, first, last, recompute)
-        for share in (share for share in _SHARES if (largest == share).any()):
-            moved: Bytes = stage_bytes(sizes, peers=peers, offload=share, **how)
-            need = np.where(largest == share, np.minimum(need, moved), need)
+        offloads = may_offload(self, first, last, recompute)
+        if offloads.any():
+            need = np.where(offloads, np.minimum(need, stage_bytes(sizes, peers=peers, offload=True, **how)), need)
         if self.cluster.snapshots and not how["on_gpus"]:
             return need + cast(Bytes, OWN_COPIES * (sizes.parameter_bytes + sizes.optimizer_bytes))
         return need
@@ -225,7 +220,7 @@ class SearchSpace(PlaceSums):
         update_delay: int = 0,
         recompute: bool = False,
         replicas: int = 1,
-        offload: float = 0.0,
+        offload: bool = False,
     ) -> StageMemory:
         """Returns the memory of one replica."""
         how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
@@ -336,8 +331,8 @@ class SearchSpace(PlaceSums):
         return tuple(weights)
 
     def with_bytes(self, plan: Plan) -> Plan:
-        """Returns the plan with its peak bytes and the seconds of its weight copies; see `fit_by_moving`."""
-        return fit_by_moving(self, plan) if self.cluster.activations else count_bytes(self, plan)
+        """Returns the plan with its peak bytes and the seconds of its weight copies; see `fit_by_offloading`."""
+        return fit_by_offloading(self, plan) if self.cluster.activations else count_bytes(self, plan)
 
     def of_stages(self, plan: Plan) -> Sequence[SearchSpace]:
         """Returns the space that knows each stage's costs: this one, unless stages have meshes."""
@@ -383,68 +378,51 @@ def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
     return add_snapshots(replace(plan, stages=tuple(stages)))
 
 
-def fit_by_moving(space: SearchSpace, plan: Plan) -> Plan:
-    """Returns a plan with its peak bytes, whose stages move the fewest eighths of their activations with which it fits.
+def fit_by_offloading(space: SearchSpace, plan: Plan) -> Plan:
+    """Returns a plan with its peak bytes, whose stages offload their activations only where it does not fit otherwise.
 
-    No stage moves more than `find_largest_share`, so it may not fit. Where workers have several stages, all move
-    equally many.
+    A stage whose copies would lengthen its passes never does (`may_offload`), so the plan may not fit. Where workers
+    have several stages, all that may do.
     """
-    eighths, place = [0] * len(plan.stages), space.cluster.activations
-    ends = space.ends(plan)
-    largest = [
-        find_largest_share(subspace, *span, stage.recompute)
-        for subspace, span, stage in zip(space.of_stages(plan), ends, plan.stages, strict=True)
-    ]
+    ends, where = space.ends(plan), space.cluster.activations
+    rows = zip(space.of_stages(plan), ends, plan.stages, strict=True)
+    allowed = [bool(may_offload(subspace, *span, stage.recompute)) for subspace, span, stage in rows]
+    offloads = [False] * len(plan.stages)
     while True:
-        rows = zip(space.of_stages(plan), ends, plan.stages, eighths, strict=True)
-        stages = [offload_stage(subspace, stage, *span, count / 8, place) for subspace, span, stage, count in rows]
-        plan = count_bytes(space, replace(plan, stages=tuple(stages), activations=place if any(eighths) else ""))
-        if plan.first_stage_over_memory is None:
-            return plan
+        rows = zip(space.of_stages(plan), ends, plan.stages, strict=True)
+        stages = [
+            offload_stage(subspace, stage, *span, offload=offload)
+            for (subspace, span, stage), offload in zip(rows, offloads, strict=True)
+        ]
+        plan = count_bytes(space, replace(plan, stages=tuple(stages), activations=where if any(offloads) else ""))
         limits = [site.memory_bytes for site in plan.costs.sites]
         more = [
-            s
+            allowed[s] and not offloads[s] and limit is not None and (plan.is_shared or stage.peak_bytes > limit)
             for s, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
-            if eighths[s] < 8 * largest[s] and limit and (plan.is_shared or stage.peak_bytes > limit)
         ]
-        if not more:
+        if plan.first_stage_over_memory is None or not any(more):
             return plan
-        for s in more:
-            eighths[s] += 1
+        offloads = [old or new for old, new in zip(offloads, more, strict=True)]
 
 
-def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, share: float, place: str) -> Stage:
-    """Returns a stage that moves a share of its activations."""
+def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, *, offload: bool) -> Stage:
+    """Returns a stage that offloads its activations or keeps them; its passes last at least as long as the copies."""
     costs = space.stage(first, last)
-    passes_s = costs.forward_s, costs.backward_s
-    forward_s, backward_s = _lengthen(passes_s, share * costs.activation_bytes, space.cluster, place)
-    return replace(stage, offload=share, forward_s=float(forward_s), backward_s=float(backward_s))
+    copy_s = offload * costs.activation_bytes / (space.cluster.host_bytes_per_s or math.inf)
+    forward_s, backward_s = max(costs.forward_s, copy_s), max(costs.backward_s, copy_s)
+    return replace(stage, offload=offload, forward_s=forward_s, backward_s=backward_s)
 
 
-def find_largest_share(space: SearchSpace, first: Place, last: Place, recompute: bool = False) -> FloatArray:
-    """Returns the largest share of its activations that a stage may move: its passes take hardly longer."""
-    cluster, place = space.cluster, space.cluster.activations
-    may_move = bool(place) and not recompute
-    if not may_move or _find_move_rate(cluster, place) is None:
-        return np.asarray(float(may_move))
-    passes_s, whole_bytes = space.passes_s(first, last), space.peaks.activation_bytes(first, last)
-    limit_s = MAX_SLOWDOWN * (passes_s[0] + passes_s[1])
-    longer_s = (_lengthen(passes_s, share * whole_bytes, cluster, place) for share in _SHARES)
-    return np.asarray(sum(forward_s + backward_s <= limit_s for forward_s, backward_s in longer_s) / len(_SHARES))
-
-
-def _lengthen(
-    passes_s: tuple[Seconds, Seconds], moved_bytes: float | FloatArray, cluster: Cluster, place: str
-) -> tuple[Seconds, Seconds]:
-    """Returns the seconds of passes that take a core for the bytes that move, and last at least as long as the copy."""
-    core_s = 0.0 if place == HOST else moved_bytes * cluster.disk_s_per_byte
-    copy_s = moved_bytes / (_find_move_rate(cluster, place) or math.inf)
-    forward_s, backward_s = (np.maximum(pass_s + core_s, copy_s) for pass_s in passes_s)
-    return forward_s, backward_s
-
-
-def _find_move_rate(cluster: Cluster, place: str) -> float | None:
-    return cluster.host_bytes_per_s if place == HOST else cluster.disk_bytes_per_s
+def may_offload(space: SearchSpace, first: Place, last: Place, recompute: bool = False) -> BoolArray:
+    """Returns whether stages may offload their activations: their passes then take hardly longer."""
+    cluster = space.cluster
+    may_at_all = bool(cluster.activations) and not recompute
+    if not may_at_all or cluster.host_bytes_per_s is None:
+        return np.asarray(may_at_all)
+    forward_s, backward_s = space.passes_s(first, last)
+    copy_s = space.peaks.activation_bytes(first, last) / cluster.host_bytes_per_s
+    longer_s = np.maximum(forward_s, copy_s) + np.maximum(backward_s, copy_s)
+    return np.asarray(longer_s <= MAX_SLOWDOWN * (forward_s + backward_s))
 
 
 def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
@@ -469,7 +447,7 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     deep = space.with_bytes(plan.with_depth(in_flight))
     if (s := deep.first_stage_over_memory) is not None:
         stage, admitted, limit = deep.stages[s], deep.in_flight[s], deep.costs.sites[s].memory_bytes or 0
-        moves = describe_moves(space.of_stages(deep)[s], *space.ends(deep)[s], stage.recompute)
+        moves = describe_copies(space.of_stages(deep)[s], *space.ends(deep)[s], stage.recompute)
         less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
         raise ShortageError(
             f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
@@ -481,16 +459,12 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     return deep
 
 
-def describe_moves(space: SearchSpace, first: int, last: int, recompute: bool = False) -> str:
-    """Returns words for what a stage that does not fit moves, if it may move activations but not all."""
-    share, place = float(find_largest_share(space, first, last, recompute)), space.cluster.activations
-    rate = _find_move_rate(space.cluster, place)
-    if not place or rate is None or recompute or share == 1:
+def describe_copies(space: SearchSpace, first: int, last: int, recompute: bool = False) -> str:
+    """Returns words for a stage that does not fit, if it does not offload because its copies would take too long."""
+    rate = space.cluster.host_bytes_per_s
+    if not space.cluster.activations or rate is None or recompute or may_offload(space, first, last):
         return ""
-    longer = f"more would make its passes over {MAX_SLOWDOWN - 1:.0%} longer at {format_rate(rate)}"
-    if place != HOST and space.cluster.disk_s_per_byte:
-        longer += f" and {format_seconds(1e6 * space.cluster.disk_s_per_byte)} of a core per MB"
-    return f" with {share:.0%} of its activations in {place} ({longer})"
+    return f" (offloading would make its passes over {MAX_SLOWDOWN - 1:.0%} longer at {format_rate(rate)})"
 
 
 def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int, beside_bytes: int) -> int:
@@ -498,12 +472,12 @@ def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int, beside_bytes: i
     recompute, limit = plan.stages[s].recompute, plan.costs.sites[s].memory_bytes
     ends, admitted, count = space.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
     subspace = space.of_stages(plan)[s]
-    shares = 0.0, float(find_largest_share(subspace, *ends, recompute))
+    offloads = {False, bool(may_offload(subspace, *ends, recompute))}
     peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in space.occupancy_rule.of_plan(plan)])[s]
     while limit is not None and admitted > 1:
         occupancy = space.stage_occupancy(admitted, plan.update_delay[s], count)
         how = *ends, occupancy, peers, plan.update_delay[s], recompute, count
-        if min(subspace.memory(*how, share).total_bytes for share in shares) + beside_bytes <= limit:
+        if min(subspace.memory(*how, offload).total_bytes for offload in offloads) + beside_bytes <= limit:
             break
         admitted -= 1
     return admitted

@@ -57,7 +57,7 @@ from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
-from pipedream.runtime.stage.offload_place import check_offloads
+from pipedream.runtime.stage.offload import check_activations
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.parallelized import parallelize_layers
@@ -175,10 +175,8 @@ def _build_local_workers(
 
 
 def _check_activations(local: LocalWorkers) -> None:
-    if plans := [program.plan for program in local.blueprint.programs if program.plan.activations]:
-        stages = _list_stages_here(local, [stage for stage, _ in local.stage_states])
-        for plan in plans:
-            check_offloads(plan, local.blueprint.device, stages)
+    for program in local.blueprint.programs:
+        check_activations(program.plan.activations, local.blueprint.device, program.plan)
 
 
 def _build_all(local: LocalWorkers, weights: Weights) -> None:

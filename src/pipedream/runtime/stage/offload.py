@@ -1,32 +1,30 @@
-"""Offloads what a forward saves for its backward to disk or to the memory of the host.
+"""Offloads what a forward saves for its backward to the memory of a GPU's host.
 
 Hooks see each tensor that autograd saves. Those of at least `_MIN_BYTES` that nothing else keeps (no weight, buffer or
-input of the model) are written while the forward continues, and read back before their backwards, in the order of the
+input of the model) are copied while the forward continues, and copied back before their backwards, in the order of the
 program (`runtime.stage.block_mover`). A storage moves once, however many tensors are views of it. The oldest of a
 forward move first, because they are needed last.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from statistics import median
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.activations import WINDOW_SHARE, Activations
+from pipedream.core.plan.activations import WINDOW_SHARE, read_activations
+from pipedream.core.plan.plan import Plan, describe_offloads
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.stage.block_mover import Block, BlockFile, BlockMover
+from pipedream.runtime.stage.block_mover import Block, BlockMover
 from pipedream.sharding.outside_func import HooksOutsideFunc
 
 _MIN_BYTES = 1 << 16
-_MEASURED_LAYERS, _MEASURED_ROUNDS = 8, 15
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
@@ -112,18 +110,15 @@ class Offload:
         self._rank = rank
         self._device = device
         self._mover: BlockMover | None = None
-        self._shares: tuple[float, ...] = ()
+        self._stages: frozenset[int] = frozenset()
         self._blocks: dict[tuple[int, int], list[Block]] = {}
-        self._files: list[BlockFile] = []
-        self._free_files: list[BlockFile] = []
-        self._movable_bytes: dict[int, int] = {}  # stage -> of its last forward
         self._windows: dict[int, int] = {}
         self.moved_bytes = 0
 
     def switch_to(self, program: Program) -> None:
         self._program = program
-        self._place = Activations.read(program.plan.activations)
-        self._shares = tuple(stage.offload if self._place else 0.0 for stage in program.plan.stages)
+        rows = enumerate(program.plan.stages if program.plan.activations else ())
+        self._stages = frozenset(s for s, stage in rows if stage.offload)
         self.begin()
 
     def begin(self) -> None:
@@ -131,8 +126,8 @@ class Offload:
         with self._mover.lock if self._mover is not None else nullcontext():
             self._order = self._list_passes()
             self._upcoming: deque[_Pass] = deque()
-            self._position = 0  # in `_upcoming`, of the first pass whose blocks are not in `_to_read`
-            self._to_read: list[Block] = []
+            self._position = 0  # in `_upcoming`, of the first pass whose blocks are not in `_to_load`
+            self._to_load: list[Block] = []
 
     def _list_passes(self) -> Iterator[_Pass]:
         for instruction in self._program.stream(self._rank):
@@ -140,7 +135,7 @@ class Offload:
                 yield _Pass(instruction.kind, instruction.stage, instruction.index)
 
     def moves(self, stage: int) -> bool:
-        return bool(self._shares) and self._shares[stage] > 0
+        return stage in self._stages
 
     @contextmanager
     def packing(self, stage: int, index: int, resident: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
@@ -152,36 +147,21 @@ class Offload:
         if not self.moves(stage):
             yield
             return
-        mover = self._mover = self._mover or BlockMover(self._place.folder, self._device, self._choose_to_read)
-        share, movable_bytes = self._shares[stage], self._movable_bytes.get(stage)
+        mover = self._mover = self._mover or BlockMover(self._device, self._choose_to_load)
         forward = _Forward(
             mover,
             {tensor.untyped_storage()._cdata for tensor in resident() if tensor.layout is torch.strided},
-            self._take_file(mover),
             self._device,
-            None if share == 1 or movable_bytes is None else int(share * movable_bytes),
             self._windows.get(stage, 0),
         )
         with HooksOutsideFunc(forward.pack, unpack):
             yield
-        self._movable_bytes[stage], self._windows[stage] = forward.movable_bytes, forward.window_bytes
+        self._windows[stage] = forward.window_bytes
         self.moved_bytes += forward.moved_bytes
         with mover.lock:
             mover.flush()
             self._blocks[stage, index] = forward.blocks
             mover.wake_threads()
-
-    def _take_file(self, mover: BlockMover) -> BlockFile:
-        if self._free_files:
-            file = self._free_files.pop()
-            file.used_bytes = 0
-            return file
-        try:
-            self._files.append(BlockFile(self._place.folder))
-        except OSError as error:
-            mover.fail(error)
-            mover.raise_failure()
-        return self._files[-1]
 
     def begin_backward(self, kind: Kind, stage: int, index: int) -> None:
         if not self.moves(stage) or self._mover is None:
@@ -191,7 +171,7 @@ class Offload:
             while (self._upcoming.popleft() if self._upcoming else next(self._order)) != running:
                 pass  # a drain leaves this one out
             self._position = 0
-            self._to_read = list(self._blocks.get((stage, index), ()))
+            self._to_load = list(self._blocks.get((stage, index), ()))
             self._mover.is_last_pass = kind is not Kind.INPUT_GRADIENT
             self._mover.wake_threads()
 
@@ -209,13 +189,11 @@ class Offload:
             for block in blocks:
                 self._mover.drop(block)
                 block.unpacks_left = 0
-            if blocks:
-                self._free_files.append(blocks[0].file)
 
-    def _choose_to_read(self) -> Block | None:
+    def _choose_to_load(self) -> Block | None:
         while True:
-            while self._to_read:
-                block = self._to_read.pop()
+            while self._to_load:
+                block = self._to_load.pop()
                 if block.unpacks_left and not block.needed:
                     return block
             if self._position == len(self._upcoming):
@@ -223,15 +201,13 @@ class Offload:
             next_pass = self._upcoming[self._position]
             if (next_pass.stage, next_pass.microbatch) not in self._blocks:  # its forward has not ended
                 return None
-            self._to_read = list(self._blocks[next_pass.stage, next_pass.microbatch])
+            self._to_load = list(self._blocks[next_pass.stage, next_pass.microbatch])
             self._position += 1
 
     def close(self) -> None:
-        """Ends the threads and frees the files."""
+        """Ends the threads."""
         if self._mover is not None:
             self._mover.close()
-        for file in self._files:
-            file.close()
         self._blocks.clear()
 
 
@@ -240,7 +216,6 @@ class _Forward:
 
     Args:
         resident_storages: addresses of storages that something else keeps.
-        limit_bytes: how much to move at most; None for everything.
         window_bytes: of the stage's previous forward.
     """
 
@@ -248,25 +223,21 @@ class _Forward:
         self,
         mover: BlockMover,
         resident_storages: set[int],
-        file: BlockFile,
         device: torch.device,
-        limit_bytes: int | None,
         window_bytes: int,
     ) -> None:
         self._mover = mover
         self._resident_storages = resident_storages
-        self._file = file
         self._device = device
-        self._limit_bytes = limit_bytes
         self._previous_window_bytes = window_bytes
         self._by_storage: dict[int, tuple[StorageWeakRef, Block]] = {}
         self._largest_bytes = 0
-        self.movable_bytes = self.moved_bytes = 0
+        self.moved_bytes = 0
         self.blocks: list[Block] = []
 
     @property
     def window_bytes(self) -> int:
-        """The most bytes that may be unwritten, and the most that may be read ahead."""
+        """The most bytes that may still be to copy, and the most that may be copied back ahead."""
         return max(int(WINDOW_SHARE * self.moved_bytes), self._largest_bytes)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
@@ -277,13 +248,9 @@ class _Forward:
         if size < _MIN_BYTES or (storage_id := storage._cdata) in self._resident_storages or not self._may_move(tensor):
             return SavedTensor(tensor)
         if storage_id not in self._by_storage:
-            self.movable_bytes += size
-            if self._limit_bytes is not None and self.moved_bytes + size // 2 > self._limit_bytes:
-                self._resident_storages.add(storage_id)
-                return SavedTensor(tensor)
             # The weak reference keeps another storage from getting the same address.
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._by_storage[storage_id] = reference, Block(storage, self._file)
+            self._by_storage[storage_id] = reference, Block(storage)
             self.blocks.append(self._by_storage[storage_id][1])
             self.moved_bytes += size
             self._largest_bytes = max(self._largest_bytes, size)
@@ -295,42 +262,16 @@ class _Forward:
         return tensor.device.type == self._device.type and not tensor.is_conj() and not tensor.is_neg()
 
 
-def measure_core_time(folder: str) -> float:
-    """Returns the seconds of a core for each byte that passes on a CPU move to a folder, and again back.
+def check_activations(text: str, device: torch.device, plan: Plan | None = None) -> None:
+    """Raises a `PlanError` if the workers cannot offload activations as an option or a plan says.
 
-    That is what a few layers need more with their activations there than in memory. The layers have weights, because
-    hooks and copies are several times as fast where nothing else uses the caches. Raises a `PlanError` if the folder
-    cannot be written.
+    Args:
+        plan: the plan that says it; None for an option.
     """
-    cpu, weights, inputs = torch.device("cpu"), torch.randn(512, 512), torch.zeros(64, 512, requires_grad=True)
-    resident_storages, threads = {weights.untyped_storage()._cdata}, torch.get_num_threads()
-    more_s = []
-    torch.set_num_threads(1)  # others would take time while they wait
-    try:
-        with closing(BlockMover(folder, cpu, lambda: None)) as mover, closing(BlockFile(folder)) as file:
-            for _ in range(_MEASURED_ROUNDS):
-                file.used_bytes = 0
-                forward = _Forward(mover, set(resident_storages), file, cpu, None, 0)
-                kept_s, moved_s = (
-                    _time_layers(inputs, weights, hooks, mover)
-                    for hooks in (nullcontext(), HooksOutsideFunc(forward.pack, unpack))
-                )
-                more_s.append(moved_s - kept_s)
-    except (OSError, RuntimeError) as error:
-        raise PlanError(f"activations cannot be offloaded to {folder!r}, as a trial shows: {error}") from error
-    finally:
-        torch.set_num_threads(threads)
-    return max(0.0, median(more_s)) / (2 * forward.moved_bytes)
-
-
-def _time_layers(
-    inputs: torch.Tensor, weights: torch.Tensor, hooks: AbstractContextManager[Any], mover: BlockMover
-) -> float:
-    """Returns the seconds of all cores for a forward and a backward."""
-    start_s, output = time.process_time(), inputs
-    with hooks:
-        for _ in range(_MEASURED_LAYERS):
-            output = torch.tanh(output @ weights)
-    mover.flush()
-    torch.autograd.backward(output.sum())
-    return time.process_time() - start_s
+    if not read_activations(text):
+        return
+    request = f"activations={text!r}" if plan is None else f"the plan {plan.config} ({describe_offloads(plan)})"
+    if device.type == "cpu":
+        raise PlanError(f"{request} was asked for, but the workers are CPUs, whose memory is the host's; give none")
+    if plan is not None and plan.ranks > plan.workers:
+        raise PlanError(f"{request} was asked for, but it has meshes, whose ranks keep parts of tensors; give none")

@@ -376,7 +376,7 @@ def with_backward_rule(plan: Plan, backward_rule: str, rules: tuple[str, ...] = 
         raise ValueError(f"its backward rule is {' or '.join(rules)}, found {backward_rule!r}")
     if backward_rule != "recompute":
         return plan
-    return replace(plan, stages=tuple(replace(stage, recompute=True, offload=0.0) for stage in plan.stages))
+    return replace(plan, stages=tuple(replace(stage, recompute=True, offload=False) for stage in plan.stages))
 
 
 def choose_microbatches(name: str, plan: Plan, requested: int | None, default: int) -> int:
