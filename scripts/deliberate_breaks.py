@@ -393,8 +393,8 @@ BREAKS = (
     Break(
         "planner: counts that do not divide a cycle are planned",
         "planner/pipeline_search.py",
-        "for state in replicated_states(self.workers) if not cycle % state[1]",
-        "for state in replicated_states(self.workers)",
+        "for count in _list_counts(self.workers) if not cycle % count]",
+        "for count in _list_counts(self.workers)]",
         ("planner/test_cycles.py",),
     ),
     Break(
