@@ -14,8 +14,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME
+from pipedream.report.methods import methods_svg
 from pipedream.report.svg import save_picture, timeline_svg
-from pipedream.report.sweep import methods_svg
 from pipedream.report.trace import save_trace
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import compare_methods, share_model

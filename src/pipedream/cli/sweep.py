@@ -12,8 +12,6 @@ from pipedream.core.flags import option
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.schedule.phase import split_list
 from pipedream.plan_request import PlanRequest
-from pipedream.report.svg import PICTURES, check_picture, save_picture
-from pipedream.report.sweep import sweep_page, sweep_svg
 from pipedream.workflows import sweep as sweeping
 
 
@@ -38,7 +36,7 @@ def sweep(
     in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
     shape: common.ShapeFlags,
     allow_asynchronous: bool = common.ALLOW_ASYNCHRONOUS,
-    plot: Path | None = option(None, "Also draw the table: FILE.html, .svg, .pdf or .png.", metavar="FILE"),
+    csv: Path | None = option(None, "Also write the table.", metavar="FILE"),
     as_json: bool = common.JSON,
 ) -> None:
     """Compare methods over workers and bandwidths.
@@ -53,13 +51,7 @@ def sweep(
     counts = _split_values(workers)
     if not counts or not all(count.isdecimal() and int(count) > 0 for count in counts):
         raise PlanError(f"a sweep over --workers {','.join(counts) or '(none)'} was asked for; write --workers 2,4,8")
-    common.check_outputs(plot=plot)
-    if plot is not None and plot.suffix not in (".html", *PICTURES):
-        raise PlanError(
-            f"--plot {plot} was asked for; write name.svg or name.html, or a picture as name.pdf or name.png"
-        )
-    if plot is not None and plot.suffix != ".html":
-        check_picture(plot)
+    common.check_outputs(csv=csv)
     try:
         rates = [units.parse_rate(rate) for rate in _split_values(bandwidth or []) or ["1.25e9"]]
         cluster = Cluster((Level(int(counts[0]), rates[0], latency),), common.read_memory(memory))
@@ -78,11 +70,8 @@ def sweep(
         bandwidths=sorted(set(rates)),
         schedules=_split_values([schedule]),
     )
-    if plot is not None:
-        if plot.suffix == ".html":
-            write_text(plot, sweep_page(result))
-        else:
-            save_picture(sweep_svg(result), plot)
+    if csv is not None:
+        write_text(csv, result.to_csv())
     table = {"rows": encode(result.points), "crossovers": encode(result.crossovers)}
     common.print_json(table) if as_json else print(result)
 

@@ -16,14 +16,12 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.sweep import Sweep
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner import Comparison
 from pipedream.report.charts import profile_svg
 from pipedream.report.html_tables import amount, table
 from pipedream.report.lanes import start_window
 from pipedream.report.svg import timeline_svg
-from pipedream.report.sweep import sweep_svg
 from pipedream.simulator import costs, simulate
 
 __all__ = ["html", "picture", "timeline_svg"]
@@ -87,7 +85,6 @@ def _(result: Comparison) -> str:
 
 
 picture.register(Profile, profile_svg)
-picture.register(Sweep, sweep_svg)
 
 _WRITTEN: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("bytes_per_s", lambda value: f"{format_bytes(value)}/s"),
