@@ -170,7 +170,7 @@ def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "output"),
     [
-        pytest.param(line, output, id=line, marks=pytest.mark.slow if line.startswith("pipedream partition") else ())
+        pytest.param(line, output, id=line, marks=pytest.mark.slow if line.startswith("pipedream layout") else ())
         for line, output in shown()
     ],
 )

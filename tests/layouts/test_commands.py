@@ -1,4 +1,4 @@
-"""`pipedream partition` and `pipedream layout`: from operators and from recipes, as text and as JSON."""
+"""`pipedream layout`, over ranks and by name: from operators and from recipes, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run_json(capsys: pytest.CaptureFixture[str], text: str) -> Any:
 
 
 def test_partition_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "partition layer.json --ranks 4 --batch b").splitlines() == [
+    assert run(capsys, "layout layer.json --ranks 4 --batch b").splitlines() == [
         "recursive over 4 ranks: 12,288 elements a step (lower bound 12,288), 12,288 on the wire, 49.2 kB",
         "",
         "cut  pairs  elements of a pair",
@@ -89,7 +89,7 @@ def test_partition_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("how", ["", "--method joint", "--no-replicate", "--method spartan", "--ranks 1"])
 def test_partition_is_that_of_the_library(how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_json(capsys, f"partition layer.json --ranks 4 {how} --batch b --element-bytes 2")
+    report = run_json(capsys, f"layout layer.json --ranks 4 {how} --batch b --element-bytes 2")
     ranks, replicate = report["ranks"], "no-rep" not in how
     assert ranks == (1 if "--ranks" in how else 4)
     assert report["method"] == (how.split()[1] if "--method" in how else "recursive")
@@ -118,16 +118,16 @@ def test_partition_is_that_of_the_library(how: str, capsys: pytest.CaptureFixtur
 
 
 def test_methods_that_do_not_run_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_json(capsys, "partition layer.json --ranks 2")
+    report = run_json(capsys, "layout layer.json --ranks 2")
     assert list(report["refused"]) == ["data"]
     assert "give the index of the samples" in report["refused"]["data"]
     assert set(report["methods"]) == {*METHODS} - {"data"}
-    assert run(capsys, "partition layer.json --ranks 2").endswith("\nleft out: data (--json says why)\n")
+    assert run(capsys, "layout layer.json --ranks 2").endswith("\nleft out: data (--json says why)\n")
 
 
 @pytest.mark.slow
 def test_partition_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_json(capsys, "partition mine.py --ranks 2")
+    report = run_json(capsys, "layout mine.py --ranks 2")
     data = report["methods"]["data"]
     weights = 16 * 32 + 32 + 32 * 4 + 4
     assert data["elements"] >= 2 * weights
@@ -143,8 +143,8 @@ def test_partition_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert {tensor["element_bytes"] for tensor in tensors.values()} >= {4}
     on_meta = RECIPE.replace("    model = ", "    with torch.device('meta'):\n        model = ")
     Path("meta.py").write_text(on_meta, encoding="utf-8")
-    assert run_json(capsys, "partition meta.py --ranks 2") == report, "the same without memory"
-    wide = run_json(capsys, "partition double.py --ranks 2")
+    assert run_json(capsys, "layout meta.py --ranks 2") == report, "the same without memory"
+    wide = run_json(capsys, "layout double.py --ranks 2")
     assert wide["sent_bytes"] > 1.9 * report["sent_bytes"]
 
 
@@ -220,7 +220,7 @@ def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.py").write_text(
         recipe.replace("torch.optim.SGD,", "lambda named: torch.optim.SGD([p for _, p in named]),"), encoding="utf-8"
     )
-    report = run_json(capsys, "partition own.py --ranks 2")
+    report = run_json(capsys, "layout own.py --ranks 2")
     assert {"p_inner_weight", "new_inner_weight", "x0"} <= set(report["tensors"])
     assert report["refused"] == {}
 
@@ -228,21 +228,21 @@ def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("partition layer.json", "Missing option '--ranks'"),
-        ("partition layer.json --ranks 3", "over 3 ranks was asked for, but each cut makes two halves; give a power"),
-        ("partition none.json --ranks 2", "none.json does not exist; give the file of Operators"),
-        ("partition none.py --ranks 2", "the recipe none.py does not exist; give the path of a Python file"),
+        ("layout layer.json", "give either --mesh, as in data:2,model:2, or --ranks N"),
+        ("layout layer.json --ranks 3", "over 3 ranks was asked for, but each cut makes two halves; give a power"),
+        ("layout none.json --ranks 2", "none.json does not exist; give the file of Operators"),
+        ("layout none.py --ranks 2", "the recipe none.py does not exist; give the path of a Python file"),
         (
-            "partition bad.json --ranks 2",
+            "layout bad.json --ranks 2",
             "bad.json: Operators: line 1, column 13 of the operators has the tensor 'u', whose sizes",
         ),
-        ("partition text.json --ranks 2", "text.json is not JSON"),
+        ("layout text.json --ranks 2", "text.json is not JSON"),
         (
-            "partition odd.py --ranks 2",
+            "layout odd.py --ranks 2",
             "the layer '1' calls aten._fft_r2c.default, which has no description; write one",
         ),
         ("layout failing.py --mesh m:2", "the recipe failed while its step was described on its first batch: "),
-        ("layout product.json", "Missing option '--mesh'"),
+        ("layout product.json", "give either --mesh, as in data:2,model:2, or --ranks N"),
         ("layout product.json --mesh m1", "the mesh 'm1' has 'm1', which is not a name and a size; write a mesh as"),
         ("layout product.json --mesh m:2 --objective time", "without --operations-per-s and --bandwidth; give both"),
         ("layout product.json --mesh m:2 --objective time --bandwidth 1e9", "without --operations-per-s; give both"),
@@ -274,7 +274,7 @@ def test_wrong_calls(text: str, message: str, refused: Callable[..., str]) -> No
 
 
 def test_a_step_of_one_rank_moves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "partition product.json --ranks 1").startswith("recursive over 1 rank: 0 elements a step")
+    assert run(capsys, "layout product.json --ranks 1").startswith("recursive over 1 rank: 0 elements a step")
     assert run(capsys, "layout product.json --mesh -").startswith(
         "no name is sharded on the mesh -, least peak memory\n"
     )

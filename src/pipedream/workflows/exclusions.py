@@ -172,6 +172,12 @@ PLAN | uniform stages chunks forward_s backward_s transfer_s
 uniform | cluster
     a cluster is for the stages of a plan
     give the file of a plan with it
+ranks | objective!=memory memory operations_per_s bandwidth fixed
+    ranks divide tensors by halves, as Tofu does, and these choose what a mesh shards
+    leave out OTHERS, or give a mesh
+mesh | method!=recursive batch no_replicate
+    these divide tensors by halves, as Tofu does
+    leave out OTHERS, or give --ranks N in place of the mesh
 device!=meta | as_device dtype
     only on the device meta are the times predicted and not measured
     leave out OTHERS, or profile on the device meta
