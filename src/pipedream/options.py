@@ -176,7 +176,7 @@ class MethodOptions:
     """The method, and the devices of the workers.
 
     Attributes:
-        schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; by default the plan's
+        schedule: a method's name (`pipedream show`), a CSV file of PyTorch's, or a Schedule; by default the plan's
             method, or PipeDream's.
         seed: seeds all randomness inside the layers, and a recipe; 0 by default.
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.

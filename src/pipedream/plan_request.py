@@ -21,7 +21,7 @@ NO_MESH = "none"
 """The mesh '' in words: each worker is a single rank."""
 
 METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
-METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
+METHOD_HELP = "The method: a name from 'pipedream show', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
 
 
 def check_snapshot_every(every: Any) -> None:

@@ -37,7 +37,7 @@ def test_commands_load_only_what_they_need(files: Path) -> None:
         ("--help", ("torch", "numpy", "rich")),
         ("--version", ("torch", "numpy", "rich")),
         ("train --help", ("torch",)),
-        ("schedules", ("torch",)),
+        ("show", ("torch",)),
         ("show 1f1b", ("torch",)),
         ("plan profile.json --workers 2", ("torch",)),
         ("layout step.json --mesh m:2", ("torch",)),
@@ -117,7 +117,6 @@ def test_a_misspelt_command_is_corrected(refused: Callable[..., str]) -> None:
         (["show", "pipedraem_2bw"], "schedule 'pipedraem_2bw' is not known; choose one of 1f1b, "),
         (["train", "none.py"], "the recipe none.py does not exist"),
         (["train", "mine.py", "--plan", "none.json"], "none.json does not exist"),
-        (["report", "nowhere"], "give the folder of a training run"),
         (["checkpoint", "verify", "nowhere"], "there is no complete checkpoint in nowhere"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -146,7 +145,7 @@ def test_the_shell_completes_commands() -> None:
     words = {"_PIPEDREAM_COMPLETE": "complete_bash", "COMP_WORDS": "pipedream s", "COMP_CWORD": "1"}
     program = "from pipedream.cli import script; script()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=words)
-    assert done.stdout.split() == ["sweep", "simulate", "show", "schedules"], done.stderr
+    assert done.stdout.split() == ["sweep", "simulate", "show"], done.stderr
 
 
 @pytest.mark.parametrize("out", ["folder", "plan.json/file", "x" * 300, "/proc/file"])
@@ -164,7 +163,7 @@ def test_what_cannot_be_written_is_one_message(
     assert not [*files.rglob(".*")], "nothing half written is left"
 
 
-@pytest.mark.parametrize(("command", "to"), [("schedules", "a pipe that nobody reads"), ("--version", "/dev/full")])
+@pytest.mark.parametrize(("command", "to"), [("show", "a pipe that nobody reads"), ("--version", "/dev/full")])
 def test_output_that_nobody_takes(command: str, to: str) -> None:
     program = f"import sys; from pipedream.cli import script; sys.argv = ['pipedream', {command!r}]; script()"
     shell = f"'{sys.executable}' -c \"{program}\" " + (f"> {to}" if to[0] == "/" else "| true; exit ${PIPESTATUS[0]}")

@@ -197,8 +197,8 @@ def test_the_list_and_the_gallery_have_the_same_numbers(run_command: RunCommand)
     gallery = {}
     for row in re.findall(r"^\| \[(\w+)\]\(#\w+\) \| (.+) \|$", GALLERY.read_text(encoding="utf-8"), re.M):
         gallery.setdefault(row[0], row[1].split(" | "))
-    listed = json.loads(run_command("schedules", "--json")[1])
-    assert list(gallery) == list(listed) == [line.split()[0] for line in run_command("schedules")[1].splitlines()[2:]]
+    listed = json.loads(run_command("show", "--json")[1])
+    assert list(gallery) == list(listed) == [line.split()[0] for line in run_command("show")[1].splitlines()[2:]]
     for name, claims in listed.items():
         cells = gallery[name]
         m, late, versions = cells[1:] if name not in GRID else (cells[0], *cells[2:4])

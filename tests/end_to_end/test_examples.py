@@ -415,19 +415,11 @@ def test_json_of_profile_plan_and_simulate(tmp_path: Path, capfd: pytest.Capture
     assert [set(row) for row in answer["per_rank"]] == [columns] * 2
 
 
-def test_json_of_show_and_schedules(capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_of_show(capfd: pytest.CaptureFixture[str]) -> None:
     answer = run_json(capfd, "show", "1f1b", "--stages", "3", "--microbatches", "4", "--verify")
     assert set(answer) == {"grid", "ops", "proof", "claims"}
     assert len(answer["grid"]) >= 3
-    assert set(run_json(capfd, "schedules")) == {*pipedream.schedules.SCHEDULES, *pipedream.schedules.COMPENSATED}
-
-
-@pytest.mark.processes
-def test_json_of_report(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (trained / "report.html").unlink()
-    answer = run_json(capfd, "report", str(trained))
-    assert answer == {"report": str(trained / "report.html")}
-    assert (trained / "report.html").exists()
+    assert set(run_json(capfd, "show")) == {*pipedream.schedules.SCHEDULES, *pipedream.schedules.COMPENSATED}
 
 
 def test_json_of_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -36,8 +36,8 @@ LINKED = [
     *sorted(DOCS.rglob("*.md")),
     *sorted(ROOT.glob("benchmarks/*/README.md")),
 ]
-# `report` and `checkpoint` need the folder that the `train` before them leaves.
-STARTS_PROCESSES = ("train", "compare", "report", "checkpoint")
+# `checkpoint` needs the folder that the `train` before them leaves.
+STARTS_PROCESSES = ("train", "compare", "checkpoint")
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -37,12 +37,10 @@ COMMANDS = {
     "layout": "Choose how a step's tensors are sharded over ranks.",
     "sweep": "Compare methods over workers and bandwidths.",
     "simulate": "Predict a run: throughput, bubble, memory, staleness.",
-    "show": "Draw a method's schedule, with its proof on request.",
-    "schedules": "List the methods, with the claims of their papers.",
+    "show": "List the methods, or draw one's schedule and its proof.",
     "compare": "Train a recipe in several ways, one after the other.",
     "emulate": "Run a plan with sleeps instead of computation.",
     "probe": "Measure the cluster that the workers run on.",
-    "report": "Regenerate report.html for a run folder.",
     "checkpoint": "Verify a run's checkpoints, or gather their parts.",
 }
 """Each command, with the first line of its help."""

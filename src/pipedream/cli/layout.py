@@ -69,8 +69,8 @@ def layout(
     """Choose how a step's tensors are sharded over ranks.
 
     With --mesh, chooses which tensor dimensions each mesh dimension shards. With --ranks, divides all tensors by
-    halves, as Tofu does, and compares its methods. The step is that of a recipe, forward, backward and update, or operators as
-    text in JSON whose lines share the names of their indices (docs/partition.md).
+    halves, as Tofu does, and compares its methods. The step is that of a recipe, forward, backward and update, or
+    operators as text in JSON whose lines share the names of their indices (docs/partition.md).
 
     \b
     Examples:

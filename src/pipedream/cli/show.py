@@ -17,22 +17,25 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import WORK
 from pipedream.report.svg import save_picture, timeline_svg
-from pipedream.report.text import grid
+from pipedream.report.text import grid, schedule_table
 from pipedream.verifier import verify
 from pipedream.workflows.check import check_claims
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate
 
 _USUAL_MICROBATCHES = 8  # of a picture
+_LISTED_STAGES, _LISTED_MICROBATCHES = 4, 8  # of the list; microbatches of a minibatch where it is split
 _MAX_STAGES = 256  # drawn in seconds
 
 
 def show(
-    name: str = argument(
+    name: str | None = argument(
         "NAME|PLAN",
-        "Method to draw: a name from 'pipedream schedules', with options as in paci[backward_rule=stash]; a "
-        "schedule in PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py). Or a plan "
-        "(FILE.json), which is drawn with its own stages and seconds.",
+        "Method to draw, with options as in paci[backward_rule=stash]; a schedule in PyTorch's notation (FILE.csv); or "
+        "a Python file that declares a method (FILE.py). Or a plan (FILE.json), which is drawn with its own stages and "
+        "seconds.",
+        default=None,
+        unset="list all methods",
     ),
     stages: int | None = option(
         None,
@@ -69,14 +72,20 @@ def show(
     ),
     as_json: bool = common.JSON,
 ) -> None:
-    """Draw a method's schedule, with its proof on request.
+    """List the methods, or draw one's schedule and its proof.
+
+    The list has the claims of their papers, for four stages.
 
     \b
     Examples:
+      pipedream show
       pipedream show 1f1b --stages 4 --microbatches 8
       pipedream show pipedream --stages 3 --minibatches 6 --verify
       pipedream show digits.plan.json --schedule 1f1b --microbatches 4 --svg digits.pdf
     """
+    if name is None:
+        _list_methods(as_json)
+        return
     common.check_outputs(csv=csv, svg=svg)
     if name.endswith(".json"):
         common.check_flags(PLAN=name, stages=stages, chunks=chunks, forward_s=forward_s, backward_s=backward_s)
@@ -113,3 +122,24 @@ def show(
             print(f"\n{proof}\n\n{checked}")
     if checked is not None and checked.differences:
         raise typer.Exit(1)
+
+
+def _list_methods(as_json: bool) -> None:
+    names = [*schedules.SCHEDULES, *schedules.COMPENSATED]
+    runs = sorted(map(_build_listed_run, names), key=lambda run: not run.schedule.flushes)
+    claims = {run.schedule.name: schedules.claims_at(run.schedule, _LISTED_STAGES, run.microbatches) for run in runs}
+    if not as_json:
+        print(schedule_table(claims, stages=_LISTED_STAGES))
+        return
+    aliases: dict[str, list[str]] = {name: [] for name in claims}
+    for alias, name in schedules.ALIASES.items():
+        aliases[name].append(alias)
+    common.print_json({name: {"aliases": aliases[name], **row} for name, row in claims.items()})
+
+
+def _build_listed_run(name: str) -> schedules.Run:
+    """Returns a run of eight microbatches a minibatch, or of eight minibatches where they are not split."""
+    plan = schedules.uniform(name, _LISTED_STAGES)
+    if schedules.build(name, plan).updates.mean_of_rounds:
+        return schedules.run_of(name, plan, minibatches=_LISTED_MICROBATCHES)
+    return schedules.run_of(name, plan, _LISTED_MICROBATCHES)
