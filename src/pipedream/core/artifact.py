@@ -31,8 +31,6 @@ class Artifact:
     """A dataclass that can be saved and loaded."""
 
     FORMAT: ClassVar[int] = 1
-    RENAMED: ClassVar[dict[str, str]] = {}
-    """A field's name in older files -> its name now."""
     DROPPED: ClassVar[frozenset[str]] = frozenset()
     """Fields of older files that no longer mean anything."""
 
@@ -104,8 +102,6 @@ class NamedKind:
     """
 
     KEY: ClassVar[str]
-    OLD_NAMES: ClassVar[dict[str, str]] = {}
-    """A kind's name in older files -> its name now."""
     name: ClassVar[str]
     kinds: ClassVar[dict[str, Any]]
 
@@ -123,8 +119,7 @@ class NamedKind:
     @classmethod
     def decoded(cls, value: dict[str, Any], place: str) -> Self:
         """Reads JSON values. Raises an ArtifactError for an unknown kind or a wrong field."""
-        kind_name = str(value.get(cls.KEY))
-        kind = cls.kinds.get(cls.OLD_NAMES.get(kind_name, kind_name))
+        kind = cls.kinds.get(str(value.get(cls.KEY)))
         if kind is None:
             raise ArtifactError(f"{place}.{cls.KEY} should be one of {sorted(cls.kinds)}")
         return typing.cast(Self, decode_fields(kind, {k: v for k, v in value.items() if k != cls.KEY}, place))
@@ -284,9 +279,8 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     _expect(isinstance(value, dict), place, "an object", value)
     hints = typing.get_type_hints(kind)
     fields = {_find_json_name(f): f for f in _list_stored_fields(kind)}
-    renamed: dict[str, str] = getattr(kind, "RENAMED", {})
     dropped: frozenset[str] = getattr(kind, "DROPPED", frozenset())
-    value = {renamed.get(name, name): item for name, item in value.items() if name not in dropped}
+    value = {name: item for name, item in value.items() if name not in dropped}
     unknown = sorted(set(value) - set(fields))
     if unknown:
         raise ArtifactError(f"{place} has unknown fields {unknown}; it may have {sorted(fields)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from pipedream.core.artifact import Artifact, encode_attributes
 from pipedream.core.display import align
@@ -122,8 +122,6 @@ class LayerGraph(Artifact):
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or an inseparable group that is no tie.
     """
-
-    RENAMED: ClassVar[dict[str, str]] = {"whole": "inseparable"}
 
     layers: tuple[Layer, ...]
     edges: tuple[tuple[int, int], ...]

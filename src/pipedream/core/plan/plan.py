@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.display import Tabular, align
@@ -61,7 +61,6 @@ class Plan(Tabular, Artifact):
     """
 
     FORMAT = 1
-    RENAMED: ClassVar[dict[str, str]] = {"lag": "update_delay", "depth": "depth_mode"}
 
     stages: tuple[Stage, ...]
     in_flight: tuple[int, ...]

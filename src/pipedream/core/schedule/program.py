@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.display import Tabular
@@ -101,7 +101,6 @@ class Program(Tabular, Rules, Artifact):
     """
 
     FORMAT = 1
-    RENAMED: ClassVar[dict[str, str]] = {"schedule": "name"}
 
     cycle: int
     channels: tuple[Channel, ...]
@@ -243,17 +242,12 @@ class Program(Tabular, Rules, Artifact):
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
         """Reads JSON values, in which instructions are text."""
-        value = {"norm_delay": 0} | {cls.RENAMED.get(name, name): item for name, item in value.items()}
+        value = dict(value)
         hints = get_type_hints(cls)
         names = {field.name for field in fields(cls)}
         missing, unknown = sorted(names - set(value)), sorted(set(value) - names)
         if missing or unknown:
             raise ArtifactError(f"{place} lacks the fields {missing} and has unknown fields {unknown}")
-        if isinstance(value["channels"], list):  # older files say 'kept'
-            value["channels"] = [
-                row | {"carries": "stage_input"} if isinstance(row, dict) and row.get("carries") == "kept" else row
-                for row in value["channels"]
-            ]
         placement = decode(Placement, value.pop("placement"), f"{place}.placement")
         rows = decode(tuple[dict[str, str], ...], value.pop("ranks"), f"{place}.ranks")
         ranks = tuple(

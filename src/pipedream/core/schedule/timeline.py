@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.display import Tabular
@@ -69,7 +69,6 @@ class Timeline(Tabular, Artifact):
     """
 
     FORMAT = 1
-    RENAMED: ClassVar[dict[str, str]] = {"tags": "gradient_versions"}
 
     name: str
     source: str

@@ -80,7 +80,6 @@ class WeightRule(NamedKind, ABC):
     """
 
     KEY = "rule"
-    OLD_NAMES: ClassVar[dict[str, str]] = {"tagged": "stamped"}
     backward_rule: ClassVar[str] = "stash"
     forward_prediction: ClassVar[WeightPrediction | None] = None
     backward_prediction: ClassVar[WeightPrediction | None] = None
