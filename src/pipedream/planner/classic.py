@@ -35,7 +35,8 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.graph_txt import GraphText, in_order
+from pipedream.core.model.graph import in_order
+from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import VersionsRule, stash

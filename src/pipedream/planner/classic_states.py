@@ -19,7 +19,8 @@ from functools import cached_property
 import numpy as np
 
 from pipedream.core.errors import PlanError
-from pipedream.core.model.graph_txt import GraphText, in_order
+from pipedream.core.model.graph import in_order
+from pipedream.core.model.graph_txt import GraphText
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.cuts import bit_indices, bool_rows
 

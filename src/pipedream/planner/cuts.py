@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.graph import LayerGraph
-from pipedream.core.model.graph_txt import in_order
+from pipedream.core.model.graph import LayerGraph, in_order
 from pipedream.core.model.profile import Profile
 from pipedream.planner.arrays import BoolArray, IntArray
 

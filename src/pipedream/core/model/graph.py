@@ -7,7 +7,8 @@ that are read after a cut cross it (`Value`). The planner takes any graph (`plan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -166,6 +167,26 @@ class LayerGraph(Artifact):
         inseparable: tuple[tuple[int, ...], ...] = (),
     ) -> LayerGraph:
         return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, inseparable)
+
+
+def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], int] = lambda i: 0) -> list[int]:
+    """Returns the nodes in an order in which they can run, the smallest (key, index) first; none in or after cycles."""
+    consumers: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for source, target in edges:
+        consumers[source].append(target)
+        missing[target] += 1
+    ready = [(key(i), i) for i in range(count) if not missing[i]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        i = heapq.heappop(ready)[1]
+        order.append(i)
+        for target in consumers[i]:
+            missing[target] -= 1
+            if not missing[target]:
+                heapq.heappush(ready, (key(target), target))
+    return order
 
 
 _SHOWN_VALUES, _SHOWN_REASONS = 2, 20

@@ -11,18 +11,17 @@ Times are milliseconds and sizes bytes, of one whole minibatch; several outputs 
 
 from __future__ import annotations
 
-import heapq
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from pipedream.core.artifact import read_text, write_text
 from pipedream.core.errors import ArtifactError
-from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.graph import Layer, LayerGraph, in_order
 from pipedream.core.model.profile import LayerProfile, Profile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -225,26 +224,6 @@ class GraphText:
     def __str__(self) -> str:
         names = [node.name for node in self.nodes]
         return "\n".join([*map(str, self.nodes), *(f"\t{names[a]} -- {names[b]}" for a, b in self.edges)])
-
-
-def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], int] = lambda i: 0) -> list[int]:
-    """Returns the nodes in an order in which they can run, the smallest (key, index) first; none in or after cycles."""
-    consumers: list[list[int]] = [[] for _ in range(count)]
-    missing = [0] * count
-    for source, target in edges:
-        consumers[source].append(target)
-        missing[target] += 1
-    ready = [(key(i), i) for i in range(count) if not missing[i]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        i = heapq.heappop(ready)[1]
-        order.append(i)
-        for target in consumers[i]:
-            missing[target] -= 1
-            if not missing[target]:
-                heapq.heappush(ready, (key(target), target))
-    return order
 
 
 def _find_cycle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
