@@ -33,7 +33,10 @@ from pipedream.core.errors import (
     ScheduleError,
     WorkerError,
 )
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.profile import LayerProfile
 from pipedream.runtime.comm import shared_memory
+from pipedream.workflows.profile import find_plan_layers
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -329,6 +332,17 @@ def test_loggers_hear_of_every_minibatch() -> None:
                 break
         drained = pipeline.drain()
     assert [done.number for done in log.heard] == list(range(drained)), "those too that the loop did not hear of"
+
+
+def test_an_order_that_is_not_the_models_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    sample = torch.zeros(1, 2)
+    cost = LayerProfile(1.0, 1.0, 1, 1)
+    names = [layer.name for layer in find_plan_layers(model, pd.Plan.uniform(3), sample).graph.layers]
+    chain = LayerGraph.chain(tuple(Layer(name, "Layer") for name in reversed(names)))
+    plan = pd.plan(pd.Profile("Sequential", chain, (cost,) * 3, batch=1), pd.Cluster.flat(3), shape="straight")
+    with pytest.raises(PlanError, match=r"the plan runs layer '2' where the model runs '0': .* plan again from a"):
+        find_plan_layers(model, plan, sample)
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -1,7 +1,7 @@
 """The original PipeDream's planner, with its own arithmetic, so that its published answers can be reproduced.
 
 github msr-fiddle/pipedream, ``optimizer_graph_hierarchical.py`` with ``--activation_compression_ratio 1``;
-docs/cost_models.md lists the known defects. To train, plan with the other planner (`search`).
+README.md lists the known defects. To train, plan with `pipedream.plan`.
 
 The cuts are those of `classic_states`. The recurrence runs level by level of the network, exact and vectorised. With
 C_ij the seconds of states i to j on one component, w_ij their parameter bytes, o_k the bytes that cross state k, B the
@@ -32,17 +32,16 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
+from paper_tables.classic_states import CutStates
+from paper_tables.graph_txt import GraphText
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph import in_order
-from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.core.units import format_seconds
 from pipedream.planner.arrays import FloatArray, IntArray, Seconds
-from pipedream.planner.classic_states import CutStates
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _BLOCK = 96
@@ -114,8 +113,8 @@ def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = Fals
         starts = np.argsort(before_s, kind="stable") if number < len(levels) - 1 else np.array([0])
         if count * level.width * max(len(starts), level.width) > _MAX_ENTRIES:
             raise PlanError(
-                f"the classic cost model was asked for {level.width} components at level {number + 1} and a graph of "
-                f"{count} states; its tables would not fit the memory; give fewer, or plan with --cost-model pipedream"
+                f"the classic planner was asked for {level.width} components at level {number + 1} and a graph of "
+                f"{count} states; its tables would not fit the memory; give fewer, or use pipedream.plan"
             )
         table = np.full((level.width, count, len(starts)), np.inf)
         tables.append(LevelTable(states, level, inner_width, cost, starts, table, straight))
@@ -255,8 +254,6 @@ def classic(
     cluster: Cluster,
     *,
     straight: bool = False,
-    versions: VersionsRule = stash,
-    in_flight: str | tuple[int, ...] = "noam",
 ) -> Classic:
     """Finds the original planner's answer.
 
@@ -264,8 +261,6 @@ def classic(
         graph: a graph.txt, or a profile; the classic model ignores its loss and update.
         cluster: only its levels and bandwidths count.
         straight: one worker for each stage, as many stages as workers (the original's ``--straight_pipeline``).
-        versions: versions of the weights; they only affect the peak bytes of the plan.
-        in_flight: minibatches in flight of the plan, since the classic model has no depth.
 
     Raises:
         PlanError: a memory limit, which the classic model cannot keep, machines of unequal sizes, too many workers or
@@ -273,13 +268,13 @@ def classic(
     """
     if cluster.is_limited:
         raise PlanError(
-            "the classic cost model was asked for with a memory limit, which the published planner does not keep; "
-            "leave the limit out, or plan with --cost-model pipedream"
+            "the classic planner was asked for with a memory limit, which the published one does not keep; leave the "
+            "limit out, or use pipedream.plan"
         )
     if any(level.sizes for level in cluster.levels):
         raise PlanError(
-            "the classic cost model was asked for machines of unequal sizes, which the published planner does not "
-            "support; give one width for each level, or plan with --cost-model pipedream"
+            "the classic planner was asked for machines of unequal sizes, which the published one does not support; "
+            "give one width for each level, or use pipedream.plan"
         )
     text = GraphText.of(graph) if isinstance(graph, Profile) else graph
     states = CutStates.of(text)
@@ -288,21 +283,20 @@ def classic(
     seconds = tables[-1].seconds(0, end, cluster.levels[-1].width)
     if seconds == np.inf:
         raise PlanError(
-            f"the classic cost model was asked for a straight pipeline of {cluster.workers} stages, but this graph "
-            "cannot be cut into as many; use fewer workers, or leave the shape out"
+            f"the classic planner was asked for a straight pipeline of {cluster.workers} stages, but this graph "
+            "cannot be cut into as many; use fewer workers, or leave it out"
         )
     stages = _flatten(tables, 0, end, 1)
     if seconds <= 0:
         raise PlanError(
-            "the classic cost model was asked for a graph whose layers take no time; give a profile with measured "
-            "seconds"
+            "the classic planner was asked for a graph whose layers take no time; give a profile with measured seconds"
         )
     note = f"classic cost model: {format_seconds(seconds)} per minibatch{_describe_nests(stages)}"
     if any(states.done[a.last] & ~states.done[b.last] for a, b in pairwise(stages)):
         note += "; it leaves a branch and later returns to it, so these seconds are of no plan"
     if cluster.latency_s:
         note += "; latency does not count"
-    plan = _build_plan(graph, text, cluster, states, stages, versions, in_flight)
+    plan = _build_plan(graph, text, cluster, states, stages)
     work_s, weight_bytes = float(states.compute_s[-1]), float(states.parameter_bytes[-1])
     return Classic(replace(plan, note=note), seconds, work_s, _compute_data_parallel_s(work_s, weight_bytes, cluster))
 
@@ -348,8 +342,6 @@ def _build_plan(
     cluster: Cluster,
     states: CutStates,
     stages: list[_ClassicStage],
-    versions: VersionsRule,
-    in_flight: str | tuple[int, ...],
 ) -> Plan:
     """Returns the plan; its nodes are ordered by stage, in an order in which they can run."""
     owners = _assign_owners(text, [states.done[stage.last] for stage in stages])
@@ -364,12 +356,12 @@ def _build_plan(
     counts = Counter(numbers[layer.name] for layer in profile.graph.layers)
     stages = [stage for s, stage in enumerate(stages) if counts[s]]  # not those whose nodes have all run before
     cuts = tuple(accumulate(counts[s] for s in sorted(counts)))[:-1]
-    space = SearchSpace.of(profile, cluster, versions=versions, downsets=())
+    space = SearchSpace.of(profile, cluster, downsets=())
     crossing = np.array(space.crossing)
     for cut, stage in zip(cuts, stages, strict=False):
         crossing[cut] = round(states.output_bytes[stage.last])
     space = replace(space, crossing=crossing)
-    return apply_depth(space, space.build_plan(cuts, tuple(stage.replicas for stage in stages)), in_flight)
+    return apply_depth(space, space.build_plan(cuts, tuple(stage.replicas for stage in stages)), "noam")
 
 
 def _assign_owners(text: GraphText, done: list[int]) -> list[int]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from paper_tables.graph_txt import GraphText
 
 from pipedream.core.errors import PlanError
 from pipedream.core.model.graph import in_order
-from pipedream.core.model.graph_txt import GraphText
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.cuts import bit_indices, bool_rows
 
@@ -137,9 +137,9 @@ class _Cuts:
                 if key not in indices:
                     if len(states) == MAX_STATES:
                         raise PlanError(
-                            f"the classic cost model was asked for: the {len(self._nodes)} nodes of this graph can be "
-                            f"cut in more than {MAX_STATES} ways, because it has parallel branches; plan with "
-                            "--cost-model pipedream, or merge the nodes of each branch"
+                            f"the classic planner was asked for: the {len(self._nodes)} nodes of this graph can be cut "
+                            f"in more than {MAX_STATES} ways, because it has parallel branches; use pipedream.plan, or "
+                            "merge the nodes of each branch"
                         )
                     indices[key] = len(states)
                     states.append(state)

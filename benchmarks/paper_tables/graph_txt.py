@@ -1,4 +1,6 @@
-"""The profile format of the original PipeDream: ``graph.txt``, read and written.
+"""The profile format of the original PipeDream, ``graph.txt``: read, written, and made a profile for `pipedream plan`.
+
+    python benchmarks/paper_tables/graph_txt.py vgg16.txt -o vgg16.profile.json
 
 One record per line (github msr-fiddle/pipedream, ``graph/graph.py``): a node, or, after a TAB, an edge:
 
@@ -11,6 +13,7 @@ Times are milliseconds and sizes bytes, of one whole minibatch; several outputs 
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Self
 
 from pipedream.core.artifact import read_text, write_text
-from pipedream.core.errors import ArtifactError
+from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.model.graph import Layer, LayerGraph, in_order
 from pipedream.core.model.profile import LayerProfile, Profile
 
@@ -153,7 +156,7 @@ class GraphText:
             except ValueError as error:
                 raise ArtifactError(_place_error(source, number, str(error))) from None
         if not nodes:
-            raise ArtifactError(f"{source} should hold a graph.txt, but has no node; give a profile")
+            raise ArtifactError(f"{source} should hold a graph.txt, but has no node; give a whole one")
         if cycle := _find_cycle(len(nodes), edges):
             number = max(n for n, edge in zip(lines, edges, strict=True) if cycle.issuperset(edge))
             raise ArtifactError(
@@ -187,11 +190,6 @@ class GraphText:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         return write_text(path, f"{self}\n")
-
-    def with_stages(self, stages: Iterable[Iterable[str]]) -> Self:
-        """Returns the graph with its nodes' stages, given each stage's node names."""
-        numbers = {name: s for s, names in enumerate(stages) for name in names}
-        return replace(self, nodes=tuple(replace(node, stage=numbers.get(node.name)) for node in self.nodes))
 
     def profile(self, model: str = "graph.txt") -> Profile:
         """Returns a Profile with the nodes in an order in which they can run and without the inputs.
@@ -285,7 +283,7 @@ def _read_number(field: str, text: str) -> float:
 
 
 def _place_error(source: str, line: int, reason: str) -> str:
-    return f"{source}, line {line}: {reason}; give a profile in JSON, or a whole graph.txt"
+    return f"{source}, line {line}: {reason}; give a whole graph.txt"
 
 
 def _format_exactly(value: float) -> str:
@@ -302,3 +300,21 @@ def _clean(text: str) -> str:
     while f"{text} -- ".split(" -- ") != [text, ""]:
         text = text.replace(" --", " -")
     return text
+
+
+def main() -> None:
+    """Writes a profile."""
+    parser = argparse.ArgumentParser(description="Makes a profile for `pipedream plan` of a graph.txt.")
+    parser.add_argument("graph", type=Path, help="the graph.txt")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the profile, as JSON")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples of its minibatch [default: 1]")
+    options = parser.parse_args()
+    try:
+        profile = GraphText.load(options.graph).profile(options.graph.stem)
+        replace(profile, batch=options.batch).save(options.output)
+    except (OSError, PipelineError, ValueError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

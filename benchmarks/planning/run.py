@@ -13,7 +13,6 @@ from typing import Any
 
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.collective import Collective
-from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
@@ -22,6 +21,8 @@ from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
 sys.path.append(str(Path(__file__).parents[1]))
+from paper_tables.classic import classic
+from paper_tables.graph_txt import GraphText
 from scaffold import Environment, format_head, format_row, make_parser, parse_with_profiles
 
 CLASSIC = (
@@ -63,7 +64,7 @@ def print_classic(folder: Path) -> None:
     print(format_head("the classic model | original | here | slowest stage", "lr"))
     for name, widths, rates, original in CLASSIC:
         text = GraphText.load(folder / f"{name}.txt")
-        seconds, answer = timed(partial(planning.classic, text, make_cluster(widths, rates)))
+        seconds, answer = timed(partial(classic, text, make_cluster(widths, rates)))
         cells = f"{name}, {name_size(widths)}", original, f"{seconds:.2f} s", f"{answer.slowest_stage_s:.9f} s"
         print(format_row(cells))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paper_tables.graph_txt import GraphText
 from scaffold import find_published, format_table
 from table_1 import TABLE_1, Row
 from torch import nn
@@ -27,7 +28,6 @@ from worker_processes import Workers, worker_processes
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile
 from pipedream.core.hardware import presets
-from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.plan.cost import all_reduce_bytes
 from pipedream.slow_links import Network, slow_network, why_not
 from pipedream.training.emulate import scale_plan

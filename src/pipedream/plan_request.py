@@ -52,13 +52,12 @@ class PlanRequest:
             'straight' one stage for each worker; 'data-parallel' one stage; replica counts: '2-1' or (2, 1).
         cuts: of a module, the first layer counts. Each stage has one worker unless `shape` gives counts.
         all_workers: 'any' and 'pipeline' must use every worker.
-        cost_model: for 'classic' see docs/cost_models.md.
         mesh: for a shape that gives counts also one for each stage; such stages begin where those of single ranks
             would. Seconds and bytes are those of one rank; the profile must know the meshes (``profile(meshes=...)``).
             'auto' chooses one for each stage, or none, together with cuts and replicas (docs/meshes.md).
 
     Raises:
-        PlanError: the cost model, the strategy or the sums are not known, or the cluster is no Cluster.
+        PlanError: the strategy or the sums are not known, or the cluster is no Cluster.
     """
 
     cluster: Cluster | None = None
@@ -175,11 +174,6 @@ class PlanRequest:
         kind=str,
         read=lambda text: int(text) if text.isdecimal() else text,
     )
-    cost_model: str = option(
-        "pipedream",
-        "Cost model; classic is that of the original PipeDream's planner.",
-        metavar="pipedream|classic",
-    )
     mesh: str = option(
         "",
         "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
@@ -196,8 +190,6 @@ class PlanRequest:
         object.__setattr__(self, "activations", read_activations(self.activations))
         read_optimizer_state(self.optimizer_state)
         check_snapshot_every(self.snapshot_every)
-        if self.cost_model not in ("pipedream", "classic"):
-            raise PlanError(f"cost model {self.cost_model!r} is not known; write pipedream or classic")
         if self.strategy not in ("simulate", "search", "2bw"):
             raise PlanError(f"strategy {self.strategy!r} is not known; write simulate, search or 2bw")
         object.__setattr__(self, "sums", str(SumMethod.read(self.sums)))

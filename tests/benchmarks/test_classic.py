@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-import sys
 from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paper_tables import classic as classic_module
+from paper_tables import classic_states
+from paper_tables.classic import classic, solve
+from paper_tables.classic_states import CutStates
+from paper_tables.graph_txt import GraphNode, GraphText
 from published import published
 
 import pipedream as pd
-from pipedream import planner
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.graph_txt import GraphNode, GraphText
 from pipedream.core.model.profile import LayerProfile
-from pipedream.plan_request import PlanRequest
-from pipedream.planner import classic_states
-from pipedream.planner.classic import solve
-from pipedream.planner.classic_states import CutStates
-from pipedream.workflows import plan as planning
 
 Cut = frozenset[int]
 
@@ -133,10 +130,9 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
     states = CutStates.of(graph)
     whole = solve(states, tuple(network))
     with pytest.MonkeyPatch.context() as patch:
-        module = sys.modules["pipedream.planner.classic"]  # the package has a function of that name
-        patch.setattr(module, "_BLOCK", block)
-        patch.setattr(module, "_MIN_BLOCK", 1)
-        patch.setattr(module, "_CHUNK", 2)
+        patch.setattr(classic_module, "_BLOCK", block)
+        patch.setattr(classic_module, "_MIN_BLOCK", 1)
+        patch.setattr(classic_module, "_CHUNK", 2)
         small = solve(states, tuple(network))
     assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
 
@@ -145,9 +141,9 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
 def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) -> None:
     if solve(CutStates.of(graph), tuple(network))[-1].table[-1, -1, 0] <= 0:
         with pytest.raises(PlanError, match="layers take no time"):
-            planner.classic(graph, Cluster(tuple(network)))
+            classic(graph, Cluster(tuple(network)))
         return
-    answer = planner.classic(graph, Cluster(tuple(network)))
+    answer = classic(graph, Cluster(tuple(network)))
     names = [name for stage in answer.plan.stages for name in stage.names]
     layers = graph.profile().graph.layers
     assert sorted(names) == sorted(layer.name for layer in layers)
@@ -164,7 +160,7 @@ def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, i
     """On one level the plan's own stages, priced by the equations, give the predicted seconds."""
     costs = tuple(LayerProfile(a / 1e3, 0.0, b * 1000, c * 1000) for a, b, c in rows)
     level = network[0]
-    answer = planner.classic(pd.Profile.of_chain(costs), Cluster((level,)))
+    answer = classic(pd.Profile.of_chain(costs), Cluster((level,)))
     stages, seconds, rate = answer.plan.stages, [], level.bandwidth_bytes_per_s
     for s, stage in enumerate(stages):
         r, sends = stage.replicas, [other.output_bytes for other in stages[max(s - 1, 0) : s + 1]]
@@ -209,7 +205,7 @@ def test_published_answers(
     model: str, widths: tuple[int, ...], rates: tuple[float, ...], seconds: float, config: str | None
 ) -> None:
     graph, workers = GraphText.load(published(model)), math.prod(widths)
-    answer = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))), straight=config == "straight")
+    answer = classic(graph, Cluster(tuple(map(Level, widths, rates))), straight=config == "straight")
     assert answer.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
     assert answer.plan.workers == workers
     expected = "-".join(["1"] * workers) if config == "straight" else config
@@ -218,28 +214,28 @@ def test_published_answers(
 
 def test_a_straight_pipeline_has_a_layer_for_each_worker() -> None:
     profile = pd.Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 2)
-    assert pd.plan(profile, Cluster.flat(2), cost_model="classic", shape="straight").config == "1-1"
+    assert classic(profile, Cluster.flat(2), straight=True).plan.config == "1-1"
     with pytest.raises(PlanError, match="straight pipeline of 3 stages, but this graph cannot be cut into as many"):
-        pd.plan(profile, Cluster.flat(3), cost_model="classic", shape="straight")
+        classic(profile, Cluster.flat(3), straight=True)
 
 
 def test_replicated_pipelines_are_flattened_and_said() -> None:
     """Inside a machine two stages, and two machines that each hold the pipeline."""
     layer = LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
     profile = pd.Profile.of_chain((layer, layer))
-    answer = planning.classic(profile, PlanRequest(Cluster((Level(2, 100.0), Level(2, 1e9)))))
+    answer = classic(profile, Cluster((Level(2, 100.0), Level(2, 1e9))))
     assert (answer.plan.config, answer.slowest_stage_s) == ("2-2", pytest.approx(1.000001, abs=1e-9))
     assert "stages 0 to 1 are 2 pipelines side by side, written as replicas" in answer.plan.note
-    alone = planning.classic(pd.Profile.of_chain((layer,)), PlanRequest(Cluster((Level(2, 100.0), Level(2, 1e9))))).plan
+    alone = classic(pd.Profile.of_chain((layer,)), Cluster((Level(2, 100.0), Level(2, 1e9)))).plan
     assert (alone.config, "side by side" in alone.note) == ("4", False)
 
 
 def test_ties_go_to_one_stage_then_to_the_first_cut() -> None:
     even = pd.Profile.of_chain((LayerProfile(1.0, 0.0, 0, 0),) * 4)
-    assert planner.classic(even, Cluster.flat(2)).plan.config == "2"
+    assert classic(even, Cluster.flat(2)).plan.config == "2"
     heavy = LayerProfile(4.0, 0.0, 0, 4_000)
     free = LayerProfile(0.0, 0.0, 0, 0)
-    plan = planner.classic(pd.Profile.of_chain((heavy, free, heavy)), Cluster.flat(2, 1e3)).plan
+    plan = classic(pd.Profile.of_chain((heavy, free, heavy)), Cluster.flat(2, 1e3)).plan
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 3)]
 
 
@@ -247,8 +243,8 @@ def test_a_profile_keeps_what_it_knows() -> None:
     costs = (LayerProfile(1.0, 1.0, 8, 4000, 100), LayerProfile(1.0, 1.0, 8, 4000, 100))
     graph = LayerGraph.chain((Layer("a", "Linear", ("a.weight",)), Layer("b", "Linear")))
     profile = pd.Profile("net", graph, costs, batch=32, update_s=0.5, optimizer="Adam", optimizer_bytes=16_000)
-    plan = pd.plan(profile, Cluster.flat(2, 1e3), cost_model="classic", in_flight="full")
-    assert (plan.model, plan.batch, plan.config, plan.depth_mode) == ("net", 32, "1-1", "full")
+    plan = classic(profile, Cluster.flat(2, 1e3)).plan
+    assert (plan.model, plan.batch, plan.config, plan.depth_mode) == ("net", 32, "1-1", "noam")
     assert [stage.optimizer_bytes for stage in plan.stages] == [8_000, 8_000]
     assert all(stage.peak_bytes > 0 for stage in plan.stages)
 
@@ -265,11 +261,12 @@ WORK = GraphNode("n2", "Conv2d", 1.0)
         ((IDLE,), Cluster.flat(2), "layers take no time"),
         ((WORK,), Cluster.flat(2, memory_bytes=10**9), "leave the limit out"),
         ((WORK,), Cluster.flat(50_000), "its tables would not fit the memory"),
+        ((WORK,), Cluster((Level(2, 2e9, sizes=(2, 1)), Level(2, 1e9))), "machines of unequal sizes"),
     ],
 )
 def test_refusals(nodes: tuple[GraphNode, ...], cluster: Cluster, says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        planner.classic(GraphText(nodes, ()), cluster)
+        classic(GraphText(nodes, ()), cluster)
 
 
 def test_a_graph_of_too_many_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,11 +274,4 @@ def test_a_graph_of_too_many_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(GraphNode(f"n{i}", "Conv2d", 1.0) for i in range(8))
     star = tuple((0, i) for i in range(1, 7)) + tuple((i, 7) for i in range(1, 7))
     with pytest.raises(PlanError, match="the 8 nodes of this graph can be cut in more than 20 ways"):
-        planner.classic(GraphText(nodes, star), Cluster.flat(2))
-
-
-@pytest.mark.parametrize("wrong", [{"shape": "2-1"}, {"cuts": (1,)}, {"update_delay": 1}, {"microbatches": 2}])
-def test_what_it_does_not_know(wrong: dict[str, object]) -> None:
-    profile = pd.Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 2)
-    with pytest.raises(PlanError, match="the planner of the original PipeDream has no such option"):
-        pd.plan(profile, Cluster.flat(3), cost_model="classic", **wrong)  # type: ignore[arg-type]
+        classic(GraphText(nodes, star), Cluster.flat(2))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paper_tables.graph_txt import GraphNode, GraphText
 from published import published
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.graph_txt import GraphNode, GraphText
 from pipedream.core.model.profile import LayerProfile
 
 TEXT = """\

@@ -1,25 +1,28 @@
-"""`pipedream plan` of graphs with branches: stages, files with stages, the published profiles, and damaged files."""
+"""Profiles made of a graph.txt, planned for like any other: graphs with branches, published profiles, Table 1."""
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from commands import load_script
+from paper_tables import graph_txt
+from paper_tables.graph_txt import GraphText
 from published import published
-from torch import nn
+from table_1 import TABLE_1, Row
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.graph_txt import GraphText
-from pipedream.core.model.profile import LayerProfile
+from pipedream import cli
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
-from pipedream.workflows.profile import find_plan_layers
-from tests.cli.test_plan_command import plan_json
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "paper_tables"
+Convert = Callable[..., Path]
 
 
 def _write_node(name: str, kind: str, milliseconds: float, size_bytes: float, held_bytes: float = 0.0) -> str:
@@ -45,52 +48,69 @@ def text(nodes: list[str]) -> str:
 
 
 @pytest.fixture
-def graph(tmp_path: Path) -> Path:
-    path = tmp_path / "net.txt"
-    path.write_text(text(NODES))
-    return path
+def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
+    """Returns a function: the text of a graph.txt, and options of the converter -> the profile's file."""
+
+    def run(graph: str, *options: str) -> Path:
+        (tmp_path / "net.txt").write_text(graph)
+        profile = tmp_path / "net.profile.json"
+        monkeypatch.setattr(sys, "argv", ["graph_txt.py", str(tmp_path / "net.txt"), "-o", str(profile), *options])
+        graph_txt.main()
+        return profile
+
+    return run
 
 
-def test_cuts_across_branches(graph: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "staged.txt"
-    options = ["--workers", "2", "--bandwidth", "1e9", "--strategy", "search", "-o", str(out)]
-    answer = plan_json(capfd, str(graph), *options)
+def test_cuts_across_branches(convert: Convert, capfd: pytest.CaptureFixture[str]) -> None:
+    profile = convert(text(NODES))
+    options = ["--workers", "2", "--bandwidth", "1e9", "--strategy", "search", "--json"]
+    assert cli.main(["plan", str(profile), *options]) == 0
+    answer = json.loads(capfd.readouterr().out)
     assert (answer["config"], answer["slowest_stage_s"]) == ("1-1", 0.007)
     assert answer["planning_s"] > 0
     assert "optimal" in answer["note"]
-    stages = {node.name: node.stage for node in GraphText.load(out).nodes}
+    stages = {layer: s for s, stage in enumerate(answer["stages"]) for layer in stage["layers"]}
     assert (stages["stem"], stages["sum"], stages["head"]) == (0, 1, 1)
     assert stages["left"] != stages["right"]
     for edge in EDGES:
         source, target = edge.split(" -- ")
-        assert (stages[source] or 0) <= (stages[target] or 0)
+        assert stages[source] <= stages[target]
 
 
-def test_the_order_of_the_lines_does_not_matter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_converter_takes_the_size_of_a_minibatch(convert: Convert) -> None:
+    profile = pd.Profile.load(convert(text(NODES)))
+    assert (profile.model, profile.batch) == ("net", 1)
+    assert profile == GraphText.parse(text(NODES)).profile("net")
+    assert pd.Profile.load(convert(text(NODES), "--batch", "128")).batch == 128
+
+
+@pytest.mark.parametrize(
+    ("graph", "options", "says"),
+    [
+        (text(NODES).replace("=3.0", "=-3.0"), (), r"net.txt, line 2: forward_compute_time should be a number"),
+        (text(NODES), ("--batch", "0"), "batch"),
+    ],
+)
+def test_the_converter_refuses(
+    graph: str, options: tuple[str, ...], says: str, convert: Convert, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        convert(graph, *options)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_order_of_the_lines_does_not_matter() -> None:
     draw = random.Random(0)
     seconds = set()
     nodes = list(NODES)
-    for number in range(3):
-        path = tmp_path / f"net{number}.txt"
-        path.write_text(text(nodes))
-        answer = plan_json(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
-        seconds.add(answer["slowest_stage_s"])
+    for _ in range(3):
+        profile = GraphText.parse(text(nodes)).profile()
+        plan = pd.plan(profile, pd.Cluster.flat(3, 1e9))
+        assert plan == pd.plan(profile, pd.Cluster.flat(3, 1e9))
+        seconds.add(plan.slowest_stage_s)
         draw.shuffle(nodes)
-    again = plan_json(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
-    assert answer | {"planning_s": 0} == again | {"planning_s": 0}
     assert len(seconds) == 1
-
-
-def test_a_pipeline_refuses_an_order_that_is_not_the_models() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    sample = torch.zeros(1, 2)
-    cost = LayerProfile(1.0, 1.0, 1, 1)
-    names = [layer.name for layer in find_plan_layers(model, pd.Plan.uniform(3), sample).graph.layers]
-    layers = tuple(Layer(name, "Layer") for name in reversed(names))
-    chain = LayerGraph.chain(layers)
-    plan = planning.plan(pd.Profile("Sequential", chain, (cost,) * 3, batch=1), pd.Cluster.flat(3), shape="straight")
-    with pytest.raises(PlanError, match=r"the plan runs layer '2' where the model runs '0': .* plan again from a"):
-        find_plan_layers(model, plan, sample)
 
 
 EXACT = ["alexnet", "densenet121", "gnmt", "gnmt_large", "resnet18", "resnet50", "resnet101", "resnext50", "resnext101"]
@@ -120,3 +140,12 @@ def test_published_profiles(name: str) -> None:
     if name not in WIDE:
         simulated = planning.plan(profile, pd.Cluster.flat(16, 1.25e9))
         assert score(simulated).period_s <= score(plan).period_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row.profile in QUICK[::2] else pytest.mark.slow) for row in TABLE_1], ids=str
+)
+def test_the_table_of_the_page(row: Row) -> None:
+    graph = GraphText.load(published(row.profile))
+    answer = " | ".join(load_script(FOLDER / "run.py").answer(row, graph))
+    assert f"| {answer} |\n" in (FOLDER / "README.md").read_text(encoding="utf-8")

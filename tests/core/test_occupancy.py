@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -48,6 +49,19 @@ def check_claims(name: str, stages: int, m: int) -> None:
     many = 99 if travels else m
     expected = [(claims.in_flight(stages, many, s), claims.versions(stages, many, s)) for s in range(stages)]
     assert [(stage.in_flight, stage.versions) for stage in occupancy(built)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "versions"), [("pipedream", [1, 2, 4, 5]), ("pipedream_2bw", [2] * 4), ("1f1b", [1] * 4)]
+)
+def test_versions_count_an_update_delay(name: str, versions: list[int]) -> None:
+    """Under stashing W_s + 1, and one more if the update comes after the next forward."""
+    plans = [
+        replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), update_delay=(delay, 0))
+        for in_flight in (1, 4)
+        for delay in (0, 1)
+    ]
+    assert [occupancy(schedules.build(name, plan))[0].versions for plan in plans] == versions
 
 
 @given(st.data())

@@ -172,5 +172,3 @@ def test_beside_gpus_they_need_the_memory_of_the_machine() -> None:
 def test_other_values_are_refused() -> None:
     with pytest.raises(PlanError, match="snapshot_every=0 was asked for; give 'auto' or a whole number from 1 on"):
         plan_of(None, 0)
-    with pytest.raises(PlanError, match="cost_model='classic' was given with snapshot_every=4"):
-        plan_of(None, cost_model="classic")

@@ -21,7 +21,7 @@ from pipedream.planner.tables.search_space import apply_depth
 from pipedream.profiler.sizes import Allocations
 from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
-from pipedream.workflows.methods import occupancy_of, versions_of
+from pipedream.workflows.methods import occupancy_of
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
@@ -112,7 +112,10 @@ def plan_of(run: Living) -> Plan:
     from pipedream.planner.tables.search_space import SearchSpace
 
     space = SearchSpace.of(
-        profile, plan.cluster, versions=versions_of(run.schedule), microbatches=run.microbatches or 1
+        profile,
+        plan.cluster,
+        occupancy=occupancy_of(run.schedule, run.microbatches),
+        microbatches=run.microbatches or 1,
     )
     again = tuple(replace(stage, recompute=True) for stage in plan.stages)
     return apply_depth(space, replace(plan, stages=again), plan.in_flight)

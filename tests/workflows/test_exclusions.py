@@ -20,7 +20,7 @@ PROFILE = pd.Profile.of_chain((LAYER,) * 4)
 @pytest.mark.parametrize(
     "options",
     [
-        {"cost_model": "classic", "cuts": (2,), "update_delay": 1},
+        {"strategy": "2bw", "cuts": (2,), "update_delay": 1},
         {"strategy": "2bw", "shape": "straight"},
         {"schedule": "interleaved_1f1b", "shape": "1-1"},
         {"schedule": "1f1b", "chunks": 2},
@@ -59,7 +59,7 @@ def test_a_refusal_has_a_reason_and_says_what_to_do() -> None:
 
 
 def test_defaults_exclude_nothing() -> None:
-    check_options({"cost_model": "classic", "shape": "any", "cuts": None, "update_delay": 0, "recompute": "never"})
+    check_options({"strategy": "2bw", "shape": "any", "cuts": None, "update_delay": 0, "recompute": "never"})
     check_options({"cluster": Path("here"), "workers": [], "bandwidth": [], "latency": 0.0, "memory": None})
     check_options({"plan": "plan.json", "shape": None, "update_delay": 0, "chunks": None})
     check_options({"strategy": "2bw", "schedule": "pipedream", "in_flight": "noam"})

@@ -80,5 +80,5 @@ def test_what_is_wrong_is_said() -> None:
         pd.plan(PROFILE, SLOW, messages="int9")
     with pytest.raises(PlanError, match="allow_approximate=True was given with messages='int8', but it tries"):
         pd.plan(PROFILE, SLOW, messages="int8", allow_approximate=True)
-    with pytest.raises(PlanError, match="allow_approximate=True was given with cost_model='classic'"):
-        pd.plan(PROFILE, SLOW, cost_model="classic", allow_approximate=True)
+    with pytest.raises(PlanError, match="allow_approximate=True was given with strategy='2bw'"):
+        pd.plan(PROFILE, SLOW, strategy="2bw", allow_approximate=True)

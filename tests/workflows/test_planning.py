@@ -40,7 +40,6 @@ def test_keywords_and_flags_are_those_of_the_request() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cost_model": "new"}, "cost model 'new' is not known; write pipedream or classic"),
         ({"strategy": "new"}, "strategy 'new' is not known; write simulate, search or 2bw"),
         ({"cluster": 2}, r"2 was given as the cluster; give a Cluster, such as pipedream\.Cluster\.flat\(4\)"),
         ({"schedule": "1f1b", "allow_asynchronous": True}, "it widens the search for the fastest method"),

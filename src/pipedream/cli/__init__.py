@@ -22,6 +22,7 @@ from typer.main import get_command
 
 import pipedream
 from pipedream.cli.flags import OptionParser, as_command
+from pipedream.cli.retired import refuse_retired
 from pipedream.cli.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
 from pipedream.runtime.failure.processes import end_process, stay_with_launcher
@@ -54,6 +55,7 @@ class _Commands(TyperGroup):
         self.commands.update({name: TyperCommand(name, help=text) for name, text in COMMANDS.items()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        refuse_retired(args[0])
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load(command.name or ""), rest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipedream.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json, profile_of
+from pipedream.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json, read_profile
 from pipedream.core.artifact import encode_attributes
 from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
@@ -31,7 +31,7 @@ def check(
     Example:
       pipedream check digits.plan.json --profile digits.profile.json
     """
-    model_profile = None if profile is None else profile_of(profile)
+    model_profile = None if profile is None else read_profile(profile)
     result = check_plan(Plan.load(plan), profile=model_profile, schedule=schedule, microbatches=microbatches)
     if not as_json:
         print(result)

@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from pipedream.cli.options import JSON, MICROBATCHES, RECIPE, SEED, check_flags, print_json, profile_of
+from pipedream.cli.options import JSON, MICROBATCHES, RECIPE, SEED, check_flags, print_json, read_profile
 from pipedream.core.artifact import encode
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option, option_of
@@ -142,7 +142,7 @@ def compare(
             cluster,
             name_folder(recipe, options.out, may_be_used=True),
             link=", ".join(format_link(level.bandwidth_bytes_per_s) for level in cluster.levels),
-            profile=None if profile is None else profile_of(profile),
+            profile=None if profile is None else read_profile(profile),
             progress=report,
         )
         print_json({"verdict": delays.verdict, "methods": delays.rows()}) if as_json else print(f"\n{delays}")

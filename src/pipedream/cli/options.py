@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipedream.cli.retired import refuse_retired
 from pipedream.core import units
 from pipedream.core.artifact import read_text, writing
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option, option_of
 from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME, PlanRequest
@@ -25,7 +26,7 @@ JSON = option(False, "Print one JSON object on standard output, and nothing else
 SEED = option(0, "Random seed.", metavar="N")
 FINEST = option(False, "Also split the modules of a chain into those inside them, as more cut points.")
 RECIPE = argument("RECIPE", "Python file that defines recipe().")
-PROFILE = argument("PROFILE", "Profile of the model, or a graph.txt of the original PipeDream.")
+PROFILE = argument("PROFILE", "Profile of the model.")
 OUTPUT = option(None, "Also write the result to a file.", "-o", "--output", metavar="FILE")
 SVG = option(None, "Also write the picture: an SVG, or a PDF or PNG by the file's suffix.", "--svg", metavar="FILE")
 CLUSTER = option(
@@ -126,23 +127,16 @@ def check_outputs(**paths: Path | None) -> None:
             check_picture(path)
 
 
-def read_profile(path: Path) -> Profile | GraphText:
-    """Reads a profile or a graph.txt; the first character decides which."""
+def read_profile(path: Path) -> Profile:
+    """Reads a profile; a file that is another kind of input is refused with advice."""
     if path.suffix == ".py":
         raise PlanError(
             f"{path} is not a profile; measure one first: pipedream profile {path} -o {path.stem}.profile.json"
         )
-    try:
-        first_character = read_text(path).lstrip()[:1]
-    except (OSError, UnicodeDecodeError):
-        return Profile.load(path)  # which reports what is wrong with it
-    return Profile.load(path) if first_character in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
-
-
-def profile_of(path: Path) -> Profile:
-    """Reads a profile; a graph.txt is named after its file."""
-    profile = read_profile(path)
-    return profile.profile(path.stem) if isinstance(profile, GraphText) else profile
+    with suppress(OSError, UnicodeDecodeError):  # which `load` reports
+        if " -- forward_compute_time=" in read_text(path):
+            refuse_retired(f"reading a graph.txt ({path})")
+    return Profile.load(path)
 
 
 def with_depth(plan: Plan, depth: str | tuple[int, ...]) -> Plan:

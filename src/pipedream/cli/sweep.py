@@ -58,7 +58,7 @@ def sweep(
     except ValueError as error:
         raise PlanError(str(error)) from None
     result = sweeping.sweep(
-        common.profile_of(profile),
+        common.read_profile(profile),
         PlanRequest(
             cluster,
             microbatches=microbatches,

@@ -3,8 +3,6 @@
 from pipedream.core.schedule.occupancy import MethodOccupancy as MethodOccupancy
 from pipedream.planner.auto import SearchOptions as SearchOptions
 from pipedream.planner.auto import choose_method as choose_method
-from pipedream.planner.classic import Classic as Classic
-from pipedream.planner.classic import classic as classic
 from pipedream.planner.comparison import Candidate as Candidate
 from pipedream.planner.comparison import Comparison as Comparison
 from pipedream.planner.comparison import Score as Score

@@ -169,7 +169,7 @@ def choose_method(
     if len(best.replicas) > 1 and not methods[best.schedule].flushes:  # a plan of one stage delays nothing
         note += "; its gradients are stale, so it may learn differently from a single process"
     if profile.batch == 1 and options.microbatches is None:
-        note += "; a minibatch of one sample cannot be split; for a graph.txt, give the minibatch size (--batch)"
+        note += "; a minibatch of one sample cannot be split"
     return replace(comparison, plan=replace(comparison.plan, note=note))
 
 

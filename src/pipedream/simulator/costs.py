@@ -40,7 +40,7 @@ class Costs:
         workers: the cluster's worker of each rank; () for the first ones.
         input_bytes: bytes that go directly from the input stage to the output stage.
         buckets: buckets of each stage's sum: the share of the last backward after which a bucket is ready, and the
-            seconds of it and all later ones. () for the classic model: nothing hides sums, which take `sync_s`.
+            seconds of it and all later ones. (): nothing hides sums, which take `sync_s`.
         sum_bytes: bytes that each stage's sum moves through a port, one way.
         tied: seconds, and bytes through a port, of each sum over the holders of tied weights (`Plan.tied_weights`).
         runtime: seconds of the runtime; on a worker of speed 1, like the seconds of ops.

@@ -100,7 +100,6 @@ _PROPERTIES: dict[str, Callable[[Any], bool]] = {
     "lays_out_stages": lambda schedule: schedule != "auto" and schedules.layout_of(schedule) is not None,
     "has_one_stage_a_worker": lambda schedule: schedule != "auto" and schedules.layout_of(schedule) is None,
     "is_torch_csv": schedules.is_torch_csv,
-    "is_no_graph_txt": lambda path: not str(path).endswith(".txt"),
 }
 
 _TABLE = """
@@ -113,12 +112,6 @@ data_parallel | config
 cuts | shape=data-parallel
     cuts make several stages and data parallelism has one
     give the cuts alone, or with the replicas of each stage
-cost_model=classic | shape!=any|straight cuts update_delay microbatches recompute chunks batch mesh strategy=2bw
-    the planner of the original PipeDream has no such option
-    leave out OTHERS, or use the cost model pipedream
-cost_model=classic | activations snapshot_every
-    the planner of the original PipeDream has no such option
-    leave out OTHERS, or use the cost model pipedream
 strategy=2bw | shape cuts update_delay in_flight chunks activations
     PipeDream-2BW's planner chooses the stages and the depth itself
 strategy=2bw | schedule!=pipedream|2bw|pipedream_2bw
@@ -138,8 +131,8 @@ explain | schedule!=auto
 allow_asynchronous | schedule!=auto
     it widens the search for the fastest method
     leave it out, or ask for the schedule auto
-allow_approximate | cost_model=classic strategy=2bw
-    their planners know neither encoded messages nor approximate sums
+allow_approximate | strategy=2bw
+    its planner knows neither encoded messages nor approximate sums
 allow_approximate | messages sums
     it tries encodings and sums itself
 schedule:lays_out_stages | shape!=any|pipeline cuts update_delay in_flight recompute=auto
@@ -149,9 +142,6 @@ schedule:has_one_stage_a_worker | chunks
 schedule:is_torch_csv | shape:has_replicas update_delay
     a schedule in PyTorch's notation has no replicas
     leave out OTHERS; the file determines the shape
-batch | PROFILE:is_no_graph_txt
-    a profile has its own minibatch size, and only a graph.txt has none
-    leave the batch out
 cluster | workers bandwidth latency memory
     the cluster determines these
     leave out OTHERS, or the cluster

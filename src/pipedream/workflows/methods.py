@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -120,19 +120,6 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
     with suppress(ScheduleError):
         versions_grow = schedules.properties_of(schedule).versions_grow_with_stages
     return planner.MethodOccupancy(find_usages, versions_grow)
-
-
-def versions_of(schedule: str) -> Callable[[int, int], int]:
-    """Returns a method's rule (in-flight count, update delay) -> versions of an input stage's weights."""
-
-    def count_versions(in_flight: int, update_delay: int) -> int:
-        plan = Plan.uniform(in_flight)
-        if update_delay:
-            plan = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0))
-        return occupancy(schedules.build(schedule, plan))[0].versions
-
-    count_versions(1, 0)
-    return count_versions
 
 
 def _check_comparable(name: str) -> MethodProperties:

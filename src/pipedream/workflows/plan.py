@@ -14,7 +14,6 @@ from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError, ShortageError
 from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.hardware.devices import pcie_bytes_per_s
-from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.activations import HOST
@@ -42,11 +41,10 @@ _MIN_GAIN = 0.02
 
 
 @keywords(PlanRequest)
-def plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
+def plan(profile: Profile, request: PlanRequest) -> Plan:
     """Partitions a profiled model into stages so that training is as fast as possible and each stage fits the memory.
 
     Args:
-        profile: or a graph.txt of the original PipeDream.
         request: the fields of `PlanRequest`.
 
     Raises:
@@ -55,7 +53,7 @@ def plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
     return make_plan(profile, request)
 
 
-def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
+def make_plan(profile: Profile, request: PlanRequest) -> Plan:
     """Plans as `plan` does."""
     if request.allow_approximate:
         return plan_and_compare(profile, request).plan
@@ -67,9 +65,7 @@ def make_plan(profile: Profile | GraphText, request: PlanRequest) -> Plan:
         return _add_exchange(add_mesh(comparison.plan, request.mesh), profile, request)
 
 
-def plan_and_compare(
-    profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()
-) -> planner.Comparison:
+def plan_and_compare(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
     """Plans as `plan` does, and returns all that was compared.
 
     The schedule 'auto' finds the method, stages, microbatches and depth with the fewest simulated seconds per
@@ -101,13 +97,11 @@ def plan_and_compare(
     first, *rest = comparison.candidates
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
-    references = tuple(_list_references(_read_profile(profile), request, comparison.candidates))
+    references = tuple(_list_references(profile, request, comparison.candidates))
     return replace(comparison, plan=best_plan, candidates=(first, *rest), references=references)
 
 
-def _compare_approximations(
-    profile: Profile | GraphText, request: PlanRequest, names: Sequence[str]
-) -> planner.Comparison:
+def _compare_approximations(profile: Profile, request: PlanRequest, names: Sequence[str]) -> planner.Comparison:
     """Returns the comparison with the fastest plan; if that plan approximates, with the exact comparison too."""
     check_options(vars(request) | {"allow_approximate": True})
     exact = best = plan_and_compare(profile, request, names)
@@ -122,28 +116,8 @@ def _compare_approximations(
     return best if best is exact else replace(best, exact=exact)
 
 
-def classic(profile: Profile | GraphText, request: PlanRequest) -> planner.Classic:
-    """Returns the answer of the original PipeDream's planner, with its predicted seconds; see docs/cost_models.md.
-
-    Args:
-        profile: or a graph.txt of the original.
-        request: the cluster, without a limit on memory; the shape 'straight' has one worker for each stage. Schedule
-            and depth count for the predicted bytes alone.
-
-    Raises:
-        PlanError: see `pipedream.planner.classic`.
-    """
-    return planner.classic(
-        profile,
-        request.workers_and_links,
-        straight=request.shape == "straight",
-        versions=methods.versions_of(request.schedule),
-        in_flight=request.in_flight,
-    )
-
-
 @contextmanager
-def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> Iterator[None]:
+def _suggest_on_shortage(profile: Profile, request: PlanRequest) -> Iterator[None]:
     """Context that adds to a shortage of memory the changes with which a plan would fit."""
     try:
         yield
@@ -151,8 +125,7 @@ def _suggest_on_shortage(profile: Profile | GraphText, request: PlanRequest) -> 
         fitting = list(_list_fitting(profile, request))
         advice = [*_describe_missing_for_snapshots(request, error.need_bytes)] if fitting else []
         advice += [f"this would fit: {'; '.join(fitting)}"] if fitting else []
-        if isinstance(profile, Profile):
-            advice += [*_describe_bases(profile, request), *advise_mesh(profile, request)]
+        advice += [*_describe_bases(profile, request), *advise_mesh(profile, request)]
         if not advice:
             raise
         raise ShortageError("; ".join([str(error), *advice]), error.need_bytes) from None
@@ -164,7 +137,7 @@ def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> It
         yield f"with snapshots {format_bytes(need_bytes - memory_bytes)} are missing"
 
 
-def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterator[str]:
+def _list_fitting(profile: Profile, request: PlanRequest) -> Iterator[str]:
     """Yields changes that would make a request fit: offloads, the largest microbatch, the longest sequence."""
     is_simulated = request.strategy == "simulate" and request.schedule != AUTO
     strategy = "search" if is_simulated and request.workers_and_links.workers > _MANY_WORKERS else request.strategy
@@ -173,8 +146,7 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
         yield "no snapshots (without --snapshot-every)"
     if request.recompute == "never" and find_plan(recompute="auto"):
         yield "recomputation (--recompute auto)"
-    source = _read_profile(profile)
-    on_gpus = source.runtime.overlap_device or any(layer.forward_launch_s for layer in source.layers)
+    on_gpus = profile.runtime.overlap_device or any(layer.forward_launch_s for layer in profile.layers)
     offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.optimizer_state != HOST else {}
     if on_gpus and not request.activations and request.recompute != "always":
         offloads = {"activations": HOST} | offloads
@@ -184,15 +156,16 @@ def _list_fitting(profile: Profile | GraphText, request: PlanRequest) -> Iterato
         offloaded = [plan]
     yield from map(_describe_offloads, offloaded)
     too_few, step = request.microbatches or (MAX_MICROBATCHES if request.schedule == AUTO else 1), _find_step(request)
-    counts = range((too_few // step + 1) * step, source.batch + 1, step)
+    counts = range((too_few // step + 1) * step, profile.batch + 1, step)
     for changes in ({}, offloads) if offloads and not offloaded else ({},):
         m, plan = _split_until_it_fits(partial(find_plan, **changes), counts)
         if plan:
             with_offloads = f" with {_describe_offloads(plan)}" if changes else ""
             larger = f", or a larger multiple of {step}" if step > 1 else ""
-            yield f"microbatches of at most {-(-source.batch // m)} samples (--microbatches {m}{larger}){with_offloads}"
+            samples = -(-profile.batch // m)
+            yield f"microbatches of at most {samples} samples (--microbatches {m}{larger}){with_offloads}"
             break
-    length = profile.length if isinstance(profile, Profile) and not request.mesh else 0
+    length = 0 if request.mesh else profile.length
     fitting, too_long = 0, _LENGTH_STEPS if length else 1
     while too_long - fitting > 1:
         middle = (fitting + too_long) // 2
@@ -234,9 +207,7 @@ def _split_until_it_fits(find_plan: Callable[..., Plan | None], counts: range) -
     return counts[fitting] if plan else 0, plan
 
 
-def _find_fitting(
-    profile: Profile | GraphText, request: PlanRequest, *, length: int = 0, **changes: Any
-) -> Plan | None:
+def _find_fitting(profile: Profile, request: PlanRequest, *, length: int = 0, **changes: Any) -> Plan | None:
     """Returns a plan for a request with other options, and with sequences of another length; None if nothing fits."""
     cluster = request.workers_and_links
     if "activations" in changes:
@@ -247,7 +218,7 @@ def _find_fitting(
         cluster = _host_optimizers(cluster)
     changed = replace(request, cluster=cluster, **changes)
     with suppress(PipelineError):
-        shorter = profile.of_length(length) if length and isinstance(profile, Profile) else profile
+        shorter = profile.of_length(length) if length else profile
         plan = _compare(*_take_rank(shorter, changed)).plan
         plan = replace(plan, optimizer_state=read_optimizer_state(changed.optimizer_state))
         methods.check_machines(plan)
@@ -288,7 +259,7 @@ def _count_bases(profile: Profile, name: str) -> int:
     return updates.matrix_bytes([matrix for layer in profile.layers for matrix in layer.matrices])[0]
 
 
-def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest) -> Plan:
+def _add_exchange(plan: Plan, profile: Profile, request: PlanRequest) -> Plan:
     """Returns the plan with its messages and sums in place of their costs in cluster and runtime."""
     plan = replace(
         plan,
@@ -296,48 +267,48 @@ def _add_exchange(plan: Plan, profile: Profile | GraphText, request: PlanRequest
             plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts(), activations="", hosts_optimizers=False
         ),
         runtime=replace(plan.runtime, encoding_s_per_byte=0.0),
-        messages=Messages.read(request.messages, 8 * _read_profile(profile).value_bytes),
+        messages=Messages.read(request.messages, 8 * profile.value_bytes),
         optimizer_state=read_optimizer_state(request.optimizer_state),
     )
     methods.check_machines(plan)
     return plan if max(plan.replicas) == 1 else replace(plan, sums=request.sums)
 
 
-def _complete_request(request: PlanRequest, profile: Profile | GraphText) -> tuple[Profile | GraphText, PlanRequest]:
+def _complete_request(request: PlanRequest, profile: Profile) -> tuple[Profile, PlanRequest]:
     """Checks the options; returns profile and request with a cluster, and with the costs of messages and sums."""
     check_options(vars(request))
-    source, cluster = _read_profile(profile), request.cluster
+    Profile.check_is(profile)
+    cluster = request.cluster
     if cluster is None:
         from pipedream.workflows.probe import detect_cluster  # loads torch
 
-        device = profile.device if isinstance(profile, Profile) else ""
-        cluster, message = detect_cluster("cuda" if device.startswith("cuda") else "cpu")
+        cluster, message = detect_cluster("cuda" if profile.device.startswith("cuda") else "cpu")
         if message:
             print(message, flush=True)
     gpus = sorted({device for device in cluster.devices if not device.startswith("cpu")})
-    if gpus and source.device.startswith("cpu"):
+    if gpus and profile.device.startswith("cpu"):
         warnings.warn(
-            f"the workers have {', '.join(gpus)}, but the profile was measured on {source.device}: the plan is one "
+            f"the workers have {', '.join(gpus)}, but the profile was measured on {profile.device}: the plan is one "
             f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
             stacklevel=4,
         )
-    messages, sums = Messages.read(request.messages, 8 * source.value_bytes), SumMethod.read(request.sums)
+    messages, sums = Messages.read(request.messages, 8 * profile.value_bytes), SumMethod.read(request.sums)
     if request.activations:
         cluster = _add_activations(cluster, request.activations)
     if messages:
-        profile = replace(source, runtime=messages.add_costs(source.runtime))
+        profile = replace(profile, runtime=messages.add_costs(profile.runtime))
         cluster = messages.on(cluster)
     if request.optimizer_state == HOST:
         cluster = _host_optimizers(cluster)
     if request.snapshot_every is not None:
         cluster = replace(cluster, snapshots=cluster.snapshots or "next")
-    if sums.is_low_rank and not source.matrices:
+    if sums.is_low_rank and not profile.matrices:
         raise PlanError(
             f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
             "model again"
         )
     if not sums.is_exact:
-        sum_costs = sums.costs(source.trained_bytes, source.matrices, source.value_bytes)
+        sum_costs = sums.costs(profile.trained_bytes, profile.matrices, profile.value_bytes)
         cluster = replace(cluster, sum_costs=sum_costs)
     return profile, replace(request, cluster=cluster)
 
@@ -355,29 +326,22 @@ def _add_activations(cluster: Cluster, where: str) -> Cluster:
     return replace(cluster, activations=where, host_bytes_per_s=rate)
 
 
-def _read_profile(profile: Profile | GraphText) -> Profile:
-    if isinstance(profile, GraphText):
-        return profile.profile()
-    Profile.check_is(profile)
-    return profile
-
-
-def _search_meshes(profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
+def _search_meshes(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
     score_once = cache(methods.score_if_quick)
 
     def score_plan(plan: Plan) -> planner.Score:
         return score_once(replace(plan, note="", bound_s=0.0))  # several searches find the same stages
 
     compare = partial(_compare, names=names, score_plan=score_plan)
-    return choose_meshes(_read_profile(profile), request, compare, score_plan)
+    return choose_meshes(profile, request, compare, score_plan)
 
 
-def _take_rank(profile: Profile | GraphText, request: PlanRequest) -> tuple[Profile | GraphText, PlanRequest]:
-    return take_one_rank(_read_profile(profile), request, _compare) if request.mesh else (profile, request)
+def _take_rank(profile: Profile, request: PlanRequest) -> tuple[Profile, PlanRequest]:
+    return take_one_rank(profile, request, _compare) if request.mesh else (profile, request)
 
 
 def _compare(
-    source: Profile | GraphText,
+    profile: Profile,
     request: PlanRequest,
     names: Sequence[str] = (),
     score_plan: Callable[[Plan], planner.Score] = methods.score_if_quick,
@@ -386,14 +350,14 @@ def _compare(
     """Plans without a mesh, by the planner that the request names; activations move only where that saves seconds."""
     check_options(vars(request))
     if not request.activations:
-        return _compare_by_planner(source, request, names, score_plan, rival_s)
+        return _compare_by_planner(profile, request, names, score_plan, rival_s)
     comparisons = []
     cluster = replace(request.workers_and_links, activations="")
     with suppress(PlanError):
         unmoved = replace(request, activations="", cluster=cluster)
-        comparisons.append(_compare_by_planner(source, unmoved, names, score_plan, rival_s))
+        comparisons.append(_compare_by_planner(profile, unmoved, names, score_plan, rival_s))
     try:
-        comparisons.append(_compare_by_planner(source, request, names, score_plan, rival_s))
+        comparisons.append(_compare_by_planner(profile, request, names, score_plan, rival_s))
     except PlanError:
         if not comparisons:
             raise
@@ -401,15 +365,12 @@ def _compare(
 
 
 def _compare_by_planner(
-    source: Profile | GraphText,
+    profile: Profile,
     request: PlanRequest,
     names: Sequence[str],
     score_plan: Callable[[Plan], planner.Score],
     rival_s: float,
 ) -> planner.Comparison:
-    if request.cost_model == "classic":
-        return compare_alone(classic(source, request).plan, request)
-    profile = _read_profile(source)
     if request.microbatches is not None and 1 < profile.batch < request.microbatches:
         raise PlanError(
             f"{request.microbatches} microbatches were asked for, but a minibatch has {profile.batch} samples; ask for "
