@@ -41,9 +41,9 @@ def test_commands_load_only_what_they_need(files: Path) -> None:
         ("show 1f1b", ("torch",)),
         ("plan profile.json --workers 2", ("torch",)),
         ("layout step.json --mesh m:2", ("torch",)),
-        ("partition step.json --ranks 2", ("torch",)),
+        ("layout step.json --ranks 2", ("torch",)),
         ("simulate plan.json", ("torch",)),
-        ("check plan.json", ("torch",)),
+        ("plan --check plan.json", ("torch",)),
         ("sweep profile.json --workers 2 --schedule naive", ("torch",)),
     )
     program = (
@@ -112,7 +112,7 @@ def test_a_misspelt_command_is_corrected(refused: Callable[..., str]) -> None:
         (["simulate", "profile.json"], "should hold a Plan, but holds 'Profile'"),
         (["simulate", "plan.json", "--svg", "out.gif"], "write name.svg, .pdf or .png"),
         (["simulate"], "give a plan's file or --uniform P"),
-        (["check", "mine.py"], "so it is not a Plan; give the right file"),
+        (["plan", "--check", "mine.py"], "so it is not a Plan; give the right file"),
         (["show", "1fb1"], "; did you mean 1f1b?"),
         (["show", "pipedraem_2bw"], "schedule 'pipedraem_2bw' is not known; choose one of 1f1b, "),
         (["train", "none.py"], "the recipe none.py does not exist"),

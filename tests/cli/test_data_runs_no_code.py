@@ -63,13 +63,13 @@ def ran(method: Path) -> bool:
     ("command", "name"),
     [
         *(("simulate", name) for name in ("mine.py", "mine.py:mine", "mine.py[a=1]", "./mine.PY", " mine.py [a=1]")),
-        *((command, "mine.py") for command in ("check", "emulate", "show")),
+        *((command, "mine.py") for command in ("plan --check", "emulate", "show")),
     ],
 )
 def test_a_plan_in_a_command(command: str, name: str, method: Path, run_command: RunCommand) -> None:
     method.with_suffix(".PY").write_bytes(method.read_bytes())
     replace(Plan.uniform(1), schedule=name).save("plan.json")
-    status, out, error = run_command(command, "plan.json")
+    status, out, error = run_command(*command.split(), "plan.json")
     assert (status, out) == (2, "")
     assert f"names the method {name!r}, a Python file" in error
     assert f"--schedule {name!r} on the command line" in error

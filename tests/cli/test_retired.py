@@ -48,8 +48,14 @@ CONVERT = "in the sources, python benchmarks/paper_tables/graph_txt.py FILE -o P
         ("plan profile.json --workers 2 --output=a/out.txt", "plan --output=a/out.txt", "name a JSON file"),
         ("plan net.txt --workers 2", "reading a graph.txt (net.txt)", CONVERT),
         ("plan net --workers 2", "reading a graph.txt (net)", CONVERT),
+        ("check plan.json", "check", "pipedream plan --check PLAN does it"),
+        ("schedules", "schedules", "pipedream show lists the methods"),
+        ("report runs/digits", "report", "each run folder has its report.html"),
+        ("partition recipe.py --ranks 4", "partition", "pipedream layout --ranks N"),
+        ("sweep profile.json --workers 2 --plot a.svg", "sweep --plot", "--csv FILE"),
+        ("probe --disk /tmp", "probe --disk", "leave it out"),
         ("sweep net.txt --workers 2", "reading a graph.txt (net.txt)", CONVERT),
-        ("check plan.json --profile net.txt", "reading a graph.txt (net.txt)", CONVERT),
+        ("plan net.txt --check plan.json", "reading a graph.txt (net.txt)", CONVERT),
         ("compare recipe.py --emulate-delay --profile net.txt", "reading a graph.txt (net.txt)", CONVERT),
     ],
 )
@@ -80,9 +86,9 @@ def test_other_commands_know_nothing_of_such_options(folder: Path, refused: Call
 def test_commands_and_options_of_several_can_be_retired(
     folder: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
-    rows = {"check": "run it", "* --minibatches": "count", "* --memory=1*": "more"}
+    rows = {"emulate": "run it", "* --minibatches": "count", "* --memory=1*": "more"}
     monkeypatch.setattr(retired, "RETIRED", rows)
-    assert refused("check", "plan.json") == refused("check", "-h") == "pipedream: check is retired; run it\n"
+    assert refused("emulate", "plan.json") == refused("emulate", "-h") == "pipedream: emulate is retired; run it\n"
     assert refused("simulate", "plan.json", "--minibatches", 2).endswith("simulate --minibatches is retired; count\n")
     assert "plan --memory=1GB is retired" in refused("plan", "profile.json", "--workers", 2, "--memory", "1GB")
     assert cli.main(["plan", "profile.json", "--workers", "2", "--memory", "2GB"]) == 0

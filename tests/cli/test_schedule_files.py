@@ -70,7 +70,7 @@ def test_plan(run_command: RunCommand, looped: Path, tmp_path: Path) -> None:
     plan = Plan.load(out)
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert (plan.worker_order, plan.schedule, plan.microbatches) == ((0, 1, 0, 1), str(looped), 4)
-    assert run_command("check", out)[0] == 0
+    assert run_command("plan", "--check", out)[0] == 0
     assert run_command("simulate", out)[0] == 0
     for wrong in (("--workers", 3), ("--workers", 2, "--microbatches", 3), ("--workers", 2, "--data-parallel")):
         assert run_command("plan", saved, *wrong, "--schedule", looped, "-o", tmp_path / "none.json")[0] == 2

@@ -239,7 +239,7 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     assert run_command("plan", saved, "--workers", 2, "--microbatches", 4, "--schedule", name, "-o", out)[0] == 0
     plan = Plan.load(out)
     assert (plan.schedule, plan.microbatches) == (name, 4)
-    status, text, _ = run_command("check", out)
+    status, text, _ = run_command("plan", "--check", out)
     assert (status, f"valid: {name} with 4 microbatches" in text) == (0, True)
     assert run_command("simulate", out)[0] == 0
     again = json.loads(run_command("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
@@ -253,7 +253,7 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     assert (status, "has no option 'rule'" in error) == (2, True)
     # Of two stages, and no other number: for a plan that is there.
     assert run_command("plan", saved, "--workers", 2, "--schedule", "pipemare", "--straight", "-o", out)[0] == 0
-    assert run_command("check", out, "--schedule", "pipemare[horizons=1/0]")[0] == 0
+    assert run_command("plan", "--check", out, "--schedule", "pipemare[horizons=1/0]")[0] == 0
     file = tmp_path / "mine.py"
     file.write_text(TWO)
     assert run_command("plan", saved, "--workers", 2, "--schedule", file, "--straight", "-o", out)[0] == 0

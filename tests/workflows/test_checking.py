@@ -27,7 +27,7 @@ Edit = Callable[[dict[str, Any]], None]
 
 @pytest.fixture
 def edited(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Returns what `pipedream check` answers on a plan whose JSON was changed: exit status and text."""
+    """Returns what `pipedream plan --check` answers on a plan whose JSON was changed: exit status and text."""
 
     def checked(edit: Edit, *options: str, schedule: str = "pipedream", memory: int | None = None) -> tuple[int, str]:
         cluster = pd.Cluster.flat(4, memory_bytes=memory)
@@ -37,7 +37,7 @@ def edited(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., t
         CHAIN.save(tmp_path / "profile.json")
         (tmp_path / "plan.json").write_text(json.dumps(data))
         words = [str(tmp_path / "profile.json") if word == "PROFILE" else word for word in options]
-        status = cli.main(["check", str(tmp_path / "plan.json"), *words])
+        status = cli.main(["plan", "--check", str(tmp_path / "plan.json"), *words])
         out, err = capfd.readouterr()
         return status, out if status == 0 else err
 
@@ -118,11 +118,11 @@ def test_a_bound_that_a_plan_is_faster_than_proves_nothing() -> None:
 
 
 def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., tuple[int, str]]) -> None:
-    status, out = edited(move_a_layer, "--profile", "PROFILE")
+    status, out = edited(move_a_layer, "PROFILE")
     assert status == 0
     assert "differs: stage 0, layers: the plan names" in out
     assert "differs: stage 0, forward_s: " in out
-    status, alike = edited(move_a_layer, "--profile", "PROFILE", "--json")
+    status, alike = edited(move_a_layer, "PROFILE", "--json")
     assert status == 0
     assert json.loads(alike)["differences"]
     status, blind = edited(move_a_layer)
@@ -139,12 +139,12 @@ def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., 
         (put(9, "stages", 2, "replicas"), (), "the stages take 12 workers, the cluster has 4"),
         (
             put(9, "stages", 2, "last"),
-            ("--profile", "PROFILE"),
+            ("PROFILE",),
             "the plan covers layers 0 to 8, the model has 6 layers",
         ),
         (
             put(["other"], "stages", 0, "names"),
-            ("--profile", "PROFILE"),
+            ("PROFILE",),
             "names the layer 'other', but the profile of chain has no such",
         ),
         (put("gpipe", "schedule"), (), "a stage has 2 replicas, and each takes part in every update"),
@@ -166,9 +166,9 @@ def test_memory_is_that_of_the_method(edited: Callable[..., tuple[int, str]]) ->
     peaks = [stage.peak_bytes for stage in pd.plan(CHAIN, pd.Cluster.flat(4), shape="1-2-1").stages]
     limit = max(peaks)
     assert edited(nothing, memory=limit)[0] == 0
-    status, err = edited(put([6, 3, 1], "in_flight"), "--profile", "PROFILE", memory=limit)
+    status, err = edited(put([6, 3, 1], "in_flight"), "PROFILE", memory=limit)
     assert status == 2
     assert "stage 1 of the plan (layers 2 to 4) holds 3 in flight and 3 versions under pipedream and needs" in err
     assert f"a worker has {format_bytes(limit)}" in err
     # A method that keeps one version needs less for the same depth.
-    assert edited(put([6, 3, 1], "in_flight"), "--profile", "PROFILE", "--schedule", "1f1b", memory=limit)[0] == 0
+    assert edited(put([6, 3, 1], "in_flight"), "PROFILE", "--schedule", "1f1b", memory=limit)[0] == 0

@@ -31,15 +31,18 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     """Returns the function with typer's parameters.
 
     A parameter whose default is an `option` or an `argument` is one flag; a parameter whose type is a dataclass is one
-    flag for each option of it.
+    flag for each option of it. A parameter `given` gets the names of the options that the user has written.
     """
     hints = get_type_hints(function)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     options = list(_read_options(function, hints, groups))
 
     @wraps(function)
-    def command(**values: Any) -> None:
+    def command(context: typer.Context, **values: Any) -> None:
         arguments: dict[str, Any] = {name: {} for name in groups}
+        if "given" in hints:
+            sources = {name: context.get_parameter_source(name) for name in values}
+            arguments["given"] = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
         for option in options:
             value = values[option.name]
             if value is None:
@@ -49,7 +52,8 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
             (arguments[option.group] if option.group else arguments)[option.name] = value
         function(**arguments | {name: group(**arguments[name]) for name, group in groups.items()})
 
-    parameters = [_make_parameter(option) for option in options]
+    in_context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [in_context, *(_make_parameter(option) for option in options)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
@@ -57,6 +61,8 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _read_options(function: Callable[..., None], hints: dict[str, Any], groups: dict[str, Any]) -> Iterator[_Option]:
     for name, parameter in inspect.signature(function).parameters.items():
+        if name == "given":
+            continue
         if name in groups:
             fields, group, annotations = dataclasses.fields(groups[name]), name, get_type_hints(groups[name])
         else:

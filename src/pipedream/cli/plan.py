@@ -7,18 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipedream.cli.options import JSON, OUTPUT, PROFILE, ClusterFlags, ShapeFlags, check_flags, print_json, read_profile
+from pipedream.cli.options import JSON, OUTPUT, ClusterFlags, ShapeFlags, check_flags, print_json, read_profile
 from pipedream.core.artifact import encode, encode_attributes
 from pipedream.core.errors import PlanError, ProfileError
-from pipedream.core.flags import Panel, option
+from pipedream.core.flags import Panel, argument, option
 from pipedream.core.hardware.cluster import Cluster, Workers
 from pipedream.core.hardware.devices import device_named, workers_of
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
 from pipedream.report.text import stage_memory_table
 from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.workflows import plan as planning
+from pipedream.workflows.check import check_plan
 
 _DEVICES = option(
     None,
@@ -58,7 +60,14 @@ def _replace_kinds(cluster: Cluster, kinds: tuple[Workers, ...]) -> Cluster:
 
 def plan(
     *,
-    profile: Path = PROFILE,
+    profile: Path | None = argument("PROFILE", "Profile of the model.", default=None, unset="needed without --check"),
+    check: Path | None = option(
+        None,
+        "Check an edited plan instead: layers, depth, memory, method, and that no deadlock is possible; with PROFILE "
+        "also times and sizes. Predicts its speed.",
+        metavar="PLAN",
+        unset="make a plan",
+    ),
     links: ClusterFlags,
     devices: str | None = _DEVICES,
     request: PlanRequest,
@@ -67,8 +76,9 @@ def plan(
     memory_table: bool = option(False, "Print the parts of each stage's peak memory."),
     output: Path | None = OUTPUT,
     as_json: bool = JSON,
+    given: set[str],
 ) -> None:
-    """Partition a profiled model into stages.
+    """Partition a profiled model into stages, or check a plan.
 
     Training is as fast as possible by simulation, and each stage fits the memory of its workers. The first line says
     what to use: one worker, data parallelism (DDP) or a pipeline.
@@ -77,7 +87,13 @@ def plan(
     Examples:
       pipedream plan digits.profile.json --workers 4 -o digits.plan.json
       pipedream plan digits.profile.json --workers 8 --bandwidth 1Gbit/s --schedule auto
+      pipedream plan digits.profile.json --check digits.plan.json
     """
+    if check is not None:
+        _check(check, profile, request, given, as_json=as_json)
+        return
+    if profile is None:
+        raise PlanError("a profile is missing; give its file, or --check PLAN alone")
     request = replace(request, shape=shape.read() or "any")
     check_flags(**vars(request), explain=explain)
     model_profile = read_profile(profile)
@@ -96,6 +112,34 @@ def plan(
     print(plan)
     if memory_table:
         print(f"\n{stage_memory_table(plan)}")
+
+
+def _check(file: Path, profile: Path | None, request: PlanRequest, given: set[str], *, as_json: bool) -> None:
+    """Checks a plan, whose own method and microbatches count where the command names none."""
+    if others := sorted(given - {"check", "profile", "schedule", "microbatches", "as_json"}):
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise PlanError(f"--check {file} was given with {flags}, but the plan determines these; leave out {flags}")
+    result = check_plan(
+        Plan.load(file),
+        profile=None if profile is None else read_profile(profile),
+        schedule=request.schedule if "schedule" in given else None,
+        microbatches=request.microbatches,
+    )
+    if not as_json:
+        print(result)
+        return
+    print_json(
+        {
+            **encode_attributes(result.plan, "config", "schedule", "microbatches", "in_flight", "update_delay"),
+            **encode_attributes(result, "differences"),
+            **encode_attributes(result.score, "period_s"),
+            **encode_attributes(result, "samples_per_s"),
+            **encode_attributes(result.score, "bubble"),
+            "stages": [
+                encode_attributes(stage, "first", "last", "replicas", "peak_bytes") for stage in result.plan.stages
+            ],
+        }
+    )
 
 
 class _Answer(NamedTuple):

@@ -7,6 +7,12 @@ from fnmatch import fnmatchcase
 from pipedream.core.errors import PlanError
 
 RETIRED = {
+    "check": "pipedream plan --check PLAN does it, with the profile as the argument",
+    "partition": "pipedream layout --ranks N does it",
+    "probe --disk": "leave it out; activations are no longer kept on disks",
+    "report": "each run folder has its report.html",
+    "schedules": "pipedream show lists the methods",
+    "sweep --plot": "leave it out, or write the table (--csv FILE)",
     "plan --batch": "profiles have a minibatch size; for a graph.txt, benchmarks/paper_tables/graph_txt.py takes it",
     "plan --cost-model": "leave it out; the original PipeDream's planner is in the sources, in benchmarks/paper_tables",
     "plan --output=*.txt": "name a JSON file; it lists the layers of each stage",
