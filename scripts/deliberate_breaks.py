@@ -363,13 +363,6 @@ BREAKS = (
         ("planner/test_search.py", "planner/test_depth.py"),
     ),
     Break(
-        "planner: what workers keep of others' snapshots takes no memory",
-        "planner/dynamic_program/snapshots.py",
-        "need + more, _UNLIMITED",
-        "need, _UNLIMITED",
-        ("planner/test_snapshots.py",),
-    ),
-    Break(
         "planner: passes hide all copies",
         "planner/tables/search_space.py",
         "if not may_at_all or cluster.host_bytes_per_s is None:",
@@ -723,25 +716,11 @@ BREAKS = (
         ("runtime/checkpoint/test_checkpoints.py",),
     ),
     Break(
-        "snapshot: a part that is damaged is not looked for elsewhere",
-        "training/snapshots.py",
-        "            verify_file(path, manifest, name)\n",
-        "            pass\n",
-        ("runtime/checkpoint/test_snapshots.py",),
-    ),
-    Break(
-        "snapshot: the one before is removed while a machine has no other",
-        "runtime/checkpoint/writer.py",
-        "        self._wait_until_written(failure, [])\n        if self._is_first_of_machine:\n",
-        "        if self._is_first_of_machine:\n",
-        ("runtime/checkpoint/test_snapshots.py",),
-    ),
-    Break(
-        "snapshot: each rank goes by its own measurements",
-        "training/snapshot_cost.py",
+        "checkpoint: each rank goes by its own measurements",
+        "training/checkpoint_cost.py",
         "spent_s, cost_s, written, _ = map(max, zip(*rows, strict=True))",
         "spent_s, written = self.spent_s, max(self._written)",
-        ("training/test_snapshot_cost.py",),
+        ("training/test_checkpoint_cost.py",),
     ),
     Break(
         "checkpoint: numbers that are not finite may be read",
@@ -832,8 +811,8 @@ BREAKS = (
     Break(
         "checkpoint: the loop's lists grow while it is written",
         "pipeline.py",
-        '"extra": saved_extra,',
-        '"extra": self.extra,',
+        '"extra": saved_extra}',
+        '"extra": self.extra}',
         ("runtime/checkpoint/test_what_is_kept.py",),
     ),
     Break(

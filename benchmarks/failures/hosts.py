@@ -1,6 +1,6 @@
 """Kills one of two hosts with all its processes, and times the restart with another host. See README.md.
 
-Each host has network, process ids, memory and files of its own.
+Each host has network, process ids and memory of its own; they share the run folder.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def _start(network: Network, host: int, folder: Path, running: ExitStack) -> sub
     meet = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d")
     meet += ("--rdzv-endpoint", f"{address}:29517", "--rdzv-id", "lost", "--local-addr", network.hosts[host].address)
     meet += ("--rdzv-conf", f"is_host={int(not host)},keep_alive_interval=1")
-    run = ("-m", "pipedream", "train", recovery.__file__, "--out", "run", "--resume", "run", *recovery.MEMORY)
-    run += ("--plan", str(folder / "plan.json"), "--checkpoint-every", "0", "--epochs", "1000000")
+    shared = str(folder / "run")
+    run = ("-m", "pipedream", "train", recovery.__file__, "--out", shared, "--resume", shared, *recovery.SAVES_OFTEN)
+    run += ("--plan", str(folder / "plan.json"), "--epochs", "1000000")
     variables = {
         "PYTHONPATH": str(recovery.SOURCE),
         "FINISHED": str(folder / "finished"),

@@ -64,8 +64,8 @@ def try_seed(seed: int) -> Trial:
         with (place / "errors").open("w") as errors:
             launcher = _start(place, shape, restarts, *options, errors=errors)
             try:
-                workers = sum(shape)  # beside the process that removes the snapshots
-                recovery.wait_until(lambda: len(recovery.list_children(launcher)) > workers, launcher)
+                workers = sum(shape)
+                recovery.wait_until(lambda: len(recovery.list_children(launcher)) == workers, launcher)
                 if kills_launcher:
                     time.sleep(draw.uniform(0.0, 5.0))
                     _kill([launcher.pid], trial)
@@ -94,7 +94,7 @@ def _start(
     folder: Path, shape: tuple[int, ...], restarts: int, *more: str, errors: Any = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
     plan = str(recovery.make_plan(shape).save(folder / "plan.json"))
-    options = ("--plan", plan, "--minibatches", str(MINIBATCHES), *recovery.MEMORY, *more)
+    options = ("--plan", plan, "--minibatches", str(MINIBATCHES), *recovery.SAVES_OFTEN, *more)
     return recovery.start(folder, recovery.SOURCE, sum(shape), restarts, *options, errors=errors)
 
 
@@ -129,12 +129,12 @@ def list_processes(folder: Path) -> list[int]:
 
 
 def _find_left(launcher: subprocess.Popen[bytes], folder: Path) -> str:
-    """Returns 'orphans' if processes or snapshots are left soon after the end of a launcher."""
+    """Returns 'orphans' if processes or shared memory are left soon after the end of a launcher."""
     launcher.wait(_HANGS_S)
     end_s = time.monotonic() + _ENDS_S
     while True:
-        snapshots = [path for path in Path("/dev/shm").glob("pipedream-*") if f"-{launcher.pid}-" in path.name]
-        if not snapshots and not list_processes(folder):
+        memory = [path for path in Path("/dev/shm").glob("pipedream-*") if f"-{launcher.pid}-" in path.name]
+        if not memory and not list_processes(folder):
             return ""
         if time.monotonic() > end_s:
             return "orphans"
@@ -180,7 +180,7 @@ def _emulate(folder: Path, plan: pd.Plan, changes: Sequence[tuple[int, pd.Plan]]
     for number, (current, end) in enumerate(zip([plan, *(later for _, later in changes)], ends, strict=True)):
         if end:
             out = folder / f"emulated{number}"
-            options: dict[str, Any] = {"checkpoint_every": recovery.SNAPSHOT_EVERY, "quiet": True}
+            options: dict[str, Any] = {"checkpoint_every": recovery.OFTEN, "quiet": True}
             pd.run(recovery.recipe, plan=current, minibatches=end, resume=run, out=out, **options)
             run = out
     assert run is not None

@@ -24,14 +24,13 @@ import recovery
 from scaffold import Environment, collect_rounds, format_quartiles, format_table, make_parser, stop_if
 
 CASES: dict[str, tuple[tuple[int, ...], int, int, tuple[str, ...]]] = {
-    "a stage of 1-1, from disk": ((1, 1), 1, 1, ()),
-    "a stage of 1-1, from memory": ((1, 1), 1, 1, recovery.MEMORY),
-    "a replica of 2-1-1, a snapshot of each minibatch": ((2, 1, 1), 0, 1, ("--elastic", "--snapshot-every", "1")),
-    "a replica of 2-1-1": ((2, 1, 1), 0, 1, ("--elastic", *recovery.MEMORY)),
-    "one of 4 data parallel": ((4,), 0, 3, ("--elastic", *recovery.MEMORY)),
-    "a stage of 1-1-1-1, replaced": ((1, 1, 1, 1), 1, 3, recovery.MEMORY),
-    "the same, from disk": ((1, 1, 1, 1), 1, 3, ()),
-    "a stage of 1-1-1-1, planned again for 3": ((1, 1, 1, 1), 0, 3, ("--straight", "--elastic", *recovery.MEMORY)),
+    "a stage of 1-1": ((1, 1), 1, 1, ()),
+    "a replica of 2-1-1, a checkpoint of each minibatch": ((2, 1, 1), 0, 1, ("--elastic", "--checkpoint-every", "1")),
+    "a replica of 2-1-1": ((2, 1, 1), 0, 1, ("--elastic", *recovery.SAVES_OFTEN)),
+    "one of 4 data parallel": ((4,), 0, 3, ("--elastic", *recovery.SAVES_OFTEN)),
+    "a stage of 1-1-1-1, replaced": ((1, 1, 1, 1), 1, 3, recovery.SAVES_OFTEN),
+    "the same, a checkpoint every 20": ((1, 1, 1, 1), 1, 3, ()),
+    "a stage of 1-1-1-1, planned again for 3": ((1, 1, 1, 1), 0, 3, ("--straight", "--elastic", *recovery.SAVES_OFTEN)),
 }
 """Name -> replicas, restarts, the rank that is killed, options."""
 
@@ -55,8 +54,6 @@ def measure_goodput(name: str, minutes: int) -> tuple[float, list[float]]:
     """
     shape = (1, 1)
     options = ["--plan", "", "--epochs", "1000000"]
-    if name == "memory":
-        options += ["--snapshot-every", str(recovery.EVERY), "--checkpoint-every", "0"]
     with TemporaryDirectory() as folder:
         place = Path(folder)
         options[1] = str(recovery.make_plan(shape).save(place / "plan.json"))
@@ -80,7 +77,7 @@ def measure_goodput(name: str, minutes: int) -> tuple[float, list[float]]:
 
 def tell_goodput(minutes: int, runs: int) -> str:
     """Returns a table of runs with a failure in each minute."""
-    names = ["undisturbed", "memory", "disk", "torchrun"]
+    names = ["undisturbed", "pipedream train", "torchrun"]
     results = collect_rounds(lambda name: measure_goodput(name, minutes), names, runs)
     best = median(rate for rate, _ in results["undisturbed"])
     rows = []
@@ -89,7 +86,7 @@ def tell_goodput(minutes: int, runs: int) -> str:
         pauses = [pause for _, pauses in runs_of_name for pause in pauses]
         pause = f"{median(pauses):.2f} s" if pauses else ""
         rows.append((name, len(pauses), f"{rate:.1f}", f"{rate / best:.1%}", pause))
-    return format_table("restart from | failures | minibatches/s | of undisturbed | pause, median", "lrrrr", rows)
+    return format_table("restarted by | failures | minibatches/s | of undisturbed | pause, median", "lrrrr", rows)
 
 
 def main() -> int:

@@ -21,8 +21,8 @@ import pipedream as pd
 from pipedream.callbacks import Callback
 
 MINIBATCHES, EVERY, KILLED_AFTER = 400, 20, 90
-SNAPSHOT_EVERY = 5
-MEMORY = ("--snapshot-every", str(SNAPSHOT_EVERY))
+OFTEN = 5
+SAVES_OFTEN = ("--checkpoint-every", str(OFTEN))
 MINIBATCH_S = 0.02
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -115,7 +115,7 @@ def wait_for_restart(finished: Path, killed_s: float, launcher: subprocess.Popen
 
 
 def list_children(launcher: subprocess.Popen[bytes]) -> list[int]:
-    """Returns the launcher's processes: with snapshots the one that removes their folder, and then the workers."""
+    """Returns the launcher's processes: the workers."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 

@@ -30,7 +30,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.plan_request import AUTO, PlanRequest, check_snapshot_every
+from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.schedules import is_torch_csv, load_torch_csv
@@ -262,12 +262,9 @@ class TrainingOptions(MethodOptions):
         compile: False leaves it to the recipe.
         epochs, minibatches: since the start of training.
         evaluate_every: each evaluation drains the pipeline.
-        checkpoint_every: each checkpoint drains the pipeline; None saves whenever an evaluation drains it. They are in
-            the run folder (`training.run_folder.CHECKPOINTS`).
-        snapshot_every: each snapshot drains the pipeline. It is a checkpoint in the memory of the machines, of which
-            each also has another one's part; a restart takes it if no checkpoint is as new. 'auto' measures what they
-            cost. It is not the default: where an asynchronous method is drained changes what it does next, so two runs
-            would differ.
+        checkpoint_every: each checkpoint drains the pipeline; None saves whenever an evaluation drains it; 'auto'
+            measures what one costs. It is not the default: where an asynchronous method is drained changes what it does
+            next, so two runs would differ. They are in the run folder (`training.run_folder.CHECKPOINTS`).
         resume: may be a URL; another number of workers gets a new plan. After a restart by the launcher the run
             continues from its newest checkpoint without this. With an empty folder `out`, the same options start a run
             and continue it.
@@ -327,21 +324,16 @@ class TrainingOptions(MethodOptions):
     evaluate_every: int = option(
         1, "Epochs between evaluations; 0: only at the end.", metavar="EPOCHS", least=0, panel=Panel.RUN
     )
-    checkpoint_every: int | None = option(
+    checkpoint_every: int | str | None = option(
         None,
-        "Minibatches between checkpoints; 0: no checkpoints.",
-        metavar="MINIBATCHES",
-        least=0,
+        "Minibatches between checkpoints; 0: no checkpoints; auto: so many that they cost at most 2% of the time.",
+        metavar="MINIBATCHES|auto",
         unset="at each evaluation",
         panel=Panel.RUN,
+        kind=str,
+        read=lambda text: int(text) if text.isdecimal() else text,
     )
     keep: int = option(2, "Number of checkpoints to keep.", metavar="N", least=1, panel=Panel.RUN)
-    snapshot_every: int | str | None = option_of(
-        PlanRequest,
-        "snapshot_every",
-        help="Minibatches between snapshots in memory, from which a restart continues; auto: so many that they cost at "
-        "most 2% of the time.",
-    )
     resume: str | os.PathLike[str] | None = option(
         None,
         "Continue a run: its run folder, or one of its checkpoints. The folder of --out may still be empty.",
@@ -380,7 +372,9 @@ class TrainingOptions(MethodOptions):
                 continue
             if not (isinstance(value, int) and value >= lowest):
                 raise PipelineError(f"{name}={value!r} was asked for; give a whole number from {lowest} on")
-        check_snapshot_every(self.snapshot_every)
+        every = self.checkpoint_every
+        if not (every in (None, AUTO) or (type(every) is int and every >= 0)):
+            raise PipelineError(f"checkpoint_every={every!r} was asked for; give 'auto' or a whole number from 0 on")
 
     @property
     def single_mesh(self) -> str:

@@ -86,7 +86,6 @@ class Pipeline:
         followed: what callbacks and ReduceLROnPlateau get of the evaluations.
         ready, drains: drained results that `train` has yet to yield; minibatch numbers of drains.
         extra: given to `save`, or loaded from a checkpoint.
-        saved_bytes: returns each rank's bytes of tensors in a checkpoint now; every rank calls it.
         is_saving: returns whether this rank's part of a checkpoint is being written in the background.
         check_savable: raises a PipelineError if the optimizer or scheduler could not be saved after a step.
 
@@ -116,7 +115,7 @@ class Pipeline:
         self._checkpoint: AnyPath | None = None
         saver = self._session.checkpointer
         self.check_savable, self.is_saving = saver.check_savable, saver.writer.is_writing
-        self.saved_bytes, self._callbacks = saver.count_bytes, tuple(options.callbacks)
+        self._callbacks = tuple(options.callbacks)
         self.extra: Mapping[str, Any] = {}
         self.rank, self.distributed = self._local.rank, self._local.distributed
         self.followed = FollowedEvaluations(self, self._callbacks, self._local, options.monitor)
@@ -245,7 +244,6 @@ class Pipeline:
         keep: int | None = None,
         wait: bool = True,
         extra: Mapping[str, Any] | None = None,
-        snapshot: bool = False,
     ) -> AnyPath:
         """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
@@ -257,7 +255,6 @@ class Pipeline:
             keep: newest checkpoints to keep; None keeps all.
             wait: until it is complete; otherwise training continues meanwhile, and a later call raises its error.
             extra: numbers, texts, lists and dicts of the loop, by default those in `self.extra`, which `load` sets.
-            snapshot: into each machine's memory, which also gets what another one saves; callbacks do not hear of it.
 
         Raises:
             WorkerError: this checkpoint or the one before could not be written; names the rank.
@@ -267,8 +264,8 @@ class Pipeline:
         self._begin_collective_call("save()")
         saved_extra = copy_json(self.extra, "extra")  # the loop's own lists grow while it is written
         position = replace(self._training.save(), callbacks=states_of(self._callbacks))
-        listening = [callback for callback in self._callbacks if callback.follows_checkpoints and not snapshot]
-        options: dict[str, Any] = {"wait": wait or bool(listening), "extra": saved_extra, "is_snapshot": snapshot}
+        listening = [callback for callback in self._callbacks if callback.follows_checkpoints]
+        options: dict[str, Any] = {"wait": wait or bool(listening), "extra": saved_extra}
         path = self._session.checkpointer.save(any_path(folder), self._request, position, keep=keep, **options)
         if path != self._checkpoint and listening:
             self._local.any_rank(False)  # rank 0 has completed it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
@@ -22,15 +21,6 @@ NO_MESH = "none"
 
 METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
 METHOD_HELP = "The method: a name from 'pipedream show', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
-
-
-def check_snapshot_every(every: Any) -> None:
-    """Raises a `PlanError` unless `every` is a number of minibatches, 'auto' or None."""
-    if not (every is None or every == "auto" or (isinstance(every, int) and every >= 1)):
-        raise PlanError(
-            f"snapshot_every={every!r} was asked for; give 'auto' or a whole number from 1 on, or leave it out for no "
-            "snapshots"
-        )
 
 
 def _read_cuts(text: str) -> tuple[int | str, ...]:
@@ -165,15 +155,6 @@ class PlanRequest:
         unset="device",
         panel=Panel.METHOD,
     )
-    snapshot_every: int | str | None = option(
-        None,
-        "Leave memory for the snapshots that 'pipedream train' makes with this option, however often.",
-        metavar="MINIBATCHES|auto",
-        unset="no snapshots",
-        panel=Panel.FAILURES,
-        kind=str,
-        read=lambda text: int(text) if text.isdecimal() else text,
-    )
     mesh: str = option(
         "",
         "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
@@ -189,7 +170,6 @@ class PlanRequest:
         Messages.read(self.messages)
         object.__setattr__(self, "activations", read_activations(self.activations))
         read_optimizer_state(self.optimizer_state)
-        check_snapshot_every(self.snapshot_every)
         if self.strategy not in ("simulate", "search", "2bw"):
             raise PlanError(f"strategy {self.strategy!r} is not known; write simulate, search or 2bw")
         object.__setattr__(self, "sums", str(SumMethod.read(self.sums)))

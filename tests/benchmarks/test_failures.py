@@ -76,17 +76,3 @@ def test_a_trial(tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "trials.json").read_text())
     assert (row["fired"], row["survivors"], row["tracebacks"], row["exact"]) == (True, 0, 0, True)
     assert "was ended by SIGKILL" in row["message"]
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_what_snapshots_cost(tmp_path: Path) -> None:
-    ended = commands.run(
-        str(RUN.with_name("snapshots.py")), "--quick", "--models", "gpt", folder=tmp_path, timeout_s=300.0
-    )
-    assert ended.status == 0, ended.err
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ended.out.splitlines() if "small GPT" in line]
-    assert [row[0] for row in rows] == ["small GPT, auto", "small GPT, every 50"]
-    for row in rows:
-        planned, measured = (float(cell.removesuffix(" MiB")) for cell in row[-2:])
-        assert planned == pytest.approx(2 * measured, rel=0.1), "so few minibatches have one snapshot"

@@ -35,7 +35,7 @@ SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
     *("epochs", "minibatches", "metrics", "evaluations", "accuracy", "target", "seconds_to_target"),
     *("throughput", "bubble", "memory", "seconds", "train_seconds", "interrupted", "resumed_from", "phases"),
-    *("skipped_updates", "slowness", "ranks", "command", "recipe_sha256", "failures", "snapshots"),
+    *("skipped_updates", "slowness", "ranks", "command", "recipe_sha256", "failures", "checkpoints"),
 }
 
 

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pipedream.core.errors import PlanError
 
 RETIRED = {
+    "* --snapshot-every": "--checkpoint-every auto saves as often as costs 2% of the time",
     "check": "pipedream plan --check PLAN does it, with the profile as the argument",
     "partition": "pipedream layout --ranks N does it",
     "probe --disk": "leave it out; activations are no longer kept on disks",

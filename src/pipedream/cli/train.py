@@ -156,8 +156,6 @@ def _start_processes(recipe: str, options: TrainingOptions, restarts: RestartFla
     if restarts.elastic:
         for method in _list_methods(options):
             restarts.check(method, count, options.chunks)
-    if options.snapshot_every is not None:
-        _check_snapshots(options.snapshot_every, restarts, count)
     if count == 1 and not restarts.max_restarts:
         return
     more: tuple[str, ...] = ()
@@ -169,29 +167,7 @@ def _start_processes(recipe: str, options: TrainingOptions, restarts: RestartFla
         more=more,
         max_restarts=restarts.max_restarts,
         fewest=restarts.min_workers if restarts.elastic else None,
-        in_memory=options.snapshot_every is not None,
     )
-
-
-def _check_snapshots(every: int | str, restarts: RestartFlags, workers: int) -> None:
-    """Raises a `PipelineError` if snapshots would be useless or impossible."""
-    from pipedream.runtime.failure.processes import MEMORY
-
-    if not restarts.max_restarts and not restarts.elastic:
-        raise PipelineError(
-            f"--snapshot-every {every} keeps snapshots for restarts, and none were asked for; add --max-restarts N or "
-            "--elastic, or leave it out"
-        )
-    if workers == 1 and not restarts.max_restarts:
-        raise PipelineError(
-            f"--snapshot-every {every} was asked for with one worker and --elastic, which cannot continue without it; "
-            "add --max-restarts N, or leave it out"
-        )
-    if not os.access(MEMORY, os.W_OK):
-        raise PipelineError(
-            f"--snapshot-every {every} keeps snapshots in {MEMORY}, which this machine does not have, or which cannot "
-            "be written; give --checkpoint-every instead"
-        )
 
 
 def _find_checkpoint(options: TrainingOptions) -> ResumePoint | None:

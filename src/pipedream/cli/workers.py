@@ -31,18 +31,17 @@ def start_workers(
     more: Sequence[str] = (),
     max_restarts: int = 0,
     fewest: int | None = None,
-    in_memory: bool = False,
 ) -> NoReturn:
     """Runs this command line, with `more` arguments, in `count` local processes, and exits with their status.
 
     Args:
         modules: what the processes need is imported here, once for all of them.
-        max_restarts, fewest, in_memory: see `launch`.
+        max_restarts, fewest: see `launch`.
     """
     from pipedream.runtime.failure.launch import import_for_workers, launch
 
     with pause_collection(freeze="torch" not in sys.modules):  # what is there now may be a caller's
         import_for_workers(modules, count)
     arguments = ["-m", "pipedream", *sys.argv[1:], *more]
-    status = launch(count, arguments, max_restarts=max_restarts, fewest=fewest, forks=True, in_memory=in_memory)
+    status = launch(count, arguments, max_restarts=max_restarts, fewest=fewest, forks=True)
     raise typer.Exit(status)

@@ -21,7 +21,6 @@ from pipedream.planner.dynamic_program.recurrence import (
     straight_states,
     tie_break_key,
 )
-from pipedream.planner.dynamic_program.snapshots import find_best
 from pipedream.planner.tables.search_space import SearchSpace, with_positions
 from pipedream.planner.workers import WorkerLine, list_orders
 
@@ -172,7 +171,10 @@ class PipelineSearch:
         *,
         allow_single_stage: bool,
     ) -> Plan | None:
-        return find_best(self._build_programs(space, states, starts, allow_single_stage))
+        programs = self._build_programs(space, states, starts, allow_single_stage)
+        plans = [plan for program in programs if (plan := prune_places(program).best()) is not None]
+        best = min(plans, key=tie_break_key, default=None)  # ties go to the first program
+        return None if best is None else replace(best, bound_s=best.slowest_stage_s)
 
     def _find_shortage(
         self,

@@ -273,8 +273,7 @@ def _spare_memory(
             plan = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
         except PlanError:
             return None
-        what = "messages and snapshots" if space.cluster.snapshots else "messages"
-        free = f"; {format_bytes(spare_bytes)} of a worker's memory were kept free for {what}"
+        free = f"; {format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
         return replace(plan, note=f"{plan.note}{free if spare_bytes else ''}")
 
     too_little, enough, plan = 0, 0, first or search_sparing(0)

@@ -25,7 +25,7 @@ from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.memory import ELSEWHERE
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.core.units import describe_slowness, format_bytes, format_number, format_seconds
+from pipedream.core.units import describe_slowness, format_bytes, format_number
 from pipedream.report.style import TERMINAL, colour_class, time_unit
 
 _TICK_SLOTS = 4
@@ -172,8 +172,6 @@ def stage_memory_table(plan: Plan) -> str:
     """Returns the parts of one worker's predicted peak memory, a row for each stage (`core.plan.memory`)."""
     names = [field.name for field in fields(plan.stages[0].memory) if field.name not in ELSEWHERE]
     elsewhere = [name for name in ELSEWHERE if any(getattr(stage.memory, name) for stage in plan.stages)]
-    if "snapshot_bytes" in elsewhere and not plan.costs.on_gpus:
-        names.append(elsewhere.pop())
     heads = [name.removesuffix("_bytes") for name in (*names, "peak", *elsewhere)]
     rows = [["stage", *heads]]
     for s, stage in enumerate(plan.stages):
@@ -202,9 +200,8 @@ def failures_text(failures: Mapping[str, Any]) -> str:
 def describe_losses(failures: Mapping[str, Any]) -> str:
     """Returns the workers and the seconds that a summary's failures cost, as far as known."""
     words = [f"{failures['workers_lost']} workers lost"] if failures.get("workers_lost") else []
-    if failures.get("seconds_lost") is not None:
-        repeated = failures["minibatches_repeated"]
-        words += [f"{format_seconds(failures['seconds_lost'])} lost", f"{repeated} minibatches repeated"]
+    if failures.get("minibatches_repeated") is not None:
+        words.append(f"{failures['minibatches_repeated']} minibatches repeated")
     return ", ".join(words)
 
 

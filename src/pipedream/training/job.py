@@ -258,8 +258,6 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
                     runtime=runtime,
                 )
         cluster = survivors.cluster or _choose_cluster(job, process)
-        if options.snapshot_every is not None and process.local_count == process.count:
-            cluster = replace(cluster, snapshots="own")
         request = PlanRequest(
             cluster,
             schedule=job.schedule,
@@ -275,7 +273,6 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
             activations=activations,
             sums=options.sums or (recipe.sums or FULL if saved is None else saved.sums),
             optimizer_state=options.optimizer_state or kept.optimizer_state,
-            snapshot_every=options.snapshot_every,
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
         process.console.print(f"\n{profile}")

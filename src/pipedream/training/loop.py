@@ -7,7 +7,6 @@ import signal
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,13 +18,13 @@ from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.progress import LogTimes, format_time_left, is_live
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
+from pipedream.plan_request import AUTO
 from pipedream.recipe import Recipe
 from pipedream.runtime.checkpoint.remote import AnyPath, write_text_at
 from pipedream.runtime.comm.process_group import gather_texts, make_on_rank_0, world_group
 from pipedream.runtime.results.results import Done
+from pipedream.training.checkpoint_cost import CheckpointCost
 from pipedream.training.restarts import Restarts
-from pipedream.training.snapshot_cost import SnapshotCost
-from pipedream.training.snapshots import check_memory
 
 _REFRESH_S = 0.5
 
@@ -35,18 +34,18 @@ class CheckpointPolicy:
     """When and where checkpoints are made.
 
     Attributes:
-        every: minibatches between checkpoints; 0 for none. None saves whenever the pipeline drains anyway; snapshots,
-            as often as their cost allows.
-        planned_bytes: of two snapshots, on the machine with the most.
+        every: minibatches between checkpoints; 0 for none. None saves whenever the pipeline drains anyway, 'auto' as
+            often as the cost allows (`CheckpointCost`).
     """
 
     folder: AnyPath
-    every: int | None
+    every: int | str | None
     keep: int
-    planned_bytes: int = 0
 
-    def is_due(self, number: int, drained: bool = False) -> bool:
-        return drained if self.every is None else self.every > 0 and (number + 1) % self.every == 0
+    def is_due(self, number: int, *, drained: bool) -> bool:
+        if not isinstance(self.every, int):
+            return drained and self.every is None
+        return self.every > 0 and (number + 1) % self.every == 0
 
 
 class TrainingLoop:
@@ -57,7 +56,6 @@ class TrainingLoop:
 
     Args:
         began_s: when the run began, by `time.perf_counter`.
-        snapshots: checkpoints in memory, if they are made.
         evaluate_every: epochs; 0 evaluates only at the end.
 
     Attributes:
@@ -78,18 +76,17 @@ class TrainingLoop:
         evaluate_every: int,
         checkpoints: CheckpointPolicy,
         began_s: float,
-        snapshots: CheckpointPolicy | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.began_s = began_s
-        self._checkpoints, self._snapshots = checkpoints, snapshots
-        fill_minibatches = 2 * max(pipeline.plan.in_flight)
-        self._snapshot_cost = SnapshotCost(fill_minibatches, lambda text: gather_texts(text, world_group()))
-        self._snapshot_bytes = 0
-        self._paused_s = 0.0  # in evaluations and checkpoints
+        self._checkpoints = checkpoints
+        self._cost: CheckpointCost | None = None
+        if checkpoints.every == AUTO:
+            fill_minibatches = 2 * max(pipeline.plan.in_flight)
+            self._cost = CheckpointCost(fill_minibatches, lambda text: gather_texts(text, world_group()))
+        self._paused_s = 0.0  # in evaluations
         self.recipe = recipe
         self.losses: list[tuple[int, float]] = []
-        self._saved_losses = 0  # those in losses.json
         self.metrics: dict[str, float] = {}
         self.evaluations: list[dict[str, Any]] = []
         self.seconds_to_target: float | None = None
@@ -102,15 +99,10 @@ class TrainingLoop:
         self._progress = Progress(console, pipeline.plan.workers, pipeline.rank)
         self._console = console
 
-    def resume(self, losses: list[tuple[int, float]], *, in_place: bool) -> None:
-        """Continues the statistics of the loaded checkpoint; checkpoints of version 0.1 have none.
-
-        Args:
-            losses: from disk; in this run's own folder if `in_place`.
-        """
+    def resume(self, losses: list[tuple[int, float]]) -> None:
+        """Continues the statistics of the loaded checkpoint, with the losses before it."""
         saved = self.pipeline.extra
-        self.losses, self._saved_losses = losses, len(losses) if in_place else 0
-        self.losses += [(number, loss) for number, loss in saved.get("losses", ())]
+        self.losses = losses
         self.began_s -= saved.get("seconds", 0.0)
         self.train_s = saved.get("train_seconds", 0.0)
         self.evaluations = list(saved.get("evaluations", ()))
@@ -139,7 +131,9 @@ class TrainingLoop:
             try:
                 for done in self.pipeline.train(self.recipe.train, until_epoch=until):
                     now_s = time.perf_counter()
-                    is_snapshot_due = self._is_snapshot_due(done.number, now_s - self._paused_s)
+                    is_due = self._cost is not None and self._cost.finish_minibatch(
+                        now_s - self._paused_s, self.pipeline.is_saving()
+                    )
                     self.losses.append((done.number, done.loss))
                     self._restarts.finish(done.number)
                     samples += done.samples
@@ -153,14 +147,12 @@ class TrainingLoop:
                     if done.ends_epoch:
                         self._end_epoch(done, now_s - begin_s, is_last=done.epoch + 1 == epochs)
                         rate_begin = None
-                    is_saved = self._checkpoints.is_due(
-                        done.number, done.ends_epoch and self._evaluated_at > done.number
-                    )
-                    if is_saved:
-                        self._save()
                     self._paused_s += time.perf_counter() - now_s
-                    if self._snapshots is not None and is_snapshot_due and not is_saved:
-                        self._snapshot(self._snapshots)
+                    is_drained = done.ends_epoch and self._evaluated_at > done.number
+                    if is_due:
+                        self._save_and_measure()
+                    elif self._checkpoints.is_due(done.number, drained=is_drained):
+                        self._save()
                     if is_last:
                         break
             except KeyboardInterrupt:
@@ -179,30 +171,6 @@ class TrainingLoop:
             self._save()
         return interrupted
 
-    def _is_snapshot_due(self, number: int, now_s: float) -> bool:
-        if self._snapshots is None:
-            return False
-        if self._snapshots.every is not None:
-            return self._snapshots.is_due(number)
-        return self._snapshot_cost.finish_minibatch(now_s, self.pipeline.is_saving())
-
-    def _snapshot(self, policy: CheckpointPolicy) -> None:
-        begin_s = time.perf_counter() - self._paused_s
-        self.pipeline.drain()
-        assert isinstance(policy.folder, Path)
-        if not self._snapshot_bytes:  # optimizers have no state before the first minibatch
-            saved_bytes = self.pipeline.saved_bytes()
-            self._snapshot_bytes = check_memory(policy.every, policy.folder, saved_bytes, self.pipeline.rank)
-        copy_s = time.perf_counter() - self._paused_s
-        losses = self.list_losses()[self._saved_losses :]
-        wait = policy.every is None and self._snapshot_cost.is_first
-        extra = self._make_extra() | {"losses": losses}
-        self.pipeline.save(policy.folder, keep=policy.keep, wait=wait, extra=extra, snapshot=True)
-        if policy.every is None:
-            self._snapshot_cost.note_snapshot(begin_s, copy_s, time.perf_counter() - self._paused_s)
-        for done in self.pipeline.ready:
-            self._restarts.note_time(done.number)
-
     def list_losses(self) -> list[tuple[int, float]]:
         """Returns all losses, including those of drained minibatches that the loop has yet to receive."""
         return [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
@@ -217,11 +185,19 @@ class TrainingLoop:
             "samples_per_s": self.samples_per_s,
         }
 
-    def _save(self) -> None:
-        self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=self._make_extra())
-        losses = self.list_losses()
-        self._saved_losses = len(losses)
+    def _save_and_measure(self) -> None:
+        assert self._cost is not None
+        begin_s = time.perf_counter() - self._paused_s
+        self.pipeline.drain()
+        copy_s = time.perf_counter() - self._paused_s
+        self._save(wait=self._cost.is_first)
+        self._cost.note_checkpoint(begin_s, copy_s, time.perf_counter() - self._paused_s)
+
+    def _save(self, *, wait: bool = False) -> None:
+        folder, keep = self._checkpoints.folder, self._checkpoints.keep
+        self.pipeline.save(folder, keep=keep, wait=wait, extra=self._make_extra())
         if self.pipeline.rank == 0:
+            losses = self.list_losses()
             path = self._checkpoints.folder.parent / "losses.json"
             try:
                 write_text_at(path, json.dumps(losses))
@@ -239,13 +215,7 @@ class TrainingLoop:
             "train_seconds": self.train_s,
             "seconds_to_target": self.seconds_to_target,
             "failures": self._restarts.list_figures(),
-            "snapshots": self._snapshots
-            and {
-                "every": self._snapshots.every or self._snapshot_cost.every,
-                "bytes": self._snapshot_bytes,
-                "planned_bytes": self._snapshots.planned_bytes,
-                "seconds": None if self._snapshots.every else self._snapshot_cost.spent_s,
-            },
+            "checkpoints": self._cost and {"every": self._cost.every, "seconds": self._cost.spent_s},
         }
         if "accuracy" in self.metrics:
             figures["accuracy"] = self.metrics["accuracy"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
-import time
 import weakref
 from dataclasses import dataclass, replace
 from difflib import unified_diff
@@ -20,99 +18,59 @@ from pipedream.core.plan.without import drop_worker
 from pipedream.runtime.comm.process_group import name_code
 from pipedream.runtime.failure.processes import find_launch_folder, read_lost
 
-_FILE = "minibatches"
+_PROGRESS = "progress"
 _PLAN = "plan.json"
-_BEGIN = "begin.json"
 _RECIPE = "recipe.py"
 _LIBRARY = "library.txt"
-_TOTALS = struct.Struct("dq")
-_MINIBATCH = struct.Struct("d")
+_ROW = struct.Struct("qq")  # of an attempt: minibatches that it began with, and minibatches trained
 
 
 class Restarts:
-    """Counts a run's restarts by its launcher, the seconds lost and the minibatches repeated.
+    """Counts a run's restarts by its launcher, and the minibatches that each repeats.
 
-    Rank 0 notes each minibatch, in a microsecond, in a file of the launcher, so a kill at any moment loses nothing.
-    Under another launcher only the restarts are counted.
+    Rank 0 notes each minibatch in a file of the launcher, so a kill at any moment loses nothing. Under another launcher
+    only the restarts are counted.
     """
 
     def __init__(self, rank: int) -> None:
         self._count = count_restarts()
-        self._lost_s, self._repeated, self._trained_before = 0.0, 0, 0
-        self._file: int | None = None
-        folder = find_launch_folder()
-        if folder is None or rank:
-            return
-        self._file = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT)
-        weakref.finalize(self, os.close, self._file)
-        size = os.fstat(self._file).st_size
-        if size:
-            self._lost_s, self._repeated = _TOTALS.unpack(os.pread(self._file, _TOTALS.size, 0))
-            self._trained_before = (size - _TOTALS.size) // _MINIBATCH.size
-        elif self._count:  # earlier attempts have trained nothing
-            first_began_s, began_s = ((folder / str(attempt)).stat().st_mtime for attempt in (0, self._count))
-            self._lost_s = began_s - first_began_s
+        self._folder = None if rank else find_launch_folder()
+        self._resumed_from, self._file = 0, -1
 
     def begin(self, number: int) -> None:
         """Notes that training continues after `number` minibatches."""
-        if self._file is None:
-            return
-        if self._count:
-            row = {"minibatches": self._trained_before, "resumed_from": number}
-            write_text(_find_begin_file(self._count), json.dumps(row))
-        if 0 < self._trained_before <= number:
-            self._add_lost_seconds()
-        self._write_totals()
-        for earlier in range(self._trained_before, number):
-            self.note_time(earlier)
+        if self._folder is not None:
+            self._resumed_from = number
+            self._file = os.open(self._folder / str(self._count) / _PROGRESS, os.O_WRONLY | os.O_CREAT)
+            weakref.finalize(self, os.close, self._file)
+            self.finish(number - 1)
 
     def finish(self, number: int) -> None:
         """Notes a minibatch that this attempt has trained."""
-        if number < self._trained_before:
-            self._repeated += 1
-            if number + 1 == self._trained_before:
-                self._add_lost_seconds()
-            if self._file is not None:
-                self._write_totals()
-        self.note_time(number)
-
-    def note_time(self, number: int) -> None:
-        """Notes when a minibatch is first trained, not when a later attempt repeats it."""
-        if self._file is not None and number >= self._trained_before:
-            os.pwrite(self._file, _MINIBATCH.pack(time.time()), _TOTALS.size + number * _MINIBATCH.size)
+        if self._folder is not None:
+            os.pwrite(self._file, _ROW.pack(self._resumed_from, number + 1), 0)
 
     def list_figures(self) -> dict[str, Any]:
-        """Returns the restarts, workers lost, seconds until training had caught up, and minibatches trained again; and
-        for each restart the minibatches before it and those kept.
-
-        Seconds and repeated minibatches are None where unknown.
+        """Returns the restarts, the workers lost, the minibatches trained again (None where unknown), and for each
+        restart the minibatches before it and those kept.
         """
-        has_figures = self._file is not None or not self._count
-        begins = [_find_begin_file(attempt) for attempt in range(1, self._count + 1)] if self._file is not None else []
+        rows, repeated, furthest = list[dict[str, int]](), 0, 0
+        folders = [] if self._folder is None else [self._folder / str(attempt) for attempt in range(self._count + 1)]
+        for attempt, folder in enumerate(folders):
+            file = folder / _PROGRESS
+            if not file.exists():  # it has trained nothing
+                continue
+            resumed_from, trained = _ROW.unpack(file.read_bytes())
+            if attempt:
+                rows.append({"minibatches": furthest, "resumed_from": resumed_from})
+            repeated += max(0, min(trained, furthest) - resumed_from)
+            furthest = max(furthest, trained)
         return {
             "restarts": self._count,
             "workers_lost": sum(len(lost) for _, lost in _list_attempts()),
-            "seconds_lost": self._lost_s if has_figures else None,
-            "minibatches_repeated": self._repeated if has_figures else None,
-            "each": [json.loads(begin.read_text(encoding="utf-8")) for begin in begins if begin.exists()],
+            "minibatches_repeated": repeated if self._folder is not None or not self._count else None,
+            "each": rows,
         }
-
-    def _add_lost_seconds(self) -> None:
-        assert self._file is not None
-        offset = _TOTALS.size + (self._trained_before - 1) * _MINIBATCH.size
-        self._lost_s += time.time() - _MINIBATCH.unpack(os.pread(self._file, _MINIBATCH.size, offset))[0]
-        self._trained_before = 0
-
-    def _write_totals(self) -> None:
-        assert self._file is not None
-        os.pwrite(self._file, _TOTALS.pack(self._lost_s, self._repeated), 0)
-
-
-def _find_begin_file(attempt: int) -> Path:
-    """Returns the file in which an attempt notes where it began to train."""
-    folder = find_launch_folder()
-    assert folder is not None, "only attempts of our launcher note this"
-    return folder / str(attempt) / _BEGIN
 
 
 def check_code_stays(source: str, rank: int) -> None:

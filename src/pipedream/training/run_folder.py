@@ -31,7 +31,6 @@ from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.host_memory import drop_snapshots
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.profiler.core_times import CoreTimes
@@ -40,7 +39,6 @@ from pipedream.runtime.checkpoint.folders import (
     find_newest_checkpoint,
     find_newest_of_all,
     list_checkpoints,
-    parse_minibatches,
     read_shared_manifest,
     warn_of_unfinished,
 )
@@ -48,7 +46,6 @@ from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.checkpoint.writer import FolderLock
 from pipedream.runtime.comm import process_group
 from pipedream.training.restarts import count_restarts
-from pipedream.training.snapshots import find_newest_snapshot, find_snapshots
 
 _SHOWN_MICROBATCHES = 40  # in the picture of a run's start
 
@@ -92,7 +89,7 @@ def summarise(
     exchanges = dict(enumerate(collectives))
     expected, actual = measure_steady(predicted), measure_steady(measured)
     stages = []
-    placement, predicted_bytes = plan.placement, drop_snapshots(plan).worker_bytes
+    placement, predicted_bytes = plan.placement, plan.worker_bytes
     for index, stage in enumerate(plan.stages):
         for rank, worker in zip(placement.ranks[index], plan.workers_of(index), strict=True):
             stages.append(
@@ -140,7 +137,7 @@ def _list_shares(figures: metrics.Metrics, rank: int, prefix: str) -> dict[str, 
 
 def _compare_memory(plan: Plan, measured: Timeline) -> dict[str, Any]:
     """Returns measured and predicted peak bytes of tensors, of the fullest worker or of a single process."""
-    needs = drop_snapshots(plan).worker_bytes.values()
+    needs = plan.worker_bytes.values()
     is_shared = measured.shares_memory
     return {
         "of": "all workers" if is_shared else "the fullest worker",
@@ -320,24 +317,14 @@ def write_report(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from, and its run folder, if any.
-
-    Attributes:
-        is_snapshot: it is in memory.
-        elsewhere: ranks whose part is in another machine's memory.
-    """
+    """The checkpoint that a run continues from, and its run folder, if any."""
 
     path: AnyPath
     manifest: Checkpoint
     folder: AnyPath | None
-    is_snapshot: bool = False
-    elsewhere: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if not self.is_snapshot:
-            return str(self.path)
-        ranks = f"rank{'s' * (len(self.elsewhere) > 1)} {', '.join(map(str, self.elsewhere))}"
-        return f"memory, {self.path}" + f" ({ranks} from the memory of another machine)" * bool(self.elsewhere)
+        return str(self.path)
 
     @property
     def profile(self) -> Profile | None:
@@ -348,11 +335,10 @@ class ResumePoint:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """(number, loss) of minibatches before the checkpoint, from losses.json; a snapshot has its own."""
+        """(number, loss) of minibatches before the checkpoint, from losses.json."""
         if self.folder is None:
             return []
-        first, _ = next(iter(self.manifest.extra.get("losses", ())), (self.manifest.minibatches, 0.0))
-        rows, problem = [], ""
+        first, rows, problem = self.manifest.minibatches, [], ""
         path = self.folder / "losses.json"
         try:
             text = read_text(path) if isinstance(path, Path) else path.read_text()
@@ -380,7 +366,7 @@ def find_checkpoints(folder: AnyPath) -> list[AnyPath]:
 
 
 def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None) -> ResumePoint | None:
-    """Returns the requested checkpoint, or after a restart by a launcher the run's newest, in memory or on disk.
+    """Returns the requested checkpoint, or after a restart by a launcher the run's newest.
 
     Every rank calls it.
 
@@ -394,7 +380,6 @@ def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathL
     group = process_group.world_group()
     # A machine that replaces another one counts no restart itself.
     is_restart = any(map(int, process_group.gather_texts(str(count_restarts()), group)))
-    run = out if is_restart and out is not None else resume
     path = None
     if resume is not None:
         checkpoint = find_newest_checkpoint(any_path(resume) / CHECKPOINTS) or find_newest_checkpoint(resume)
@@ -402,13 +387,7 @@ def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathL
     if out is not None and (is_restart or path is not None):
         continued = find_newest_of_all(find_newest_checkpoint(any_path(out) / CHECKPOINTS), group)
         if _continues(continued, path, group):
-            path, run = continued, out
-    folder = None if run is None else find_snapshots(any_path(run))
-    saved_count = -1 if path is None else parse_minibatches(path.name) or 0
-    if run is not None and folder is not None and (newest := find_newest_snapshot(folder, saved_count)) is not None:
-        snapshot, elsewhere = newest
-        manifest, _ = read_shared_manifest(snapshot, group)
-        return ResumePoint(snapshot, manifest, any_path(run), is_snapshot=True, elsewhere=tuple(elsewhere))
+            path = continued
     if path is None:
         # The same command may start a run and continue it.
         if resume is None or (out is not None and any_path(out) == any_path(resume)):

@@ -10,7 +10,6 @@ from hashlib import sha256
 from typing import Any
 
 from pipedream.core.errors import RecipeError
-from pipedream.core.plan.host_memory import count_saved_bytes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import phases_text
 from pipedream.core.schedule.program import Program
@@ -32,7 +31,6 @@ from pipedream.training import run_folder
 from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
-from pipedream.training.snapshots import check_memory, open_snapshots, remove_snapshots
 from pipedream.workflows.simulate import simulate_program
 
 
@@ -80,7 +78,6 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
             if process.rank == 0:
                 run_folder.write_run(job.folder, files, job.place)
                 _print_result(process, files.summary, job)
-        remove_snapshots(job.place)
         process_group.wait_for_all()  # the others watch rank 0 until its last file is written
     if files.summary["interrupted"]:
         raise KeyboardInterrupt
@@ -97,7 +94,6 @@ def _collect_shared_settings(job: Job) -> dict[str, str]:
         "minibatches": str(options.minibatches),
         "evaluate_every": str(options.evaluate_every),
         "checkpoint_every": str(options.checkpoint_every),
-        "snapshot_every": str(options.snapshot_every),
         "the training data": describe_data(recipe.train),
         "the test data": describe_data(recipe.test),
         "target": str(recipe.target),
@@ -122,13 +118,10 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
             pipeline.check_savable()
-        snapshots = _choose_snapshot_policy(planned, process)
-        if snapshots is not None:
-            pipeline.check_savable()
-        loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s, snapshots)
+        loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
         if job.resumed is not None:
             pipeline.load(job.resumed.path)
-            loop.resume(job.resumed.losses if process.rank == 0 else [], in_place=job.is_resumed_in_place)
+            loop.resume(job.resumed.losses if process.rank == 0 else [])
             manifest = job.resumed.manifest
             console.print(f"resuming from {job.resumed}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
         for callback in recipe.callbacks if planned.lost else ():
@@ -192,21 +185,6 @@ def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
             "machines, or put the parts together by 'pipedream checkpoint gather'\n"
         )
     return CheckpointPolicy(folder / run_folder.CHECKPOINTS, every, job.options.keep)
-
-
-def _choose_snapshot_policy(planned: PlannedJob, process: Process) -> CheckpointPolicy | None:
-    """Returns when and where snapshots are made. Raises a `PlanError` if two do not fit a machine's memory."""
-    job, every = planned.job, planned.job.options.snapshot_every
-    if every is None:
-        return None
-    folder = open_snapshots(every, job.place, is_named=job.options.out is not None, is_resumed=job.resumed is not None)
-    number = every if isinstance(every, int) else None
-    saved_bytes = count_saved_bytes(planned.plan)
-    if process.count == 1:  # it has all workers
-        saved_bytes = [sum(saved_bytes)]
-    planned_bytes = check_memory(number, folder, saved_bytes, process.rank)
-    process.console.print(f"snapshots take {format_bytes(planned_bytes)} of each machine's memory, two at a time\n")
-    return CheckpointPolicy(folder, number, keep=1, planned_bytes=planned_bytes)
 
 
 def _collect_files(

@@ -12,7 +12,6 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.host_memory import add_snapshots
 from pipedream.core.plan.memory import hosted_copies_s, peers_of, place_state, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
@@ -237,7 +236,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.sum_costs[s].kept_tensors,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
-    return add_snapshots(replace(plan, stages=tuple(stages)))
+    return replace(plan, stages=tuple(stages))
 
 
 def _place_optimizers(plan: Plan) -> Cluster:

@@ -13,7 +13,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.host_memory import OFFLOADED, SNAPSHOTS, check_host_memory, check_room, count_snapshot_bytes
+from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
@@ -163,7 +163,7 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
 
 
 def check_machines(plan: Plan, built: Schedule | None = None) -> None:
-    """Raises PlanError if a machine of GPUs lacks the host memory for snapshots, activations, weights and optimizers.
+    """Raises PlanError if a machine of GPUs lacks the host memory for activations, weights and optimizers.
 
     `built`: of a method that may keep weights there.
     """
@@ -171,16 +171,12 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
     if not plan.costs.on_gpus:
         return
     starts = cluster.starts(1) if len(cluster.levels) > 1 else (0, cluster.workers)
-    snapshots = count_snapshot_bytes(plan)
     for machine in map(range, starts, starts[1:]):
         replicas = [(s, r) for s in range(len(plan.stages)) for r, w in enumerate(plan.workers_of(s)) if w in machine]
         free_bytes = cluster.host_bytes
-        if free_bytes is not None and cluster.snapshots:
-            snapshot_bytes = sum(plan.meshes[s].size * snapshots[s][r] for s, r in replicas)
-            free_bytes -= check_room(SNAPSHOTS, snapshot_bytes, free_bytes)
         if free_bytes is not None and plan.activations == HOST:
             moved = (plan.meshes[s].size * plan.stages[s].memory.moved_bytes for s, _ in replicas)
-            free_bytes -= check_room(OFFLOADED, sum(moved), free_bytes)
+            free_bytes -= check_activations_room(sum(moved), free_bytes)
         if shares_weights or plan.optimizer_state == HOST:
             versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
             gradient_sets = built.gradient_sets if built else 1

@@ -17,7 +17,6 @@ from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.host_memory import add_snapshots
 from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
@@ -123,18 +122,11 @@ def _suggest_on_shortage(profile: Profile, request: PlanRequest) -> Iterator[Non
         yield
     except ShortageError as error:
         fitting = list(_list_fitting(profile, request))
-        advice = [*_describe_missing_for_snapshots(request, error.need_bytes)] if fitting else []
-        advice += [f"this would fit: {'; '.join(fitting)}"] if fitting else []
+        advice = [f"this would fit: {'; '.join(fitting)}"] if fitting else []
         advice += [*_describe_bases(profile, request), *advise_mesh(profile, request)]
         if not advice:
             raise
         raise ShortageError("; ".join([str(error), *advice]), error.need_bytes) from None
-
-
-def _describe_missing_for_snapshots(request: PlanRequest, need_bytes: int) -> Iterator[str]:
-    memory_bytes = max((size for size in request.workers_and_links.memories if size is not None), default=need_bytes)
-    if request.snapshot_every is not None and need_bytes > memory_bytes:
-        yield f"with snapshots {format_bytes(need_bytes - memory_bytes)} are missing"
 
 
 def _list_fitting(profile: Profile, request: PlanRequest) -> Iterator[str]:
@@ -142,8 +134,6 @@ def _list_fitting(profile: Profile, request: PlanRequest) -> Iterator[str]:
     is_simulated = request.strategy == "simulate" and request.schedule != AUTO
     strategy = "search" if is_simulated and request.workers_and_links.workers > _MANY_WORKERS else request.strategy
     find_plan = partial(_find_fitting, profile, request, strategy=strategy)
-    if request.snapshot_every is not None and find_plan(snapshot_every=None):
-        yield "no snapshots (without --snapshot-every)"
     if request.recompute == "never" and find_plan(recompute="auto"):
         yield "recomputation (--recompute auto)"
     on_gpus = profile.runtime.overlap_device or any(layer.forward_launch_s for layer in profile.layers)
@@ -212,8 +202,6 @@ def _find_fitting(profile: Profile, request: PlanRequest, *, length: int = 0, **
     cluster = request.workers_and_links
     if "activations" in changes:
         cluster = _add_activations(cluster, changes["activations"])
-    if "snapshot_every" in changes:
-        cluster = replace(cluster, snapshots="")
     if "optimizer_state" in changes:
         cluster = _host_optimizers(cluster)
     changed = replace(request, cluster=cluster, **changes)
@@ -300,8 +288,6 @@ def _complete_request(request: PlanRequest, profile: Profile) -> tuple[Profile, 
         cluster = messages.on(cluster)
     if request.optimizer_state == HOST:
         cluster = _host_optimizers(cluster)
-    if request.snapshot_every is not None:
-        cluster = replace(cluster, snapshots=cluster.snapshots or "next")
     if sums.is_low_rank and not profile.matrices:
         raise PlanError(
             f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
@@ -542,7 +528,6 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
         plan = replace(
             plan, cluster=cluster, worker_order=parsed.plan.worker_order, bound_s=0.0, note="cut as a straight pipeline"
         )
-        plan = add_snapshots(plan)
         _check_worker_memory(plan)
     return methods.adapt_plan_to_method(plan, profile, name, parts)
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -146,33 +145,6 @@ def test_a_launcher_names_its_folder_and_removes_those_of_others(
     assert launch(1, ["x.py"]) == 0
     (name,) = names
     assert name.startswith(launching._make_folder_prefix(RankProcess.this()))
-
-
-_KEEPING = """
-import os, sys, time
-from pathlib import Path
-from pipedream.runtime.failure.processes import find_launch_folder
-(find_launch_folder() / "snapshots").mkdir()
-Path(sys.argv[1]).write_text(str(find_launch_folder()))
-time.sleep(60)
-"""
-
-
-@pytest.mark.processes
-def test_memory_is_given_back_if_the_launcher_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "keeping.py").write_text(_KEEPING, encoding="utf-8")
-    program = f"from pipedream.runtime.failure.launch import launch; launch(1, {['keeping.py', 'at']}, in_memory=True)"
-    started = commands.start("-c", program, folder=tmp_path)
-    folder = Path(started.wait_for_file("at").read_text(encoding="utf-8"))
-    while not folder.name:  # it may be written at this moment
-        folder = Path((tmp_path / "at").read_text(encoding="utf-8"))
-    assert folder.parent == processes.MEMORY
-    started.signal(signal.SIGKILL, group=False)
-    end_s = time.monotonic() + 20
-    while folder.exists() and time.monotonic() < end_s:
-        time.sleep(0.05)
-    assert not folder.exists()
-    assert started.end().status == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

@@ -126,14 +126,12 @@ class Cluster(Artifact):
         message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
         activations: where to offload activations (`Plan.activations`).
         hosts_optimizers: optimizers are in the memory of the machines.
-        snapshots: which ones workers keep: '' none, 'own' those of their machine, 'next' also those of the previous
-            machine in a ring. On one level, each worker then has its own machine.
 
     Raises:
         ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
     """
 
-    DROPPED: ClassVar[frozenset[str]] = frozenset({"disk_bytes_per_s", "disk_s_per_byte"})
+    DROPPED: ClassVar[frozenset[str]] = frozenset({"disk_bytes_per_s", "disk_s_per_byte", "snapshots"})
 
     levels: tuple[Level, ...]
     memory_bytes: int | None = None
@@ -142,7 +140,6 @@ class Cluster(Artifact):
     sums: str = "ring"
     host_bytes: int | None = None
     host_bytes_per_s: float | None = None
-    snapshots: str = ""
     sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
     message_shares: tuple[float, float] = field(default=(1.0, 1.0), metadata=NOT_STORED)
     activations: str = field(default="", metadata=NOT_STORED)
@@ -157,8 +154,6 @@ class Cluster(Artifact):
             raise ValueError(f"the rate of copies to the host must be positive, found {self.host_bytes_per_s}")
         if self.sums not in ("ring", "tree"):
             raise ValueError(f"sums go by ring or tree, found {self.sums!r}")
-        if self.snapshots not in ("", "own", "next"):
-            raise ValueError(f"snapshots are '', own or next, found {self.snapshots!r}")
         groups = 1
         for number, level in reversed(list(enumerate(self.levels))):
             if level.sizes and len(level.sizes) != groups:

@@ -1,13 +1,10 @@
-"""Memory of machines that stages need besides their workers': weights that GPUs copy, and snapshots."""
+"""Memory of machines that stages need besides their workers': weights and activations of GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
@@ -45,99 +42,12 @@ def check_host_memory(
     )
 
 
-def count_saved_bytes(plan: Plan) -> list[int]:
-    """Returns each rank's bytes of weights and optimizer state in a checkpoint: of stages whose replica 0 it is."""
-    meshes = plan.placement.meshes(plan.meshes)
-    return [size for size, mesh in zip(_count_saved(plan), meshes, strict=True) for _ in range(mesh.size)]
-
-
-def _count_saved(plan: Plan) -> list[int]:
-    """Returns the bytes that each rank of each worker saves."""
-    saved_bytes = [0] * plan.workers
-    for stage, workers in zip(plan.stages, plan.placement.ranks, strict=True):
-        saved_bytes[workers[0]] += stage.parameter_bytes + stage.optimizer_bytes
-    return saved_bytes
-
-
-OWN_COPIES, NEXT_COPIES = 3, 2
-"""A worker keeps two snapshots of its own state, the source of the next one, and two of its neighbour's snapshots."""
-
-
-def find_neighbours(machines: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Returns for each rank one of the next machine in a ring; {} for a single machine.
-
-    Args:
-        machines: the ranks of each.
-    """
-    if len(machines) == 1:
-        return {}
-    return {
-        rank: next_ranks[index % len(next_ranks)]
-        for ranks, next_ranks in zip(machines, [*machines[1:], machines[0]], strict=True)
-        for index, rank in enumerate(ranks)
-    }
-
-
-def count_snapshot_bytes(plan: Plan) -> list[list[int]]:
-    """Returns the snapshot bytes of each replica of each stage; a worker's first stage counts its neighbour's."""
-    saved_bytes, cluster = _count_saved(plan), plan.cluster
-    workers = sorted(set(plan.worker_order)) or range(plan.workers)
-    starts = cluster.starts(1) if len(cluster.levels) > 1 else range(cluster.workers + 1)
-    machines = [[rank for rank, w in enumerate(workers) if first <= w < last] for first, last in pairwise(starts)]
-    received_bytes = [0] * plan.workers
-    if cluster.snapshots == "next":
-        for sender, rank in find_neighbours([ranks for ranks in machines if ranks]).items():
-            received_bytes[rank] += NEXT_COPIES * saved_bytes[sender]
-    rows = []
-    for stage, ranks in zip(plan.stages, plan.placement.ranks, strict=True):
-        rows.append([received_bytes[rank] for rank in ranks])
-        rows[-1][0] += OWN_COPIES * (stage.parameter_bytes + stage.optimizer_bytes)
-        for rank in ranks:
-            received_bytes[rank] = 0
-    return rows
-
-
-SNAPSHOTS = "snapshots were to be kept in", "use more machines, an optimizer with less state, or no snapshots"
-OFFLOADED = "activations were to be offloaded to", "use more microbatches, or recompute"
-
-
-def check_room(kind: tuple[str, str], need_bytes: int, free_bytes: int) -> int:
-    """Returns the bytes needed on one machine; raises a PlanError if they exceed the free bytes.
-
-    `kind`: `SNAPSHOTS` or `OFFLOADED`.
-    """
+def check_activations_room(need_bytes: int, free_bytes: int) -> int:
+    """Returns the bytes of offloaded activations on one machine; raises a PlanError if they exceed the free bytes."""
     if need_bytes > free_bytes:
-        what, advice = kind
         raise PlanError(
-            f"{what} the memory of one machine and need {format_bytes(need_bytes)}, {format_bytes(free_bytes)} are "
-            f"free: {format_bytes(need_bytes - free_bytes)} are missing; {advice}"
+            f"activations were to be offloaded to the memory of one machine and need {format_bytes(need_bytes)}, "
+            f"{format_bytes(free_bytes)} are free: {format_bytes(need_bytes - free_bytes)} are missing; use more "
+            "microbatches, or recompute"
         )
     return need_bytes
-
-
-def add_snapshots(plan: Plan) -> Plan:
-    """Adds the cluster's snapshots to a plan without any.
-
-    On CPUs its peaks include them; a GPU's are in the machine's memory.
-    """
-    if not plan.cluster.snapshots:
-        return plan
-    return _with_snapshots(plan, [max(row) for row in count_snapshot_bytes(plan)])
-
-
-def drop_snapshots(plan: Plan) -> Plan:
-    """Removes snapshots from a plan and its peaks."""
-    return _with_snapshots(plan, [0] * len(plan.stages))
-
-
-def _with_snapshots(plan: Plan, snapshot_bytes: Sequence[int]) -> Plan:
-    in_peak = not plan.costs.on_gpus
-    stages = (
-        replace(
-            stage,
-            peak_bytes=stage.peak_bytes + in_peak * (size - stage.memory.snapshot_bytes),
-            memory=replace(stage.memory, snapshot_bytes=size),
-        )
-        for stage, size in zip(plan.stages, snapshot_bytes, strict=True)
-    )
-    return replace(plan, stages=tuple(stages))

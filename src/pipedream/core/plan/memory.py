@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import lcm
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -102,8 +102,8 @@ class StageSizes:
         return self.parameter_bytes - self.frozen_bytes
 
 
-ELSEWHERE = ("host_bytes", "moved_bytes", "snapshot_bytes")
-"""Kinds of bytes outside of the worker's memory; a CPU's snapshots are within it (`add_snapshots`)."""
+ELSEWHERE = ("host_bytes", "moved_bytes")
+"""Kinds of bytes outside of the worker's memory."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,9 @@ class StageMemory:
         message_bytes: bytes of posted receives, and of messages that may not have been sent yet.
         host_bytes: weights, gradients and optimizer state in the memory of the machine, beside that of a GPU.
         moved_bytes: offloaded activations (`Plan.activations`).
-        snapshot_bytes: snapshots in the memory of the machine (`Cluster.snapshots`), on the fullest replica.
     """
+
+    DROPPED: ClassVar[frozenset[str]] = frozenset({"snapshot_bytes"})
 
     weight_bytes: int = 0
     stash_bytes: int = 0
@@ -128,7 +129,6 @@ class StageMemory:
     working_bytes: int = 0
     host_bytes: int = 0
     moved_bytes: int = 0
-    snapshot_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

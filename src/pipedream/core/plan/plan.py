@@ -414,10 +414,6 @@ def _describe_exchange(plan: Plan) -> list[str]:
         size = sum(stage.memory.host_bytes or stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)
         what = "weights and gradients" if plan.costs.on_gpus else "copies of the weights"
         lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with {what}")
-    if plan.cluster.snapshots:
-        sizes = [format_bytes(stage.memory.snapshot_bytes) for stage in plan.stages]
-        where = "beside the GPUs" if plan.costs.on_gpus else "within the peaks"
-        lines.append(f"snapshots: {', '.join(sizes)} of the machines' memory, {where}")
     if plan.messages:
         share = plan.costs.cluster.message_share
         sizes = [format_bytes(stage.output_bytes * share) for stage in plan.stages[:-1]]

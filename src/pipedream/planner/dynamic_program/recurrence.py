@@ -117,8 +117,6 @@ class DynamicProgram:
         allow_single_stage: a single stage is a plan too.
         line: None: the cluster's own.
         recompute: one of `RECOMPUTE`.
-        raise_need: (state, bytes that its stages [from, to] need whatever their neighbours are, bytes of a snapshot of
-            each) -> what they need; None: the first of these.
     """
 
     space: SearchSpace
@@ -127,7 +125,6 @@ class DynamicProgram:
     allow_single_stage: bool = True
     line: WorkerLine | None = None
     recompute: str = "never"
-    raise_need: Callable[[State, IntArray, IntArray], IntArray] | None = None
     _costs: Tables = field(default_factory=Tables, init=False)
 
     def best(self, note: str = "") -> Plan | None:
@@ -233,11 +230,6 @@ class DynamicProgram:
     def _sizes(self) -> StageSizes:
         return self._keep("sizes", lambda: self.space.sizes(*self._ends))
 
-    @property
-    def _saved_bytes(self) -> IntArray:
-        saved = self._sizes.parameter_bytes + self._sizes.optimizer_bytes
-        return self._keep("saved", lambda: spread(np.asarray(saved), self._allowed, 0))
-
     def _list_costs(self, recompute: bool, update_delay: int) -> tuple[Any, ...]:
         """Returns the arguments of `Site.compute_s` for all stages."""
         first, last = self._ends
@@ -260,10 +252,6 @@ class DynamicProgram:
         return np.asarray(site.compute_s(*rows))
 
     def _compute_need(self, state: State, recompute: bool) -> IntArray:
-        need = self._compute_own_need(state, recompute)
-        return need if self.raise_need is None else self.raise_need(state, need, self._saved_bytes)
-
-    def _compute_own_need(self, state: State, recompute: bool) -> IntArray:
         replicas = state[1]
         in_flight, update_delay = count_in_flight(state), self.space.update_delay if replicas > 1 else 0
         share = -(-self.space.microbatches // replicas)
@@ -286,7 +274,6 @@ class DynamicProgram:
     def _compute_seconds(self, state: State) -> FloatArray:
         site, need = self._sites[state], partial(self._compute_need, state)
         key = id(site), 0 if site.memory_bytes is None else count_in_flight(state)  # equal sites are the same one
-        key = key if self.raise_need is None else state
         cost = partial(self._compute_cost, site)
         return self._costs.look_up(key, lambda: limit_costs(self.recompute, site.memory_bytes, cost, need))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
 from pipedream.core.plan.cost import Site
-from pipedream.core.plan.host_memory import OWN_COPIES, add_snapshots
 from pipedream.core.plan.memory import (
     Peers,
     StageMemory,
@@ -192,8 +191,7 @@ class SearchSpace(PlaceSums):
         replicas: int = 1,
         sizes: StageSizes | None = None,
     ) -> Bytes:
-        """Returns a lower bound of the peak bytes of a worker with unknown neighbours: the fewest messages, and no
-        snapshots of theirs.
+        """Returns a lower bound of the peak bytes of a worker with unknown neighbours: the fewest messages.
 
         Args:
             sizes: the stages' sizes, if they are known.
@@ -207,8 +205,6 @@ class SearchSpace(PlaceSums):
         offloads = may_offload(self, first, last, recompute)
         if offloads.any():
             need = np.where(offloads, np.minimum(need, stage_bytes(sizes, peers=peers, offload=True, **how)), need)
-        if self.cluster.snapshots and not how["on_gpus"]:
-            return need + cast(Bytes, OWN_COPIES * (sizes.parameter_bytes + sizes.optimizer_bytes))
         return need
 
     def memory(
@@ -375,7 +371,7 @@ def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
         memory = subspace.memory(*span, occupancy, neighbours, delay, stage.recompute, stage.replicas, stage.offload)
         copies = occupancy.versions > 1 and occupancy.in_flight + delay > 1
         stages.append(replace(subspace._add_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory))
-    return add_snapshots(replace(plan, stages=tuple(stages)))
+    return replace(plan, stages=tuple(stages))
 
 
 def fit_by_offloading(space: SearchSpace, plan: Plan) -> Plan:
@@ -436,8 +432,7 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
         raise PlanError(why)
     if in_flight == "auto":
         low, high = apply_depth(space, plan, "noam"), plan.with_depth("full")
-        beside = [stage.peak_bytes - stage.memory.total_bytes for stage in low.stages]
-        most = [_find_most_in_flight(space, high, s, size) for s, size in enumerate(beside)]
+        most = [_find_most_in_flight(space, high, s) for s in range(len(high.stages))]
         while True:
             depth = depths.fit_counts(low.in_flight, high.in_flight, tuple(most), plan.replicas)
             deep = space.with_bytes(plan.with_depth(depth))
@@ -467,8 +462,8 @@ def describe_copies(space: SearchSpace, first: int, last: int, recompute: bool =
     return f" (offloading would make its passes over {MAX_SLOWDOWN - 1:.0%} longer at {format_rate(rate)})"
 
 
-def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int, beside_bytes: int) -> int:
-    """Returns as many microbatches as fit the memory of a stage's worker, beside its snapshots."""
+def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int) -> int:
+    """Returns as many microbatches as fit the memory of a stage's worker."""
     recompute, limit = plan.stages[s].recompute, plan.costs.sites[s].memory_bytes
     ends, admitted, count = space.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
     subspace = space.of_stages(plan)[s]
@@ -477,7 +472,7 @@ def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int, beside_bytes: i
     while limit is not None and admitted > 1:
         occupancy = space.stage_occupancy(admitted, plan.update_delay[s], count)
         how = *ends, occupancy, peers, plan.update_delay[s], recompute, count
-        if min(subspace.memory(*how, offload).total_bytes for offload in offloads) + beside_bytes <= limit:
+        if min(subspace.memory(*how, offload).total_bytes for offload in offloads) <= limit:
             break
         admitted -= 1
     return admitted

@@ -158,17 +158,6 @@ def find_ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | N
     return [not problem for problem in problems]
 
 
-def list_machines(folder: Path, rank: int, group: dist.ProcessGroup | None) -> list[list[int]]:
-    """Returns the ranks that share a folder of this name, which exists at each of them; every rank calls it."""
-    machines: list[list[int]] = []
-    remaining = list(range(1 if group is None else dist.get_world_size(group)))
-    while remaining:
-        sees = find_ranks_that_see(folder, rank, group, remaining[0])
-        machines.append([other for other in remaining if sees[other]])
-        remaining = [other for other in remaining if not sees[other]]
-    return machines
-
-
 def _read_manifest(path: AnyPath) -> Checkpoint:
     manifest = _load_manifest(path)
     for problem in find_file_problems(path, manifest).values():
@@ -252,14 +241,9 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
 def commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
     """Adds manifest and metadata to a written folder, and gives it its name."""
     (scratch / ".metadata").write_bytes(pickle.dumps(_make_metadata(manifest)))
-    publish(scratch, path, manifest.to_json())
-
-
-def publish(scratch: AnyPath, path: AnyPath, manifest: str) -> None:
-    """Adds the manifest to a written folder, and gives it its name."""
     manifest_file = scratch / MANIFEST
     with manifest_file.open("wb") as file:
-        file.write(manifest.encode() + b"\n")
+        file.write(manifest.to_json().encode() + b"\n")
         flush(manifest_file, file)
     move(scratch, path)
     if isinstance(path, Path):

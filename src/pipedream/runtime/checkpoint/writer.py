@@ -9,10 +9,6 @@ Life of a checkpoint:
    checkpoint exists. A folder with a dot is never read, and the next save removes it.
 4. The oldest checkpoints beyond `keep` are renamed and then removed.
 
-A snapshot is a checkpoint in the memory of each machine. Each machine has the parts of its own ranks, those of the
-machine before it in a ring, and the manifest. The previous snapshot is removed once all machines have renamed the new
-one.
-
 Torch's `save` agrees on a plan first, which takes four times the CPU time.
 
 Two runs cannot write into a folder at the same time. Its lock is the kernel's (`flock` on the file ``.lock``), which
@@ -32,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -41,22 +37,18 @@ import torch.distributed as dist
 from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.core.plan.host_memory import find_neighbours
 from pipedream.core.plan.mesh import Box
-from pipedream.runtime.checkpoint.copies import exchange_copies
 from pipedream.runtime.checkpoint.folders import (
     MANIFEST,
     commit,
     find_newest_checkpoint,
     find_ranks_that_see,
     list_checkpoints,
-    list_machines,
     move,
     name_folder,
     name_scratch,
     parse_minibatches,
     prune,
-    publish,
     remove_leftovers,
     remove_tree,
     set_aside,
@@ -64,7 +56,7 @@ from pipedream.runtime.checkpoint.folders import (
 )
 from pipedream.runtime.checkpoint.pieces import merge_rows, write_tensors
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
-from pipedream.runtime.comm.process_group import broadcast_text, gather_json, gather_texts, leave_group
+from pipedream.runtime.comm.process_group import gather_json, gather_texts, leave_group
 from pipedream.runtime.failure.processes import write_checkpoint
 
 
@@ -78,7 +70,6 @@ class _Save:
     places: Mapping[str, tuple[Box, Sequence[int]]]
     keep: int | None
     wait_for_tensors: Callable[[], None] | None
-    is_snapshot: bool
 
     @property
     def scratch(self) -> AnyPath:
@@ -104,7 +95,6 @@ class Writer:
         self._last_saved: dict[AnyPath, int] = {}  # folder -> minibatches of the newest checkpoint of this run
         self._locks: dict[AnyPath, FolderLock | RemoteLock] = {}
         self._separate_ranks: dict[AnyPath, set[int]] = {}
-        self._machines: list[list[int]] = []  # ranks that share the memory with the snapshots
 
     def begin(
         self,
@@ -114,7 +104,6 @@ class Writer:
         keep: int | None,
         places: Mapping[str, tuple[Box, Sequence[int]]] | None = None,
         wait_for_tensors: Callable[[], None] | None = None,
-        is_snapshot: bool = False,
     ) -> AnyPath:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
 
@@ -124,7 +113,6 @@ class Writer:
             keep: complete checkpoints to keep; None keeps all.
             places: name -> (box, shape of the whole), for tensors that are parts.
             wait_for_tensors: called by the writing thread before it reads the tensors.
-            is_snapshot: the folder is in the memory of each machine; a copy goes to the next machine.
 
         Raises:
             ArtifactError: another run has saved one of that name, or is writing into the folder.
@@ -134,20 +122,18 @@ class Writer:
             return path
         if self._distributed and self._group is None:  # a separate group: training continues during a save
             self._group = dist.new_group(backend="gloo")
-        if is_snapshot and not self._machines:
-            self._machines = list_machines(cast(Path, folder), self._rank, self._group)
         failure = ""
-        if self._is_first_of_machine if is_snapshot else self._rank == 0:
+        if self._rank == 0:
             try:
-                self._prepare(folder, path, is_snapshot)
+                self._prepare(folder, path)
             except (ArtifactError, OSError) as error:
                 failure = str(error)
         if failure := next(filter(None, gather_texts(failure, self._group)), ""):
             raise ArtifactError(failure)
-        save = _Save(path, manifest, tensors, places or {}, keep, wait_for_tensors, is_snapshot)
+        save = _Save(path, manifest, tensors, places or {}, keep, wait_for_tensors)
         self._last_saved[folder.resolve()] = manifest.minibatches
         if folder not in self._separate_ranks:
-            sees = [] if is_snapshot else find_ranks_that_see(folder, self._rank, self._group)
+            sees = find_ranks_that_see(folder, self._rank, self._group)
             self._separate_ranks[folder] = {rank for rank, sees_it in enumerate(sees) if not sees_it}
         is_separate, any_separate = self._rank in self._separate_ranks[folder], bool(self._separate_ranks[folder])
         if is_separate:
@@ -180,17 +166,12 @@ class Writer:
             failure = _describe_failure(error, path)
         try:
             rows = self._wait_until_written(failure, rows_written)
-            if save.is_snapshot:
-                self._copy_to_neighbour(save, rows)
         except _SaveError:
             # No rank writes any more, and the disk may be full.
-            if is_separate or (self._is_first_of_machine if save.is_snapshot else self._rank == 0):
+            if is_separate or self._rank == 0:
                 with suppress(OSError):
                     remove_tree(scratch)
             raise
-        if save.is_snapshot:
-            self._publish_snapshot(save, rows)
-            return
         if is_separate:
             with suppress(FileNotFoundError):  # another rank of this machine has moved it
                 move(scratch, path)
@@ -203,34 +184,6 @@ class Writer:
             write_checkpoint(str(path))
             prune(path.parent, save.keep)
 
-    @property
-    def _is_first_of_machine(self) -> bool:
-        return any(ranks[0] == self._rank for ranks in self._machines)
-
-    def _copy_to_neighbour(self, save: _Save, rows: list[Any]) -> None:
-        """Raises the `_SaveError` of the first rank that cannot write a copy."""
-        neighbours = find_neighbours(self._machines)
-        if self._group is None or not neighbours:
-            return
-        sizes = merge_rows(rows)["files"]
-        files = {rank: (name, sizes[name]) for rank in neighbours if (name := name_file(rank)) in sizes}
-        error = exchange_copies(cast(Path, save.scratch), files, neighbours, self._group)
-        self._wait_until_written("" if error is None else _describe_failure(error, save.path), [])
-
-    def _publish_snapshot(self, save: _Save, rows: list[Any]) -> None:
-        """Publishes a snapshot on each machine, then removes older ones once it exists on all machines."""
-        manifest = replace(save.manifest, **merge_rows(rows)).to_json() if self._rank == 0 else ""
-        manifest = broadcast_text(manifest, self._group)
-        failure = ""
-        try:
-            if self._is_first_of_machine:
-                publish(save.scratch, save.path, manifest)
-        except OSError as error:
-            failure = _describe_failure(error, save.path)
-        self._wait_until_written(failure, [])
-        if self._is_first_of_machine:
-            prune(save.path.parent, save.keep)
-
     def _wait_until_written(self, failure: str, rows_written: list[Any]) -> list[Any]:
         """Waits for all ranks; returns the rows of each, or raises the `_SaveError` of the first that failed."""
         rows = gather_json([failure, rows_written], self._group)
@@ -239,17 +192,16 @@ class Writer:
                 raise _SaveError(rank, failed)
         return [pieces for _, pieces in rows]
 
-    def _prepare(self, folder: AnyPath, path: AnyPath, is_snapshot: bool) -> None:
+    def _prepare(self, folder: AnyPath, path: AnyPath) -> None:
         """Locks the folder for this run, and removes leftovers of a killed save."""
         if folder not in self._locks:
             self._locks[folder] = RemoteLock(folder) if isinstance(folder, RemotePath) else FolderLock(folder)
         self._locks[folder].check()
-        # After a resume from disk, older snapshots are of no use: -1 removes them all.
-        if (number := self._last_saved.get(folder.resolve(), -1 if is_snapshot else None)) is not None:
+        if (number := self._last_saved.get(folder.resolve())) is not None:
             # After a resume from an older checkpoint, no later resume may take the newer ones.
-            for other in list_checkpoints(folder, parts=is_snapshot):
+            for other in list_checkpoints(folder):
                 if (parse_minibatches(other.name) or 0) > number:
-                    (remove_tree if is_snapshot else set_aside)(other)
+                    set_aside(other)
         if (path / MANIFEST if isinstance(path, RemotePath) else path).exists():
             raise ArtifactError(
                 f"a checkpoint {path} exists already; resume from it (--resume), or save into another folder"

@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +25,7 @@ from pipedream.core.errors import BAD_CALL
 from pipedream.runtime.failure.agent import Agent, Worker, count_threads
 from pipedream.runtime.failure.processes import (
     LOST_CONNECTION,
-    MEMORY,
     RankProcess,
-    follow_parent,
     read_error,
     read_place,
     read_verdict,
@@ -78,7 +75,6 @@ def launch(
     max_restarts: int = 0,
     fewest: int | None = None,
     forks: bool = False,
-    in_memory: bool = False,
 ) -> int:
     """Runs ``python ARGUMENTS`` in `workers` local processes.
 
@@ -89,8 +85,6 @@ def launch(
         silent: hides what they print.
         max_restarts: after failures (TORCHELASTIC_RESTART_COUNT counts them); not after exit status 2, bad input.
         fewest: after the restarts, continue without lost workers, down to this number (`write_lost`).
-        in_memory: the workers keep snapshots in this process's folder (`find_launch_folder`), which is in `MEMORY` and
-            is removed even if this process is killed.
         forks: where possible, workers are forks of this process, which has computed nothing (`import_for_workers`).
 
     Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first.
@@ -99,36 +93,12 @@ def launch(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # unless the user has chosen another interface
     _remove_abandoned_folders()
     # Not a TemporaryDirectory: forks would have it too, and the first that ends would remove the folder.
-    parent = MEMORY if in_memory else None
-    folder = Path(tempfile.mkdtemp(prefix=_make_folder_prefix(RankProcess.this()), dir=parent))
-    remover = _fork_remover(folder) if in_memory else None
+    folder = Path(tempfile.mkdtemp(prefix=_make_folder_prefix(RankProcess.this())))
     try:
         with Agent(silent=silent, forks=forks) as agent:
             return _run_attempts(workers, arguments, agent, folder, max_restarts, fewest)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if remover is not None:
-            os.kill(remover, signal.SIGKILL)
-            os.waitpid(remover, 0)
-
-
-def _fork_remover(folder: Path) -> int:
-    """Starts a process that removes a folder if this process is killed; returns its id."""
-    launcher, number = os.getpid(), signal.SIGTERM
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    if pid := os.fork():
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return pid
-    try:
-        os.setsid()
-        follow_parent(number)
-        while os.getppid() == launcher:
-            signal.sigwait({number})
-        end_s = time.monotonic() + _REMOVE_S
-        while folder.exists() and time.monotonic() < end_s:  # workers that the system kills may still write
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os._exit(0)
 
 
 def _run_attempts(
@@ -196,7 +166,7 @@ def _make_folder_prefix(launcher: RankProcess) -> str:
 
 def _remove_abandoned_folders() -> None:
     """Removes the temporary folders of this machine's killed launchers whose process ids are visible here."""
-    for folder in [*Path(tempfile.gettempdir()).glob("pipedream-*"), *MEMORY.glob("pipedream-*")]:
+    for folder in Path(tempfile.gettempdir()).glob("pipedream-*"):
         if name := re.match(r"(pipedream-\w+-)(\d+)-\d+-", folder.name):
             current_prefix = _make_folder_prefix(RankProcess.of(int(name[2])))
             if current_prefix.startswith(name[1]) and not folder.name.startswith(current_prefix):

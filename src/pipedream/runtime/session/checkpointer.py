@@ -76,7 +76,6 @@ class Checkpointer:
         keep: int | None,
         wait: bool,
         extra: Mapping[str, Any],
-        is_snapshot: bool = False,
     ) -> AnyPath:
         """Writes a checkpoint.
 
@@ -84,7 +83,6 @@ class Checkpointer:
             extra: of the training loop, in JSON; rank 0's is written.
             keep: complete checkpoints to keep; None keeps all.
             wait: False writes a copy in the background.
-            is_snapshot: writes into the memory of each machine, and of the next one.
 
         Raises:
             WorkerError: this checkpoint, or the previous one, could not be written.
@@ -116,16 +114,10 @@ class Checkpointer:
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
             )
-            path = self.writer.begin(folder, manifest, tensors, keep, places, wait_for_copies, is_snapshot)
+            path = self.writer.begin(folder, manifest, tensors, keep, places, wait_for_copies)
             if wait:
                 self.writer.finish()
             return path
-
-    def count_bytes(self) -> list[int]:
-        """Returns the bytes of the tensors that each rank has in a checkpoint now; every rank calls it."""
-        tensors, _, _ = self._collect()
-        local_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return list(map(int, gather_texts(str(local_bytes), self._local.group)))
 
     def read_newest(self, folder: AnyPath) -> tuple[AnyPath, Checkpoint]:
         """Returns the newest checkpoint in a folder, or the folder if it is one, with its manifest.

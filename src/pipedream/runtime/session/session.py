@@ -20,7 +20,7 @@ from torch import nn
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.host_memory import OFFLOADED, check_host_memory, check_room
+from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (
     Blueprint,
@@ -210,7 +210,7 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
         local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
         stages, room_bytes = [plan.stages[stage] for stage in _list_stages_here(local, local_stages)], free_bytes()
         if plan.activations == HOST:
-            room_bytes -= check_room(OFFLOADED, sum(stage.memory.moved_bytes for stage in stages), room_bytes)
+            room_bytes -= check_activations_room(sum(stage.memory.moved_bytes for stage in stages), room_bytes)
         if plan.optimizer_state == HOST:
             check_host_memory(stages, None, room_bytes)
 

@@ -1,4 +1,4 @@
-"""Measures what snapshots cost a run, and decides when to make the next."""
+"""Measures what checkpoints cost a run, and decides when to make the next."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from math import ceil
 from statistics import fmean, median
 
 SHARE = 0.02
-"""Largest share of the training time that snapshots may cost."""
+"""Largest share of the training time that checkpoints may cost."""
 
 FIRST = 16
-"""Minibatches before the first snapshot."""
+"""Minibatches before the first checkpoint."""
 
-_KEPT_MINIBATCHES, _KEPT_SNAPSHOTS = 64, 5
+_KEPT_MINIBATCHES, _KEPT_CHECKPOINTS = 64, 5
 
 
-class SnapshotCost:
-    """Measures what snapshots cost, and chooses the next one so that all of them cost at most `SHARE` of the time.
+class CheckpointCost:
+    """Measures what checkpoints cost, and chooses the next one so that all of them cost at most `SHARE` of the time.
 
-    The cost of a snapshot is the extra time of the minibatches from the drain before it until it is written and the
+    The cost of a checkpoint is the extra time of the minibatches from the drain before it until it is written and the
     pipeline is full again, but at least that of the copy, during which training stops. Training waits for the first
-    snapshot, so its cost is known at once. None begins before the last one is written.
+    checkpoint, so its cost is known at once. None begins before the last one is written.
 
     Args:
         fill: minibatches until a drained pipeline is full again.
-        gather: text -> all ranks' texts; the ranks use it to agree on when the next snapshot is due.
+        gather: text -> all ranks' texts; the ranks use it to agree on when the next checkpoint is due.
 
     Attributes:
-        spent_s: seconds that snapshots have cost so far.
-        every: minibatches from the last snapshot to the next one.
+        spent_s: seconds that checkpoints have cost so far.
+        every: minibatches from the last checkpoint to the next one.
     """
 
     def __init__(self, fill: int, gather: Callable[[str], list[str]]) -> None:
@@ -39,12 +39,12 @@ class SnapshotCost:
         self._trained, self._due_at = 0, FIRST
         self._last_s: float | None = None
         self._minibatch_s: deque[float] = deque(maxlen=_KEPT_MINIBATCHES)
-        self._costs_s: deque[float] = deque(maxlen=_KEPT_SNAPSHOTS)
-        self._written: deque[int] = deque([0], maxlen=_KEPT_SNAPSHOTS)  # after how many minibatches
-        self._unsettled: tuple[float, int] | None = None  # begin and minibatch of a snapshot of unknown cost
+        self._costs_s: deque[float] = deque(maxlen=_KEPT_CHECKPOINTS)
+        self._written: deque[int] = deque([0], maxlen=_KEPT_CHECKPOINTS)  # after how many minibatches
+        self._unsettled: tuple[float, int] | None = None  # begin and minibatch of a checkpoint of unknown cost
 
     def finish_minibatch(self, now_s: float, is_saving: bool) -> bool:
-        """Notes when a minibatch has ended; returns whether a snapshot is due."""
+        """Notes when a minibatch has ended; returns whether a checkpoint is due."""
         self._trained += 1
         if self._unsettled is not None:
             begin_s, trained = self._unsettled
@@ -60,8 +60,8 @@ class SnapshotCost:
     def is_first(self) -> bool:
         return self._due_at == FIRST
 
-    def note_snapshot(self, begin_s: float, copy_s: float, end_s: float) -> None:
-        """Notes a snapshot, and chooses when the next one is due; every rank calls it.
+    def note_checkpoint(self, begin_s: float, copy_s: float, end_s: float) -> None:
+        """Notes a checkpoint, and chooses when the next one is due; every rank calls it.
 
         Args:
             begin_s, copy_s, end_s: when its drain began, its copy began, and training continues.

@@ -1,4 +1,4 @@
-"""How often snapshots are made, in runs whose clock is known."""
+"""How often checkpoints are made, in runs whose clock is known."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.training.snapshot_cost import FIRST, SHARE, SnapshotCost
+from pipedream.training.checkpoint_cost import FIRST, SHARE, CheckpointCost
 
 
 class Run:
-    """A run of some ranks: each minibatch takes a second, and longer while a snapshot is being written.
+    """A run of some ranks: each minibatch takes a second, and longer while a checkpoint is being written.
 
     Args:
-        hold_s: that the copy of a snapshot holds training up.
+        hold_s: that the copy of a checkpoint holds training up.
         writing_s: that it is then being written.
         slower: of what a minibatch takes longer meanwhile.
         refill_s: that the first minibatch after a drain takes longer.
-        noise: of each minibatch, and of what each rank measures of a snapshot.
+        noise: of each minibatch, and of what each rank measures of a checkpoint.
     """
 
     def __init__(
         self, ranks: int, hold_s: float, writing_s: float, slower: float, refill_s: float, noise: float
     ) -> None:
-        self.costs = [SnapshotCost(4, self._gather(rank)) for rank in range(ranks)]
+        self.costs = [CheckpointCost(4, self._gather(rank)) for rank in range(ranks)]
         self.hold_s, self.writing_s, self.slower, self.refill_s, self.noise = hold_s, writing_s, slower, refill_s, noise
         self.now_s, self.written_s, self.refill, self.numbers = 0.0, 0.0, 0.0, list[int]()
         self._draw = Random(0)
@@ -48,7 +48,7 @@ class Run:
         return gather
 
     def train(self, minibatches: int) -> float:
-        """Returns the share of the time that snapshots have cost."""
+        """Returns the share of the time that checkpoints have cost."""
         for number in range(minibatches):
             writes = self.now_s < self.written_s
             self.now_s += 1 + self.slower * writes + self.refill + self.noise * self._draw.random()
@@ -71,14 +71,16 @@ class Run:
         ends = [self.now_s + self.noise * self._draw.random() for _ in self.costs]
         # Several wait for each other.
         run: Any = map if len(ends) == 1 else self._threads.map
-        list(run(lambda cost, end_s: cost.note_snapshot(begin_s, copy_s, end_s), self.costs, ends))
+        list(run(lambda cost, end_s: cost.note_checkpoint(begin_s, copy_s, end_s), self.costs, ends))
 
 
 seconds = st.floats(0.01, 5.0)
 
 
 @given(seconds, seconds, st.floats(0.0, 0.9), st.floats(0.0, 3.0))
-def test_snapshots_cost_at_most_what_they_may(hold_s: float, writing_s: float, slower: float, refill_s: float) -> None:
+def test_checkpoints_cost_at_most_what_they_may(
+    hold_s: float, writing_s: float, slower: float, refill_s: float
+) -> None:
     """And no more than three times as rarely as they might."""
     run = Run(1, hold_s, writing_s, slower, refill_s, 0.0)
     share = run.train(6000)
@@ -97,7 +99,7 @@ def test_all_ranks_choose_the_same_whatever_they_measure(ranks: int, hold_s: flo
     assert len({cost.every for cost in run.costs}) == 1
 
 
-def test_snapshots_that_cost_nothing_are_made_whenever_the_pipeline_is_full() -> None:
+def test_checkpoints_that_cost_nothing_are_made_whenever_the_pipeline_is_full() -> None:
     run = Run(1, 0.0, 0.0, 0.0, 0.0, 0.0)
     run.train(100)
     assert run.numbers[0] == FIRST - 1
