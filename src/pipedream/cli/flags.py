@@ -31,7 +31,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     """Returns the function with typer's parameters.
 
     A parameter whose default is an `option` or an `argument` is one flag; a parameter whose type is a dataclass is one
-    flag for each option of it. A parameter `given` gets the names of the options that the user has written.
+    flag for each option of it. A parameter `named_options` gets the names of the options that the user has written.
     """
     hints = get_type_hints(function)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
@@ -40,9 +40,11 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def command(context: typer.Context, **values: Any) -> None:
         arguments: dict[str, Any] = {name: {} for name in groups}
-        if "given" in hints:
+        if "named_options" in hints:
             sources = {name: context.get_parameter_source(name) for name in values}
-            arguments["given"] = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+            arguments["named_options"] = {
+                name for name, source in sources.items() if source and source.name == "COMMANDLINE"
+            }
         for option in options:
             value = values[option.name]
             if value is None:
@@ -61,7 +63,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _read_options(function: Callable[..., None], hints: dict[str, Any], groups: dict[str, Any]) -> Iterator[_Option]:
     for name, parameter in inspect.signature(function).parameters.items():
-        if name == "given":
+        if name == "named_options":
             continue
         if name in groups:
             fields, group, annotations = dataclasses.fields(groups[name]), name, get_type_hints(groups[name])

@@ -76,7 +76,7 @@ def plan(
     memory_table: bool = option(False, "Print the parts of each stage's peak memory."),
     output: Path | None = OUTPUT,
     as_json: bool = JSON,
-    given: set[str],
+    named_options: set[str],
 ) -> None:
     """Partition a profiled model into stages, or check a plan.
 
@@ -90,7 +90,7 @@ def plan(
       pipedream plan digits.profile.json --check digits.plan.json
     """
     if check is not None:
-        _check(check, profile, request, given, as_json=as_json)
+        _check(check, profile, request, named_options, as_json=as_json)
         return
     if profile is None:
         raise PlanError("a profile is missing; give its file, or --check PLAN alone")
@@ -114,15 +114,15 @@ def plan(
         print(f"\n{stage_memory_table(plan)}")
 
 
-def _check(file: Path, profile: Path | None, request: PlanRequest, given: set[str], *, as_json: bool) -> None:
+def _check(file: Path, profile: Path | None, request: PlanRequest, named_options: set[str], *, as_json: bool) -> None:
     """Checks a plan, whose own method and microbatches count where the command names none."""
-    if others := sorted(given - {"check", "profile", "schedule", "microbatches", "as_json"}):
+    if others := sorted(named_options - {"check", "profile", "schedule", "microbatches", "as_json"}):
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in others)
         raise PlanError(f"--check {file} was given with {flags}, but the plan determines these; leave out {flags}")
     result = check_plan(
         Plan.load(file),
         profile=None if profile is None else read_profile(profile),
-        schedule=request.schedule if "schedule" in given else None,
+        schedule=request.schedule if "schedule" in named_options else None,
         microbatches=request.microbatches,
     )
     if not as_json:
