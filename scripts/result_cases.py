@@ -143,7 +143,6 @@ CHOICES: tuple[dict[str, Any], ...] = (
 MORE_CHOICES: tuple[dict[str, Any], ...] = (
     {"clip": "global"},
     {"clip": "delayed_global"},
-    {"activations": "disk:/tmp"},
     {"scheduler": "StepLR"},
     {"phases": "1f1b/4:2,pipedream:3,pipedream_2bw/4"},
 )
@@ -316,16 +315,18 @@ def find_published_profiles() -> list[Path]:
 
 COMMANDS = {
     "four": "--workers 4 --bandwidth 1e9 --memory 16GB",
-    "machines": "--workers 2 2 --bandwidth 1e10 1e9 --strategy search --schedule 1f1b --microbatches 4 --batch 64",
-    "classic": "--workers 4 4 --bandwidth 1e10 1e9 --cost-model classic",
+    "machines": "--workers 2 2 --bandwidth 1e10 1e9 --strategy search --schedule 1f1b --microbatches 4",
 }
 """Arguments of `pipedream plan`."""
+CONVERTER = Path(__file__).parents[1] / "benchmarks" / "paper_tables" / "graph_txt.py"
 
 
 def plan_published(file: Path, name: str, folder: Path) -> Entry:
-    """Plans by the command, which reads a graph.txt."""
-    output = folder / f"{file.stem}.{name}.json"
-    command = (sys.executable, "-m", "pipedream", "plan", str(file), *COMMANDS[name].split(), "--json")
+    """Plans by the command, for minibatches of 64."""
+    profile, output = folder / f"{file.stem}.{name}.profile.json", folder / f"{file.stem}.{name}.json"
+    converter = (sys.executable, str(CONVERTER), str(file), "-o", str(profile), "--batch", "64")
+    subprocess.run(converter, check=True, capture_output=True)
+    command = (sys.executable, "-m", "pipedream", "plan", str(profile), *COMMANDS[name].split(), "--json")
     text = subprocess.run([*command, "-o", str(output)], check=True, capture_output=True, text=True).stdout
     answer = json.loads(text)
     return describe_plan(pipedream.Plan.load(output), answer["simulated_s"] or answer["slowest_stage_s"])
