@@ -1047,11 +1047,13 @@ FORWARDS = {
     "changed after the plan: order": Case(changing, mse, pairs(), RUNS, after_plan=change("order"), m=1),
     "changed after the plan: skip": Case(changing, mse, pairs(), RUNS, after_plan=change("skip"), m=1),
     "changed after the plan: relu": Case(changing, mse, pairs(), "another gradient", after_plan=change("relu"), m=1),
-    "counter": Case(between_two(counting, count_from_0), mse, pairs()),
+    "counter": Case(between_two(counting, count_from_0), mse, pairs(), m=1),
+    "counter, m = 2": Case(between_two(counting, count_from_0), mse, pairs(), "left in '1.calls', .* 2 microbatches"),
     "counter, recompute": Case(between_two(counting, count_from_0), mse, pairs(), recompute="always", check=False),
-    "counter, replicas": Case(between_two(counting, count_from_0), mse, pairs(), "another gradient", replicas=(1, 2)),
+    "counter, replicas": Case(between_two(counting, count_from_0), mse, pairs(), "left in '1.calls'", replicas=(1, 2)),
     "Python's generators, recompute": Case(between_two(drawing), mse, pairs(), recompute="always"),
-    "state of the batch before": Case(between_two(carried, state_of_nothing), mse, pairs()),
+    "state of the batch before": Case(between_two(carried, state_of_nothing), mse, pairs(), m=1),
+    "state of the part before": Case(between_two(carried, state_of_nothing), mse, pairs(), "left in .* 2 microbatches"),
     "state of the batch before, recompute": Case(
         between_two(carried, state_of_nothing), mse, pairs(), recompute="always", check=False, cut=2
     ),
