@@ -1324,7 +1324,7 @@ BREAKS = (
         ("test_pipeline.py",),
     ),
     Break(
-        "hf: an ended epoch goes on",
+        "hf: an ended epoch continues",
         "hf.py",
         "            pipeline._training.seek(self._epoch, 0)",
         "            pass",

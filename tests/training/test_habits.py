@@ -103,7 +103,7 @@ class InBatches(Shuffled):
 
 
 class Counting(Shuffled):
-    """Goes on to the next epoch by itself."""
+    """Continues with the next epoch by itself."""
 
     def __iter__(self) -> Iterator[int]:
         yield from list(super().__iter__())

@@ -1,4 +1,4 @@
-"""A run that was left within an epoch goes on with the samples that it lacks, whatever the size of its batches."""
+"""A run that was left within an epoch continues with the samples that it lacks, whatever the size of its batches."""
 
 from __future__ import annotations
 
