@@ -18,12 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from pipedream.capture.captured import Captured, build_chain
 from pipedream.capture.errors import is_compiled
-from pipedream.capture.preserve_state import (
-    list_cuda_devices,
-    read_attributes,
-    read_python_generators,
-    running,
-)
+from pipedream.capture.preserve_state import list_cuda_devices, read_attributes, read_python_generators, running
 from pipedream.capture.stand_ins import has_stand_ins
 from pipedream.capture.structure import PLAIN, READS_NUMBERS, walk
 from pipedream.core.model.graph import Value, ValueSite

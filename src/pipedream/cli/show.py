@@ -54,11 +54,7 @@ def show(
     in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
     forward_s: float | None = option(None, "Time of a forward.", metavar="SECONDS", least=0.0, unset="1.0"),
     backward_s: float | None = option(
-        None,
-        "Time of a backward.",
-        metavar="SECONDS",
-        least=0.0,
-        unset="1.0; 2.0 where the backward is split",
+        None, "Time of a backward.", metavar="SECONDS", least=0.0, unset="1.0; 2.0 where the backward is split"
     ),
     verify_it: bool = option(
         False,

@@ -67,16 +67,12 @@ def simulate(
     ),
     seed: int = common.SEED,
     overlap: bool = option(
-        True,
-        "Start the all-reduces over replicas during the backward, as the runtime does, or after it.",
-        panel=_TIMES,
+        True, "Start the all-reduces over replicas during the backward, as the runtime does, or after it.", panel=_TIMES
     ),
     picture: bool = option(False, "Draw the run too.", "--grid"),
     svg: Path | None = common.SVG,
     csv: Path | None = option(
-        None,
-        "Also write a table of what ran when: rank, kind, stage, index, start, end, version.",
-        metavar="FILE",
+        None, "Also write a table of what ran when: rank, kind, stage, index, start, end, version.", metavar="FILE"
     ),
     trace: Path | None = option(None, "Also write a trace for ui.perfetto.dev or chrome://tracing.", metavar="FILE"),
     as_json: bool = common.JSON,

@@ -26,9 +26,7 @@ def sweep(
         unset="10Gbit/s",
     ),
     schedule: str = option(
-        "pipedream",
-        "Methods to compare with data parallelism, e.g. pipedream,1f1b,auto.",
-        metavar="NAME,NAME,...",
+        "pipedream", "Methods to compare with data parallelism, e.g. pipedream,1f1b,auto.", metavar="NAME,NAME,..."
     ),
     latency: float = common.LATENCY,
     memory: str | None = common.MEMORY,

@@ -26,11 +26,7 @@ def is_rank_0() -> bool:
 
 
 def start_workers(
-    count: int,
-    *modules: str,
-    more: Sequence[str] = (),
-    max_restarts: int = 0,
-    fewest: int | None = None,
+    count: int, *modules: str, more: Sequence[str] = (), max_restarts: int = 0, fewest: int | None = None
 ) -> NoReturn:
     """Runs this command line, with `more` arguments, in `count` local processes, and exits with their status.
 

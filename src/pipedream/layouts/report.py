@@ -106,13 +106,7 @@ def compare_layouts(
         raise PlanError(f"a memory of {memory_bytes} bytes was given, but an element has {element_bytes}; give more")
     try:
         chosen = lay_out(
-            ops,
-            mesh,
-            objective,
-            fixed,
-            memory_elements=fits,
-            operations_per_s=operations_per_s,
-            elements_per_s=rates,
+            ops, mesh, objective, fixed, memory_elements=fits, operations_per_s=operations_per_s, elements_per_s=rates
         )
     except PlanError as error:
         if fits is None:

@@ -25,13 +25,7 @@ from pipedream.profiler.device import versions
 from pipedream.profiler.measure import PreserveState, build_layer_profiles, check_chain, choose_mode, dtype_name
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes
 from pipedream.profiler.sizes import Sizes, measure_half_length, measure_sizes, parameter_bytes, tied_parameters
-from pipedream.profiler.update import (
-    OptimizerFactory,
-    UpdateCost,
-    all_parameters,
-    estimate_update,
-    named_parameters,
-)
+from pipedream.profiler.update import OptimizerFactory, UpdateCost, all_parameters, estimate_update, named_parameters
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 

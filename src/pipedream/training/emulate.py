@@ -197,11 +197,7 @@ def build_emulated_pipeline(
     speed = plan.cluster.speeds[sorted(set(plan.worker_order))[rank] if plan.worker_order else rank]
     stages = [replace(stage, **{name: getattr(stage, name) / speed for name in _SECONDS}) for stage in plan.stages]
     model = emulated.make_emulated_model(
-        stages,
-        parts,
-        splits_backward=built.splits_backward,
-        byte_scale=byte_scale,
-        shaped=plan.sum_method.is_low_rank,
+        stages, parts, splits_backward=built.splits_backward, byte_scale=byte_scale, shaped=plan.sum_method.is_low_rank
     )
     return Pipeline(
         model,

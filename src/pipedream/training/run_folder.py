@@ -185,12 +185,7 @@ def _format_command() -> str:
 def list_versions() -> dict[str, str]:
     """Returns the versions of Python, platform and libraries."""
     libraries = {name: version(name) for name in ("torch", "numpy")}
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "pipedream": __version__,
-        **libraries,
-    }
+    return {"python": platform.python_version(), "platform": platform.platform(), "pipedream": __version__, **libraries}
 
 
 def gather_slowness(begin_times: CoreTimes) -> list[float]:

@@ -178,10 +178,7 @@ class NamedOperators:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, tuple[int, ...]],
-        groups: Sequence[Sequence[str]],
-        operators: Sequence[Operator],
+        self, tensors: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[str]], operators: Sequence[Operator]
     ) -> None:
         self._operators, self._tensors = operators, tensors
         self.whole = self._find_whole_names()

@@ -177,11 +177,7 @@ def _reshape_like_strides(
 
 
 def _multiply_three(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    third: torch.Tensor,
-    *dims: Sequence[int],
-    unroll_dim: int = 1,
+    first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, *dims: Sequence[int], unroll_dim: int = 1
 ) -> torch.Tensor:
     """Multiplies three tensors, each with some dimensions added, and sums over dimensions."""
     *expanded, summed = dims

@@ -19,12 +19,7 @@ from pipedream.core.user_code import split_arguments
 from pipedream.layouts.description.operators import DescribedStep, Operators
 from pipedream.layouts.description.text import Operator, rename_tensors
 from pipedream.layouts.tracing.calls import Description, OperatorCall, yield_operands
-from pipedream.layouts.tracing.forward import (
-    Callers,
-    disable_fused_operators,
-    list_decompositions,
-    swap_tensors,
-)
+from pipedream.layouts.tracing.forward import Callers, disable_fused_operators, list_decompositions, swap_tensors
 from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry, compare_operands, find_contradiction
 from pipedream.layouts.tracing.rules import CONSTANT, DRAWN
 from pipedream.sharding.local_rules import bind_arguments

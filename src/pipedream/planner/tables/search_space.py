@@ -243,13 +243,7 @@ class SearchSpace(PlaceSums):
         )
 
     def _list_memory_options(
-        self,
-        first: Place,
-        last: Place,
-        occupancy: StageOccupancy,
-        update_delay: int,
-        recompute: bool,
-        replicas: int,
+        self, first: Place, last: Place, occupancy: StageOccupancy, update_delay: int, recompute: bool, replicas: int
     ) -> dict[str, Any]:
         return {
             "versions": occupancy.versions,

@@ -24,10 +24,7 @@ _REMEDY = "build the model on the CPU, or start from a file of weights (weights=
 
 def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns parameters and buffers, shared ones under each of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 class Slots:

@@ -176,9 +176,7 @@ def _name_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def copy_for_writing(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], Callable[[], None] | None]:
+def copy_for_writing(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Callable[[], None] | None]:
     """Returns copies on the CPU, and a function that waits until they are complete, or None.
 
     A GPU copies into pinned memory before it runs later work, so the host need not wait, and copies take no GPU memory.

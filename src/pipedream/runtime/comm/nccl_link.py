@@ -57,12 +57,7 @@ class SendingLink:
 class ReceivingLink:
     """The receiving end of a link."""
 
-    def __init__(
-        self,
-        headers: ConnectionReceiver,
-        communicator: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, headers: ConnectionReceiver, communicator: dist.ProcessGroup, device: torch.device) -> None:
         self._headers = headers
         self._communicator = communicator
         self._sender = 1 - communicator.rank()

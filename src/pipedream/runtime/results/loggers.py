@@ -51,11 +51,7 @@ class Loggers:
     """
 
     def __init__(
-        self,
-        loggers: Iterable[Any],
-        rank: int,
-        workers: int,
-        status: Callable[[], Mapping[int, Mapping[str, float]]],
+        self, loggers: Iterable[Any], rank: int, workers: int, status: Callable[[], Mapping[int, Mapping[str, float]]]
     ) -> None:
         self._loggers = tuple(loggers)
         self._is_first = rank == 0

@@ -115,14 +115,7 @@ class Loss:
         return self._calls.watch(inputs, samples)
 
     def __call__(
-        self,
-        output: Any,
-        batch: Any,
-        samples: int,
-        share: float,
-        minibatch: int | None = None,
-        *,
-        received: Any = None,
+        self, output: Any, batch: Any, samples: int, share: float, minibatch: int | None = None, *, received: Any = None
     ) -> tuple[torch.Tensor, float, bool]:
         """Returns (value, weight, is_sum): the value is a mean over `weight`, or a sum to be divided by it.
 

@@ -239,10 +239,7 @@ class Results:
     def _add(self, sums: MinibatchSums, numbers: Sequence[float]) -> None:
         if numbers[0] != numbers[0] and self.raises_on_nan and self._split:
             raise WorkerError(
-                self._process,
-                self.where(),
-                f"the loss of minibatch {sums.minibatch} is nan",
-                NOT_FINITE_ADVICE,
+                self._process, self.where(), f"the loss of minibatch {sums.minibatch} is nan", NOT_FINITE_ADVICE
             )
         sums.add(numbers)
 

@@ -219,13 +219,7 @@ class _Forward:
         window_bytes: of the stage's previous forward.
     """
 
-    def __init__(
-        self,
-        mover: BlockMover,
-        resident_storages: set[int],
-        device: torch.device,
-        window_bytes: int,
-    ) -> None:
+    def __init__(self, mover: BlockMover, resident_storages: set[int], device: torch.device, window_bytes: int) -> None:
         self._mover = mover
         self._resident_storages = resident_storages
         self._device = device

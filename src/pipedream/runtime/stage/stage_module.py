@@ -178,13 +178,7 @@ class StageModule:
         self._autocast = autocast
         # A slice seeds each of its calls, so that the cut does not matter.
         self._calls = [
-            (
-                name,
-                layer,
-                _choose_caller(layer, compile, sharding),
-                hasattr(layer, "reseed"),
-                never_draws(layer),
-            )
+            (name, layer, _choose_caller(layer, compile, sharding), hasattr(layer, "reseed"), never_draws(layer))
             for name, layer in layers
         ]
         self._names = tuple(handles)

@@ -80,12 +80,7 @@ class Versions:
         peak: the most versions kept at once since `switch_to`.
     """
 
-    def __init__(
-        self,
-        handles: Mapping[str, torch.nn.Parameter],
-        watched: bool = False,
-        single: bool = False,
-    ) -> None:
+    def __init__(self, handles: Mapping[str, torch.nn.Parameter], watched: bool = False, single: bool = False) -> None:
         self.handles = dict(handles)
         self._watched = watched
         self._single = single
