@@ -5,8 +5,6 @@ Transformers (Fedus et al. 2021, section 2), which send to one. Letters: G group
 an expert has for the tokens of a group, M d_model, H d_ff.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple

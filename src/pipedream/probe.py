@@ -6,8 +6,6 @@ take. What is sent in a batch is received in one: NCCL has a communicator for th
 single messages.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -1,7 +1,5 @@
 """Splits a model into layers: turns a module and a sample into a LayerGraph and the user's own modules in run order."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from types import ModuleType

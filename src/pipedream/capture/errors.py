@@ -1,7 +1,5 @@
 """Errors of models that cannot be captured, and of a slice's forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

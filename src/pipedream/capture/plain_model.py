@@ -3,8 +3,6 @@
 Generators are seeded before the same calls as in a pipeline, so that dropout masks are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

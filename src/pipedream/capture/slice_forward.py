@@ -10,8 +10,6 @@ Life of a forward:
    stages read is collected into the bundle that is sent on.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

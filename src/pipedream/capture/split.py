@@ -5,8 +5,6 @@ is allowed if each tensor that is made before and read after it is taken or retu
 sender and receiver find it), and if nothing that crosses is written later through another tensor of the same storage.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Replaces a model's tensors by ones without numbers, so that a model of any size runs without memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

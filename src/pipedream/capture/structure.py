@@ -1,7 +1,5 @@
 """Walks through arguments and outputs of modules: containers of tensors, numbers and opaque objects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial

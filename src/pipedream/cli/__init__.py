@@ -6,8 +6,6 @@ status: 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl
 A command's module is imported only when it is used.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """`pipedream checkpoint`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any

@@ -1,7 +1,5 @@
 """`pipedream emulate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipedream.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json

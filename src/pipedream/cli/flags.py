@@ -1,7 +1,5 @@
 """Makes a command's flags from `pipedream.core.flags`, and parses what typer does not: options with several values."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

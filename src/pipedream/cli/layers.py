@@ -1,7 +1,5 @@
 """`pipedream layers`."""
 
-from __future__ import annotations
-
 from pipedream.cli.options import FINEST, JSON, RECIPE, SEED, print_json
 from pipedream.core.flags import option
 from pipedream.core.model.graph import crossings

@@ -1,7 +1,5 @@
 """`pipedream layout`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pipedream.cli.options import JSON, SEED, check_flags, print_json, read_memory

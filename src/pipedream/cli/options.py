@@ -1,7 +1,5 @@
 """Options that several commands share, and what their text means."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

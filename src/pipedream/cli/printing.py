@@ -1,7 +1,5 @@
 """Prints runs, for several commands."""
 
-from __future__ import annotations
-
 import sys
 
 from rich.console import Console

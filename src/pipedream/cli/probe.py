@@ -1,7 +1,5 @@
 """`pipedream probe`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipedream.cli.options import JSON, OUTPUT, print_json

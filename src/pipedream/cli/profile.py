@@ -1,7 +1,5 @@
 """`pipedream profile`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipedream.cli.options import FINEST, JSON, OUTPUT, RECIPE, SEED, check_flags

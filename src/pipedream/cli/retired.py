@@ -1,7 +1,5 @@
 """What the command no longer does: one table of commands, options, their values, and kinds of files."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 from pipedream.core.errors import PlanError

@@ -1,7 +1,5 @@
 """`pipedream simulate`."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`pipedream sweep`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipedream.cli import options as common

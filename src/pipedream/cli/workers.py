@@ -1,7 +1,5 @@
 """A command's local worker processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

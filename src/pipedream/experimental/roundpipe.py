@@ -21,8 +21,6 @@ Unlike the paper's, a slot has all m microbatches, not p of them. A worker count
 forwards until its next minibatch, and the one whose backward it runs for another worker's forward.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

@@ -11,8 +11,6 @@ All that only this method needs is in this file: `Interpolated` computes the wei
 (`WeightRule.backward_reader`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp

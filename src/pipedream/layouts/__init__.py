@@ -3,8 +3,6 @@
 Everything outside imports from here. Names are imported on first use, since only tracing and running a step need torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 

@@ -5,8 +5,6 @@ traced operators, with this rank's parts. Where its weights and inputs rest is g
 searched at the first call with each kind of input.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Compares ways to divide a described step: a partition with its baselines, or a layout with none; as JSON or text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any

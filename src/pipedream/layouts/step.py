@@ -1,7 +1,5 @@
 """Runs forward and backward by a partition, each operator along its index, on several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Measures the seconds and bytes of each layer of a model, or predicts them, as a Profile."""
 
-from __future__ import annotations
-
 from pipedream.profiler.device import choose_device_type as choose_device_type
 from pipedream.profiler.device import device_of as device_of
 from pipedream.profiler.device import dtype_of as dtype_of

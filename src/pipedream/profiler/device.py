@@ -1,7 +1,5 @@
 """Measures a device, as a row for the table of `pipedream.core.hardware.devices`."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -1,7 +1,5 @@
 """Measures a chain of layers: the Profile that the planner plans with (PipeDream, SOSP 2019, section 3.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

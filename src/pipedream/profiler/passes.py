@@ -1,7 +1,5 @@
 """Runs layers forward and backward, one at a time, and times each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

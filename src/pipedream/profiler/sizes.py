@@ -1,7 +1,5 @@
 """Bytes of outputs and parameters, bytes that autograd keeps, and live bytes over time."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

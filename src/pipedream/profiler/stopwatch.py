@@ -1,7 +1,5 @@
 """Times work, with one code path for all devices."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Seconds and bytes of an optimizer step, on copies of the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy

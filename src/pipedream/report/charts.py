@@ -1,7 +1,5 @@
 """SVG charts: a curve, such as the loss over the minibatches of a run, and the columns of a profile."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The report of a run as one self-contained HTML page, light or dark like the reader's screen."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Pages as HTML text: their frame, tables, key figures and values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any

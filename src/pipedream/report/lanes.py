@@ -1,7 +1,5 @@
 """The rows of overlapping spans, and the part of a run to show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The picture of several methods on equal workers as points: bubble over memory."""
 
-from __future__ import annotations
-
 from html import escape
 
 from pipedream.core.sweep import MethodComparison

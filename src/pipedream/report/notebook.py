@@ -1,7 +1,5 @@
 """Shows results in a notebook: first line, picture and table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import singledispatch

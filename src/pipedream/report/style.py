@@ -3,8 +3,6 @@
 Forwards are blue and backwards green, as in PipeDream's figures.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

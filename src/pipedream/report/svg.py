@@ -1,7 +1,5 @@
 """Timelines as pictures: one self-contained SVG, light or dark like the reader's screen; by CairoSVG also PDF, PNG."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping

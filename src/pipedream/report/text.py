@@ -8,8 +8,6 @@ A letter and a number are an op and its microbatch, ``==`` continues the op befo
 an op is an update shorter than a column. The docstrings of the schedules use the same notation.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -3,8 +3,6 @@
 A run is a process, a rank a thread; messages have threads next to their sender's. Arrows (flows) follow microbatches.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Medians of five seeds of small tasks, with the learning rate tuned for each, bey
 optimizer (benchmarks/convergence): nats per character for a GPT, percentage points of error for handwritten digits.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 _ADAM, _NADAM, _MUON, _SGD = "AdamW", "NAdam of beta_1 0.99", "Muon", "momentum SGD"

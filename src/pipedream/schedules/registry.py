@@ -8,8 +8,6 @@ in text. Annotations determine how text is read: ``str``, ``int``, ``float``, ``
 these (``horizons=3/2/1``), or None (``none``).
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Mapping

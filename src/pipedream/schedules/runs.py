@@ -1,7 +1,5 @@
 """Runs of a method: plans for it, the length of a run, its claims and its properties."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Counts the collectives of a mesh: kind, number, bytes and dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

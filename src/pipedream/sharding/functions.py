@@ -4,8 +4,6 @@ Each returns its tensor with other placements and the same numbers, and can be d
 a mesh, and a dimension that its mesh lacks, stay as they are, so that the model also runs in a single process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dropout, convolutions, recurrent layers, embeddings and normalizations (with whole statistics), on parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """Operators that DTensor does not shard as a layout promises, and a check that none gathers what a layout shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import FunctionType

@@ -1,7 +1,5 @@
 """Hooks for the tensors that autograd saves, which let a forward use torch.func."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ Its styles replace parameters by DTensors, and add hooks that shard plain tensor
 again, so that weight versions know them; how they are sharded is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A table says, for one dimension of the mesh, which placements of the operands ar
 then, and how the gradients of the operands are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

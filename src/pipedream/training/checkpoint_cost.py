@@ -1,7 +1,5 @@
 """Measures what checkpoints cost a run, and decides when to make the next."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable

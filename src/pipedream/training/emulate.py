@@ -1,7 +1,5 @@
 """Emulation: the real runtime runs a plan with sleeps in place of computation; compares predicted and measured."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The training loop of one run, with its evaluations, checkpoints and statistics."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,7 +1,5 @@
 """Counts what failures cost a run, in files of the launcher, which outlives the workers."""
 
-from __future__ import annotations
-
 import os
 import struct
 import weakref

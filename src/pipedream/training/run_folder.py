@@ -8,8 +8,6 @@ checkpoints/    to resume from (`--resume`); named by `CHECKPOINTS`
 plan.json, profile.json, predicted.json, measured.json, start.json, losses.json
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

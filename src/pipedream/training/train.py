@@ -1,7 +1,5 @@
 """The main job: a recipe in, a run folder out. Resolve, plan, run, report."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ One run is a single minibatch. The others have the warm-up, as many microbatches
 version in use reach back, two periods, and a drain that begins at each residue of the period.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from math import ceil, lcm

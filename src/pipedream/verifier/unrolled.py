@@ -10,8 +10,6 @@ replicas join each sum; and the runtime's further assumptions about each stage r
   what its forward read.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ advanced as far as possible, once: if not all finish, following who waits for wh
 - a forward waits for the update of its weights on another rank.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 

@@ -1,7 +1,5 @@
 """Measures a cluster with the processes that would train on it."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import Counter

@@ -3,8 +3,6 @@
 A message is limited by the slower of its two ports. Which one that is shows only when a port talks to several at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

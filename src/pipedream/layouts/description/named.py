@@ -5,8 +5,6 @@ as the outermost of several (`64*h + k` is sharded where `h` is). An operator th
 works on a copy that is sharded by its own indices; Mesh-TensorFlow writes this as a reshape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

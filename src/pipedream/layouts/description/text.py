@@ -10,8 +10,6 @@ An index that is only on the right is reduced, by +=, *=, max= or min=. Indices 
 dimension. Functions and constants may be anything: only the tensors and their indices count.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A tensor is stored cut along a dimension, or whole in both halves. An operator t
 computes half of it, for which it needs a part of each operand, and computes a part of the result, or a partial sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

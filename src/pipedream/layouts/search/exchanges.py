@@ -5,8 +5,6 @@ operator needs it, or has computed it, each rank gets exactly what it lacks, eac
 are first added up in equal shares by the ranks that need them (a reduce-scatter), which then exchange their shares.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A cost is a sum of terms, each of which depends on a few names. For a set of nam
 cut them, of which one is 1. So each term is linear, and terms with the same names share variables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 

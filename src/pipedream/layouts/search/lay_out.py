@@ -1,7 +1,5 @@
 """Finds a layout by names: the least memory, as Mesh-TensorFlow's auto_mtf does, or the least time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Minimises a sum of tables over variables with few values each: bucket elimination (Dechter 1999)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -1,7 +1,5 @@
 """Partitions a step over 2**k ranks by k cuts (Tofu, Wang et al., EuroSys 2019), and by the baselines of its paper."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

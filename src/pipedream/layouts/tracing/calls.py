@@ -1,7 +1,5 @@
 """A call of a torch operator, the part of it that one rank computes, and what describes both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar

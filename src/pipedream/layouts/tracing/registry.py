@@ -1,7 +1,5 @@
 """The registry of described operators: torch's, here those of convolutions, and those that users add."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Descriptions of torch's operators except convolutions: a function that spells each kind, and a table of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod

@@ -1,7 +1,5 @@
 """Describes a model's training step: traces forward, backward and update, and lists torch's operators as text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Seconds and bytes of each stage of a pipeline with meshes: arrays [from, to] for `mesh_program`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ workers).
 Ties go to fewer stages, then fewer ranks, then the meshes in their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce

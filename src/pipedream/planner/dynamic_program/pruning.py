@@ -5,8 +5,6 @@ at most T, f(b) the fewest workers of a chain of such stages from the input to b
 A plan with a period of at most T has a cut at b only if f(b) + g(b) workers exist; memory only rules out more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ A stage may have a single rank, or one of the meshes, with its rules, whose rank
 Workers take consecutive ranks. A worker lies within one machine (or other group of a cluster) or fills several.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

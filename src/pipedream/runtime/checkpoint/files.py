@@ -5,8 +5,6 @@ file, and all share one in the model. Only transformers knows a model's conversi
 `core_model_loading`, version 5).
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -10,8 +10,6 @@ The manifest is JSON, and tensors are read with ``weights_only``, so a checkpoin
 torch's own tools, is a pickle and is never read here.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -6,8 +6,6 @@ a block). Meanwhile all other tensors are on the meta device, where initialisati
 seeded from (seed, module name). So the values do not depend on partition, device or other parameters.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager

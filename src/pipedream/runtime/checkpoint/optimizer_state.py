@@ -6,8 +6,6 @@ indices become parameter names. Another partition has other parameter groups: a 
 scheduler's numbers, of the saved groups that its parameters were in.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

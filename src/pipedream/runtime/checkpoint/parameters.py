@@ -3,8 +3,6 @@
 Also the extra state of modules (``get_extra_state``).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ damage within 32 bits, and other damage with probability 1 - 2^-32; zlib's is th
 (2 GiB/s, BLAKE2b 0.7). It does not protect against someone who changes both file and manifest.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@
 State that replicas have in common, besides weights and averages, is ``factor/NAME`` and ``velocity/NAME``.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

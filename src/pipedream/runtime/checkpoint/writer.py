@@ -17,8 +17,6 @@ Where the file system has no locks, there is no protection. In an object store, 
 began last owns the folder; an earlier one finds another name in ``.lock``, and saves nothing more.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

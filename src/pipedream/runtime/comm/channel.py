@@ -7,8 +7,6 @@ channels within one process are here.
 so that another worker runs (`runtime.session.streams`). `Group` does the same for sums.
 """
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque

@@ -9,8 +9,6 @@ Blocks are taken row by row. If one value of a block is not finite, none of the 
 still noticed. Rounding is deterministic.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache, lru_cache, partial
 from math import prod

@@ -19,8 +19,6 @@ its schedule allows to be unread. (gloo reports a completed send only to a calle
 The methods of a ProcessGroup are used directly; `torch.distributed.isend` and `irecv` take twice as long.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from typing import Any

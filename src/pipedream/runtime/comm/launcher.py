@@ -1,7 +1,5 @@
 """Translates the environment variables of srun and mpirun to torchrun's; without that each task would train alone."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ from the ranks that have them (`core.plan.mesh.pieces`). Both ends compute the p
 structure of the message. Between equal meshes rank c sends to rank c, and none of this is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

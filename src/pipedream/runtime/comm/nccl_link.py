@@ -9,8 +9,6 @@ Tensors in CPU memory travel with the header, as does the structure of a message
 it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Joins the process group, and exchanges short texts between ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

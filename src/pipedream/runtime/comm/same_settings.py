@@ -4,8 +4,6 @@ The texts leave out what may differ: names of devices and files, texts and objec
 number.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import re

@@ -14,8 +14,6 @@ Processes find each other by Unix sockets without a file, which are visible with
 network of several machines stays one.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import socket

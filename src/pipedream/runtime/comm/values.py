@@ -13,8 +13,6 @@ dataclasses, subclasses of tuple, list, dict and UserDict (such as the outputs a
 A tensor on the meta device stands for one that is not sent: it has no payload.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import json

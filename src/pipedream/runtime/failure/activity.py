@@ -4,8 +4,6 @@ Only tasks (loading, a forward, a backward, an optimizer's step) and a GPU's que
 the caller's loop and saving are never judged.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -5,8 +5,6 @@ of the launcher, provided that it has imported what they need, computed nothing 
 of torch's store and of the watch for stopped processes start after the workers and end with them.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

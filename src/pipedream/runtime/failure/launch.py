@@ -6,8 +6,6 @@ This module does not import torch, which reads some environment variables as it 
 them first.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 Each check counts at most a second, so that a detector that was itself stopped blames nobody.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@
 The step is the number of the newest minibatch whose gradients are in the weights, from 0.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

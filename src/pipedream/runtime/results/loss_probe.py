@@ -6,8 +6,6 @@ contrastive losses. If all weights of a sample are equal, or its mask hides noth
 over these, so changed ones are tried too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """The memory that the workers of a process need."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,7 +1,5 @@
 """The ops of a worker with their times."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

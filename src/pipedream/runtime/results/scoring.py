@@ -1,7 +1,5 @@
 """Computes loss, weight and metrics from output and targets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import log2

@@ -4,8 +4,6 @@ They are not sent to the last stage. The backward of the module that adds such a
 weight in the objective of the microbatch, one number that every stage knows when it runs a backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

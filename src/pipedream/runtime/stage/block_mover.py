@@ -8,8 +8,6 @@ first. Two windows limit what is on the GPU: blocks still to be copied, for whic
 were copied ahead.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

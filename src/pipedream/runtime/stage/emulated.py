@@ -4,8 +4,6 @@ Tensors are zeros of the planned sizes, for which the system allocates memory on
 more workers than cores can be timed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -5,8 +5,6 @@ us, and a layer that drew unseeded could not be run again cleanly. So every laye
 that are known not to draw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

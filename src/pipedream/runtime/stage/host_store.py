@@ -17,8 +17,6 @@ Where ranks take turns at a stage's backwards, each leaves the summed gradients 
 in the store, for home and for the next rank. There is a place for each minibatch whose update may not have been made.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -6,8 +6,6 @@ program (`runtime.stage.block_mover`). A storage moves once, however many tensor
 forward move first, because they are needed last.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -5,8 +5,6 @@ to the bit afterwards. If the backward must read what its forward read, or sever
 kept. The last update or the average of updates is kept too, and saved in checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import sqrt

@@ -15,8 +15,6 @@ The first forward builds a graph that keeps no tensor, so that it takes the same
 which outputs require a gradient.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

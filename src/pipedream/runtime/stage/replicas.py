@@ -1,7 +1,5 @@
 """Keeps the replicas of a stage equal: averages BatchNorm's statistics, and rejects any other difference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

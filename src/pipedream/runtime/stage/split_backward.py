@@ -17,8 +17,6 @@ Nodes that cannot be called twice run in I, and their gradients are kept for W:
 What W does not need is freed after I; W frees the rest node by node.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress

@@ -19,8 +19,6 @@ optimizer steps in its storage although graphs have read it. With stamps, severa
 none for a graph, which saves only references (`runtime.stage.saved_tensors`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -4,8 +4,6 @@ The layers are copied with tensors that have sizes but no numbers (torch's FakeT
 or sent, and the user's own modules do not change.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import replace

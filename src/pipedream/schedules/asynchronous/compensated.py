@@ -3,8 +3,6 @@
 For other pairs give ``schedule=..., compensation=...``.
 """
 
-from __future__ import annotations
-
 from pipedream.core.schedule.compensation import (
     ErrorFeedback,
     GapAware,

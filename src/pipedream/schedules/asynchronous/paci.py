@@ -10,8 +10,6 @@ With ``backward_rule=stash`` it is PipeDream with accumulation, the macrobatch o
 of FTPipe (Eliad et al., ATC 2021): as stale, with true gradients and ceil((p-1-s)/m) + 1 sets of weights at stage s.
 """
 
-from __future__ import annotations
-
 from pipedream.schedules import kit
 
 

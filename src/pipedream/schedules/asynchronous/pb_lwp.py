@@ -7,8 +7,6 @@ difference, with T = D, the stage's staleness 2(p-1-s). The backward reads the n
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pipedream.schedules import kit

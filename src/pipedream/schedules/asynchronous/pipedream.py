@@ -8,8 +8,6 @@ Narayanan et al., SOSP 2019, sections 3.2 (1F1B-RR) and 3.3 (weight stashing, ve
 A plan of one stage is plain data parallelism: each round of its replicas is one all-reduce and one update.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pipedream.schedules import kit

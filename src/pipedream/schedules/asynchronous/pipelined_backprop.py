@@ -9,8 +9,6 @@ the gradient is a true one.
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pipedream.core.plan.depth import noam

@@ -10,8 +10,6 @@ so the mean D is 2(p-1-s)/m; the paper's has one more microbatch between the two
 T1 (rates by stage) and T3 (a synchronous warm-up) belong to the run: ``1f1b/4:200,pipemare+t1=500``.
 """
 
-from __future__ import annotations
-
 from math import exp
 
 from pipedream.schedules import kit

@@ -7,8 +7,6 @@ momentum, Adam's and AdamW's corrected m / (sqrt(v) + eps)), T = p - 1 - s, the 
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
 """
 
-from __future__ import annotations
-
 from pipedream.schedules import kit
 
 

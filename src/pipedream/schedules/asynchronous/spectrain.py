@@ -8,8 +8,6 @@ Chen, Yang, Cheng, 2018 (arXiv 1809.02839), section 4: w - T lr v, v the smoothe
 From its backward at stage s to its end at stage 0, a minibatch takes as long as floor(s/2) updates.
 """
 
-from __future__ import annotations
-
 from pipedream.schedules import kit
 
 _PROPERTIES = kit.MethodProperties(

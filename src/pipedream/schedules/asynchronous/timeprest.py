@@ -16,8 +16,6 @@ Both are 1 for p <= m + 1, as in its experiments; up to eight workers they diffe
 Here a backward reads what is newest at its own stage, the same where v = 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count

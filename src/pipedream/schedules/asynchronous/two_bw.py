@@ -6,8 +6,6 @@ Narayanan et al., ICML 2021, section 3.1: w(t+1) = w(t) - lr grad f(w(t-1)), at 
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
 """
 
-from __future__ import annotations
-
 from pipedream.schedules import kit
 
 

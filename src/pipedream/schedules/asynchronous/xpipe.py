@@ -8,8 +8,6 @@ the newest weights.
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
 """
 
-from __future__ import annotations
-
 from pipedream.schedules import kit
 
 

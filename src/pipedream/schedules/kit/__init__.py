@@ -4,8 +4,6 @@ In the grids of these files, ``F3`` is the forward of microbatch 3, ``B3`` its b
 stage's update follows; a dot is an idle slot.
 """
 
-from __future__ import annotations
-
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.placement import Placement, StageReplica

@@ -10,8 +10,6 @@ Options that several methods share:
   'recompute', with which all stages recompute.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace

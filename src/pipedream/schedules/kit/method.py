@@ -1,7 +1,5 @@
 """The declaration of a method in its file, `METHODS`, which is all that the registry needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 

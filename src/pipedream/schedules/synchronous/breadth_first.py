@@ -7,8 +7,6 @@ m >= p, with the activations of GPipe.
     rank 1 | .    1F0  1F1  3F0  3F1  3B0  3B1' 1B0  1B1'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream.schedules import kit

@@ -10,8 +10,6 @@ microbatches, averaged at drains, so evaluations differ from 1F1B's; so do draws
     rank 1 | 0F1  1F0  1B0  0B1'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 

@@ -8,8 +8,6 @@ order over microbatches of half the size.
     rank 1 | 0F1  0F3  1F0  1F2  1B0  1B2  0B1  0B3'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 

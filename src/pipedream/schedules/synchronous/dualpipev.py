@@ -9,8 +9,6 @@ deferred weight gradients W fill the bubbles. A minibatch takes 2m (f + i + w) +
     rank 1 | .   1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1I0 1W0 1F3 2I1
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ Huang et al., NeurIPS 2019, section 2.3; bubble (p - 1)/(m + p - 1).
     rank 1 | .   F0  F1  F2  F3  B0  B1  B2  B3'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream.schedules import kit

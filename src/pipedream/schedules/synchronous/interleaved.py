@@ -6,8 +6,6 @@ Narayanan et al., Megatron-LM, SC 2021, section 2.2.2: bubble (p - 1)/(vm + p - 
     rank 1 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream.schedules import kit

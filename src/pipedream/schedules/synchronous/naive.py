@@ -6,8 +6,6 @@ The baseline of PipeDream (SOSP 2019, figure 2).
     rank 1 | .   F0  B0'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream.schedules import kit

@@ -6,8 +6,6 @@ Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2; bubble (p - 1)/(m + p -
     rank 1 | .   F0  B0  F1  B1  F2  B2  F3  B3'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream.schedules import kit

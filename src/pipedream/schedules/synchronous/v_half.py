@@ -9,8 +9,6 @@ even, (7 p - 9) f / 2 if it is odd and more than 1.
     rank 1 | .   1F0 2F0 1F1 .   2I0 2W0 2F1 1F2 1I0 2I1 2W1 2F2
 """
 
-from __future__ import annotations
-
 from pipedream.schedules import kit
 
 

@@ -9,8 +9,6 @@ same one. With f = i = w a minibatch takes (4p - 5) f longer than its work 6 m f
     rank 1 | .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1
 """
 
-from __future__ import annotations
-
 from pipedream.schedules import kit
 
 

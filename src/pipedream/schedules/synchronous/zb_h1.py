@@ -8,8 +8,6 @@ until then. With f, i, w seconds a minibatch takes m (f + i + w) + (p - 1)(f + i
     rank 1 | .   F0  I0  F1  I1  W0  F2  I2  W1  F3  I3  W2  W3'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream.schedules import kit

@@ -11,8 +11,6 @@ The paper's remedy for clipping by the global norm, to update first and roll bac
 implemented.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream.schedules import kit

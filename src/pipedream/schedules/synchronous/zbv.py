@@ -10,8 +10,6 @@ in flight at a worker's two stages.
     rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream.schedules import kit
