@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def equality(device: torch.device, scale: loops.Scale) -> Iterator[Finding]:
             method = "1f1b" if name in ("recompute", "dropout", "host") else name
             model = loops.dense(scale.width, dropout=0.2 if name == "dropout" else 0.0)
             plan = loops.plan_of(model, x, STAGES, method, recompute=name == "recompute")
-            plan = replace(plan, optimizer_state="host" if name == "host" else "device")
+            plan = plan.choosing(optimizer_state="host" if name == "host" else "device")
             trained = loops.train(model, plan, batches, device, schedule=method, microbatches=MICROBATCHES)
             holders = 2 if method == "chimera" else 1
             expected = loops.plain_loop(model, batches, device, microbatches=MICROBATCHES, holders=holders)

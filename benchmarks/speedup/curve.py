@@ -332,8 +332,8 @@ def _runs_alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
     def ran(plan: Plan) -> tuple[Any, ...]:
         cuts = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
         if len(plan.stages) == 1:  # all methods are one
-            return cuts, plan.batch, plan.microbatches > 1, plan.sums
-        return cuts, plan.batch, plan.schedule, plan.microbatches, plan.in_flight, plan.messages
+            return cuts, plan.batch, plan.microbatches > 1, plan.choices.sums
+        return cuts, plan.batch, plan.schedule, plan.microbatches, plan.in_flight, plan.choices.messages
 
     return variant.runs in ("pipeline", "ddp") and ran(plan) == ran(other)
 

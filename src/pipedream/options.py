@@ -23,9 +23,9 @@ from pipedream.callbacks import Callback, monitored
 from pipedream.core.errors import PipelineError
 from pipedream.core.flags import Panel, flag_of, option, option_of
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.choices import Chooser
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import meshes_of, ranks_of
-from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase
@@ -37,7 +37,7 @@ from pipedream.schedules import is_torch_csv, load_torch_csv
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(Chooser):
     """Options of a model's training, on however many workers.
 
     Attributes:
@@ -129,7 +129,7 @@ class ModelOptions:
         panel=Panel.METHOD,
     )
     layout: Layout | None = None
-    messages: str | Sequence[str] | Messages | None = None
+    messages: str | Sequence[str] | None = None
     optimizer_state: str | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
     activations: str | None = None
@@ -244,7 +244,7 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(MethodOptions):
+class TrainingOptions(Chooser, MethodOptions):
     """Options of one run of a recipe: those of `pipedream.run` and of the command `pipedream train`.
 
     A resumed run takes schedule, compensation, phases, plan, microbatches and seed from its checkpoint by default;

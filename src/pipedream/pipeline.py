@@ -27,10 +27,9 @@ from pipedream.core.checkpoint import PipelineRequest
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.memory import read_optimizer_state
-from pipedream.core.plan.messages import Messages
-from pipedream.core.plan.plan import Plan, move_activations
+from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase, phase_at, phases_text
@@ -98,7 +97,8 @@ class Pipeline:
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
-        plan = _choose_exchange(Plan.check_is(plan), phases, options)
+        chosen = Choices.resolve(command=options, plan=Plan.check_is(plan).choices)
+        plan = follow_moves(with_choices(plan, chosen), plan, phases)
         self.phases = add_compensation(plan, phases, options.compensation)
         self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
@@ -376,16 +376,6 @@ def _check_average(options: PipelineOptions, ema: bool) -> None:
         raise PipelineError("ema=True was asked for, but there are no averaged weights: give ema=..., such as 0.99")
 
 
-def _choose_exchange(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> Plan:
-    """Returns the plan with the options' sums, messages, and placement of activations and optimizers."""
-    messages = plan.messages if options.messages is None else options.messages
-    messages = Messages.read(messages, plan.messages.value_bits)
-    moved = plan if options.activations is None else move_activations(plan, options.activations)
-    state = read_optimizer_state(options.optimizer_state or plan.optimizer_state)
-    moved = replace(moved, sums=options.sums or plan.sums, messages=messages, optimizer_state=state)
-    return follow_moves(moved, plan, phases)
-
-
 def _make_run_request(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> PipelineRequest:
     changes, compensation = len(phases) > 1, options.compensation
     return PipelineRequest(
@@ -410,10 +400,10 @@ def _build_session(
         loss.check_split()
     if any(phase.program.microbatches > 1 for phase in phases):
         _check_gradients_split(model)
-    if plan.activations and options.compile:
+    if plan.choices.activations and options.compile:
         raise PlanError(
-            f"compile={options.compile!r} was asked for with activations={plan.activations!r}, but compiled modules "
-            "keep what they save; leave one of them out"
+            f"compile={options.compile!r} was asked for with activations={plan.choices.activations!r}, but compiled "
+            "modules keep what they save; leave one of them out"
         )
     check_sums(plan, model, captured.graph, [phase.program for phase in phases], policy)
     settings = Settings(
@@ -431,7 +421,7 @@ def _build_session(
         planned_samples=plan.batch if options.check else 1,
         layout=_check_layout(options, phases, model, captured.graph),
         parallelize=options.parallelize,
-        messages=plan.messages,
+        messages=plan.choices.messages,
     )
     blueprint = Blueprint(
         programs=[phase.program for phase in phases],

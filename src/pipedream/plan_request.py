@@ -7,11 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.activations import read_activations
+from pipedream.core.plan.choices import Chooser, option_of_choice
 from pipedream.core.plan.depth import read_depth
-from pipedream.core.plan.memory import read_optimizer_state
-from pipedream.core.plan.messages import Messages
-from pipedream.core.plan.sums import FULL, SUMS_METAVAR, SumMethod
 
 AUTO = "auto"
 """Lets the planner choose: a mesh for each stage, or the method."""
@@ -28,7 +25,7 @@ def _read_cuts(text: str) -> tuple[int | str, ...]:
 
 
 @dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(Chooser):
     """What to plan: the arguments of `pipedream.plan` besides the profile.
 
     Attributes:
@@ -47,7 +44,7 @@ class PlanRequest:
             'auto' chooses one for each stage, or none, together with cuts and replicas (docs/meshes.md).
 
     Raises:
-        PlanError: the strategy or the sums are not known, or the cluster is no Cluster.
+        PlanError: the strategy or a choice is not known, or the cluster is no Cluster.
     """
 
     cluster: Cluster | None = None
@@ -98,11 +95,11 @@ class PlanRequest:
         metavar="simulate|search|2bw",
         panel=Panel.METHOD,
     )
-    sums: str = option(
-        FULL,
+    sums: str = option_of_choice(
+        "sums",
+        "full",
         "How the replicas of a stage agree: full gradients, gradients in 16 bits, low-rank gradients (powersgd), or "
         "weights averaged every H updates, as they are (every) or with an outer momentum (diloco).",
-        metavar=SUMS_METAVAR,
         panel=Panel.METHOD,
     )
     shape: str | tuple[int, ...] = "any"
@@ -124,34 +121,34 @@ class PlanRequest:
         panel=Panel.SHAPE,
     )
     all_workers: bool = False
-    recompute: str = option(
+    recompute: str = option_of_choice(
+        "recompute",
         "never",
         "Which stages keep only their input and repeat the forward: none (never), those that would not fit the memory "
         "otherwise (auto), or all (always).",
-        metavar="never|auto|always",
         panel=Panel.SHAPE,
     )
-    messages: str | Messages | None = option(
+    messages: str | None = option_of_choice(
+        "messages",
         None,
         "Encoding of what crosses between workers: full, bfloat16, float16, int8 or int4, or two of them, for "
         "activations and for their gradients.",
-        metavar="ENCODING[,ENCODING]",
         unset="full",
         panel=Panel.METHOD,
     )
-    activations: str = option(
+    activations: str = option_of_choice(
+        "activations",
         "",
         "Where activations wait between forward and backward: host, the memory of a GPU's machine, for each stage that "
         "does not fit otherwise; none keeps them.",
-        metavar="none|host",
         unset="in the worker's own memory",
         panel=Panel.SHAPE,
     )
-    optimizer_state: str | None = option(
+    optimizer_state: str | None = option_of_choice(
+        "optimizer_state",
         None,
         "Where optimizers and their state are: with the weights, or in the memory of the machine (host), which updates "
         "there.",
-        metavar="device|host",
         unset="device",
         panel=Panel.METHOD,
     )
@@ -167,12 +164,9 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
-        Messages.read(self.messages)
-        object.__setattr__(self, "activations", read_activations(self.activations))
-        read_optimizer_state(self.optimizer_state)
+        self.check_choices()
         if self.strategy not in ("simulate", "search", "2bw"):
             raise PlanError(f"strategy {self.strategy!r} is not known; write simulate, search or 2bw")
-        object.__setattr__(self, "sums", str(SumMethod.read(self.sums)))
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise PlanError(
                 f"{self.cluster!r} was given as the cluster; give a Cluster, such as pipedream.Cluster.flat(4)"

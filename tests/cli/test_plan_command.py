@@ -105,7 +105,7 @@ def test_a_run_that_moves_the_optimizer_of_a_plan_predicts_so(tmp_path: Path) ->
     plan = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", microbatches=2, shape="straight")
     pd.run(recipe, plan=plan, optimizer_state="host", minibatches=1, out=tmp_path / "run", quiet=True)
     ran = pd.Plan.load(tmp_path / "run" / "plan.json")
-    assert ran.optimizer_state == "host"
+    assert ran.choices.optimizer_state == "host"
     for before, stage in zip(plan.stages, ran.stages, strict=True):
         assert stage.peak_bytes == before.peak_bytes + before.trained_bytes
 

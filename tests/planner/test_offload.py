@@ -18,7 +18,7 @@ from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.plan import Plan, move_activations
+from pipedream.core.plan.plan import Plan
 
 LAYER = LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, working_bytes=2000)
 CHAIN = Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
@@ -36,7 +36,7 @@ NEEDS = [stage.peak_bytes for stage in plan_of(None).stages]
 
 def test_without_a_limit_everything_stays() -> None:
     plan = plan_of(None)
-    assert not plan.activations
+    assert not plan.choices.activations
     assert not any(stage.offload for stage in plan.stages)
 
 
@@ -222,7 +222,7 @@ def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
     plan = plan_of(NEEDS[0] - 150_000)
     again = Plan.from_json(plan.to_json())
     assert again == plan
-    assert (plan.activations, plan.cluster.activations) == ("host", "")
+    assert (plan.choices.activations, plan.cluster.activations) == ("host", "")
     assert "activations in the memory of the machine: stage 0 " in str(plan)
 
 
@@ -231,14 +231,15 @@ def test_none_keeps_activations_as_if_nothing_was_asked() -> None:
     with pytest.raises(ShortageError):
         plan_of(limit, activations="none")
     assert plan_of(None, activations="none", recompute="always") == plan_of(None, activations="", recompute="always")
-    assert move_activations(plan_of(limit), "none") == move_activations(plan_of(limit), "")
-    assert not move_activations(plan_of(limit), "none").activations
+    unmoved = plan_of(limit).choosing(activations="none")
+    assert not unmoved.choices.activations
+    assert not any(stage.offload for stage in unmoved.stages)
 
 
 def test_recomputation_and_offloading_exclude_each_other() -> None:
     with pytest.raises(PlanError, match="a stage that recomputes keeps nothing but its input"):
         plan_of(None, recompute="always")
-    moved = move_activations(plan_of(None), "host")
+    moved = plan_of(None).choosing(activations="host")
     assert all(stage.offload for stage in moved.stages)
     with pytest.raises(ValueError, match="has no activations to offload"):
         replace(moved.stages[0], recompute=True)

@@ -58,7 +58,7 @@ def test_a_profile_knows_the_shapes_of_its_weights(wide: pd.Profile) -> None:
 )
 def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbers: float) -> None:
     full, plan = (pd.plan(wide, SLOW, shape="data-parallel", sums=how) for how in ("full", sums))
-    assert plan.sums == sums
+    assert str(plan.choices.sums) == sums
     assert plan.cluster == full.cluster
     (size,) = costs(plan).sum_bytes
     assert size == pytest.approx(4 * numbers)
@@ -67,7 +67,7 @@ def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbe
     saved_s = (whole - size) / 1e6
     assert periods[0] - periods[1] == pytest.approx(saved_s * 5, rel=0.1)  # five rounds of two minibatches
     assert plan.costs.sync_s[0] < full.costs.sync_s[0]
-    again = replace(full, sums=sums)
+    again = full.choosing(sums=sums)
     assert again.period_s == pytest.approx(plan.period_s)
 
 
@@ -120,13 +120,13 @@ def test_shapes_are_needed_for_powersgd(wide: pd.Profile) -> None:
     with pytest.raises(PlanError, match="does not say which shapes weights have; profile the model again"):
         pd.plan(old, SLOW, shape="data-parallel", sums="powersgd:4")
     plan = pd.plan(old, SLOW, shape="data-parallel", sums="bfloat16")
-    assert plan.sums == "bfloat16"
-    estimated, exact = (replace(p, sums="powersgd:4") for p in (plan, pd.plan(wide, SLOW, shape="data-parallel")))
+    assert str(plan.choices.sums) == "bfloat16"
+    estimated, exact = (p.choosing(sums="powersgd:4") for p in (plan, pd.plan(wide, SLOW, shape="data-parallel")))
     assert costs(estimated).sum_bytes[0] == pytest.approx(costs(exact).sum_bytes[0], rel=0.7)  # as one square matrix
 
 
 def test_a_plan_without_replicas_keeps_no_sums(wide: pd.Profile) -> None:
-    assert pd.plan(wide, SLOW, shape="straight", sums="every:8").sums == "full"
+    assert pd.plan(wide, SLOW, shape="straight", sums="every:8").choices.sums.is_exact
 
 
 @pytest.mark.parametrize("sums", ["bfloat16", "powersgd:4", "every:2", "diloco:3"])
@@ -134,7 +134,7 @@ def test_emulated_replicas_agree_as_planned(wide: pd.Profile, sums: str) -> None
     plan = scale_plan(pd.plan(wide, SLOW, shape="data-parallel", sums=sums), 1e-3)
     with build_emulated_pipeline(plan) as pipeline:
         assert len(list(pipeline.train(make_emulated_batches(pipeline, 6)))) == 6
-        assert pipeline.plan.sums == sums
+        assert str(pipeline.plan.choices.sums) == sums
         shapes = {tuple(tensor.shape) for tensor in pipeline.state_dict().values()}
     assert ((1024, 256) in shapes) == (sums == "powersgd:4")
     assert sum(torch.Size(shape).numel() for shape in shapes) >= 1 << 18
@@ -154,4 +154,4 @@ def test_half_precision_weights_are_not_halved_again() -> None:
 def test_a_plan_shows_its_sums(wide: pd.Profile) -> None:
     plan = pd.plan(wide, SLOW, shape="data-parallel", sums="powersgd:4")
     assert "sums: powersgd:4, 50.2 kB an update in the mean (approximate)" in str(plan)
-    assert "sums:" not in str(replace(plan, sums="full"))
+    assert "sums:" not in str(plan.choosing(sums="full"))

@@ -346,7 +346,7 @@ def test_an_update_of_tied_weights_that_waits_for_a_turn_behind_another_one() ->
 
 def test_offloading_is_refused_with_its_own_reason() -> None:
     with pytest.raises(ScheduleError, match=r"'host', but its backwards recompute, which leaves only inputs"):
-        roundpipe(replace(plan_of(2, 4), activations="host"))
+        roundpipe(plan_of(2, 4).choosing(activations="host"))
 
 
 def test_turns_too_long_to_be_proved_are_refused() -> None:

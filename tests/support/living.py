@@ -106,7 +106,7 @@ def plan_of(run: Living) -> Plan:
         occupancy=occupancy_of(run.schedule, run.microbatches),
         microbatches=run.microbatches or 1,
     )
-    plan = replace(plan, optimizer_state=run.optimizer_state)
+    plan = plan.choosing(optimizer_state=run.optimizer_state)
     if not run.recompute:
         return plan
     from pipedream.planner.tables.search_space import SearchSpace

@@ -463,7 +463,7 @@ def test_a_run_of_some_seconds_has_them_after_its_warm_up(
     of_update = 16 * (1 if shared and accumulated == 1 else 2 * accumulated)
     count = count_batches(plan, 16, seconds)
     updates, rest = divmod(count * 16, of_update)
-    period = plan.sum_method.period
+    period = plan.choices.sums.period
     warm_up = count_warm_up(accumulated * updates) // accumulated
     warm_up -= warm_up % period
     counted = updates - max(warm_up, 1) if period == 1 else updates - 1 - warm_up

@@ -25,6 +25,8 @@ from pipedream.core.errors import ArtifactError, PlanError
 MAX_TEXT_BYTES = 256_000_000
 NOT_STORED = {"json": ""}
 """Metadata of a field that is not saved."""
+INLINE = {"json": "*"}
+"""Metadata of a dataclass whose fields are saved among those of its holder."""
 
 
 class Artifact:
@@ -201,7 +203,11 @@ def encode(value: Any) -> Any:
     if hasattr(type(value), "encoded"):
         return value.encoded()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {_find_json_name(f): encode(getattr(value, f.name)) for f in _list_stored_fields(value)}
+        stored: dict[str, Any] = {}
+        for f in _list_stored_fields(value):
+            code = encode(getattr(value, f.name))
+            stored |= code if _is_inline(f) else {_find_json_name(f): code}
+        return stored
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
@@ -217,7 +223,7 @@ def encode_attributes(value: Any, *names: str) -> dict[str, Any]:
 
 
 def decode(kind: Any, value: Any, place: str) -> Any:
-    """Returns a value of an annotated type from JSON; a class may define its own ``decoded``.
+    """Returns a value of an annotated type from JSON; a class may define its own ``decoded``, or ``read`` a text.
 
     Raises:
         ArtifactError: a field is missing, unknown, of the wrong type or not finite.
@@ -235,6 +241,11 @@ def decode(kind: Any, value: Any, place: str) -> Any:
     if origin is dict:
         _expect(isinstance(value, dict), place, "an object", value)
         return {key: decode(arguments[1], item, f"{place}[{key!r}]") for key, item in value.items()}
+    if hasattr(kind, "read") and isinstance(value, str):
+        try:
+            return kind.read(value)
+        except PlanError as error:
+            raise ArtifactError(f"{place}: {error}") from None
     if hasattr(kind, "decoded"):
         _expect(isinstance(value, dict), place, "an object", value)
         return kind.decoded(value, place)
@@ -278,6 +289,10 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     """Returns a dataclass from JSON, field by field; see `decode`."""
     _expect(isinstance(value, dict), place, "an object", value)
     hints = typing.get_type_hints(kind)
+    for f in filter(_is_inline, _list_stored_fields(kind)):
+        names = {_find_json_name(inner) for inner in _list_stored_fields(hints[f.name])}
+        inner_values = {name: item for name, item in value.items() if name in names}
+        value = {name: item for name, item in value.items() if name not in names} | {INLINE["json"]: inner_values}
     fields = {_find_json_name(f): f for f in _list_stored_fields(kind)}
     dropped: frozenset[str] = getattr(kind, "DROPPED", frozenset())
     value = {name: item for name, item in value.items() if name not in dropped}
@@ -287,7 +302,8 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     arguments = {}
     for name, field in fields.items():
         if name in value:
-            arguments[field.name] = decode(hints[field.name], value[name], f"{place}.{name}")
+            inner_place = place if _is_inline(field) else f"{place}.{name}"
+            arguments[field.name] = decode(hints[field.name], value[name], inner_place)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ArtifactError(f"{place} lacks the field {name!r}")
     try:
@@ -298,6 +314,10 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
 
 def _list_stored_fields(kind: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if field.init and field.metadata.get("json") != ""]
+
+
+def _is_inline(field: dataclasses.Field[Any]) -> bool:
+    return field.metadata.get("json") == INLINE["json"]
 
 
 def _find_json_name(field: dataclasses.Field[Any]) -> str:

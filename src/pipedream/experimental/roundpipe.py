@@ -112,14 +112,13 @@ def _check(plan: kit.Plan, forwards: int, delay: int) -> None:
             f"schedule 'roundpipe' keeps weights in the memory of one machine, but workers {workers[0]} and {apart[0]} "
             "of the cluster are on different ones; plan for one machine, or choose another method"
         )
-    if plan.activations or plan.ranks > plan.workers:
+    if plan.choices.activations or plan.ranks > plan.workers:
         reason = (
             f"the meshes of plan {plan.config}, but its workers compute with weights of others, which a mesh divides"
         )
-        if plan.activations:
-            reason = (
-                f"activations={plan.activations!r}, but its backwards recompute, which leaves only inputs to offload"
-            )
+        if plan.choices.activations:
+            activations = plan.choices.activations
+            reason = f"{activations=}, but its backwards recompute, which leaves only inputs to offload"
         raise kit.ScheduleError(
             f"schedule 'roundpipe' was asked for with {reason}; leave that out, or choose another method"
         )

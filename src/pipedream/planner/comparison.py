@@ -35,7 +35,6 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.sums import FULL
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_bytes, format_number, format_seconds, shorten
 
@@ -160,7 +159,7 @@ class Comparison(Tabular):
         """The way to use, in a sentence."""
         if self.exact is None:
             return self._recommend()
-        how = f"sums={self.plan.sums}" if self.plan.sums != FULL else f"messages={self.plan.messages}"
+        how = self.plan.choices.approximations
         return f"{self._recommend()} (approximate: {how}); with exact gradients {self.exact.verdict}"
 
     def _recommend(self) -> str:
@@ -176,8 +175,8 @@ class Comparison(Tabular):
         best = min((chosen, *rivals), key=_read_period_s)
         best = best if _read_period_s(best) < _read_period_s(chosen) * (1 - _TIE) else chosen
         method = "" if len(best.replicas) == 1 else f" with {best.schedule}"
-        if best is chosen and not self.plan.sum_method.is_exact:
-            method += f" with sums={self.plan.sums} (approximate)"
+        if best is chosen and not self.plan.choices.sums.is_exact:
+            method += f" with sums={self.plan.choices.sums} (approximate)"
         return f"use {best.words}{method}: {self._format_seconds(best)}{self._describe_others(best)}"
 
     def fastest_in_words(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.activations import HOST
+from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.layout import Boundary, Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
@@ -349,7 +349,7 @@ def _make_stage_state(
     if blueprint.placement.shares_weights:
         stored = store.open(stage, _lay_out_stage(blueprint, stage, module))
     hosted = None
-    if plan.optimizer_state == HOST and stored is None:
+    if plan.choices.optimizer_state == HOST and stored is None:
         _refuse_mesh(sharding)
         layout = StageLayout(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
         hosted = store.host(stage, replica, parameters, layout)
@@ -368,7 +368,7 @@ def _make_stage_state(
             scheduler=settings.scheduler,
             replicas=plan.replicas[stage],
             replica_group=replica_group,
-            sum_method=plan.sum_method,
+            sum_method=plan.choices.sums,
             ema=settings.ema,
             counted_elsewhere=[list(parameters).index(name) for name in counted_elsewhere],
             tied=[name for weights in blueprint.tied if stage in weights.stages for name in weights.names],
@@ -384,8 +384,8 @@ def _make_stage_state(
     stage_state.check_programs(programs, stage)
     if stage_state.optimizer.average is not None and hasattr(stage_state.optimizer.optimizer, "eval"):
         raise ScheduleError(
-            f"sums={plan.sums!r} was asked for with {type(stage_state.optimizer.optimizer).__name__}, which keeps "
-            "weights of its own that would not be averaged; use another optimizer, or sums='bfloat16'"
+            f"sums={plan.choices.sums!r} was asked for with {type(stage_state.optimizer.optimizer).__name__}, which "
+            "keeps weights of its own that would not be averaged; use another optimizer, or sums='bfloat16'"
         )
     if sharding is not None:
         rotates = any(isinstance(rule, BasisRotation) for p in programs for rule in p.updates.compensation)

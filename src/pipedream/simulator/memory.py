@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from pipedream.core.plan.activations import HOST, window_bytes
+from pipedream.core.plan.activations import window_bytes
+from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
@@ -172,7 +173,7 @@ class _StageTrace:
         state_bytes = planned.frozen_bytes + self.weights_bytes * (1 + program.weights.buffers(stage))
         state_bytes += planned.optimizer_bytes + kept_bytes
         messages = message_bytes(sizes, in_flight[stage], planned.recompute, peers_of(plan.replicas, in_flight)[stage])
-        if plan.optimizer_state == HOST and not program.placement.shares_weights:
+        if plan.choices.optimizer_state == HOST and not program.placement.shares_weights:
             if plan.costs.on_gpus:
                 state_bytes -= planned.optimizer_bytes + kept_bytes
                 self.update_bytes = self.weights_bytes

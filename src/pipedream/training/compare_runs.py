@@ -33,7 +33,7 @@ class Scales(NamedTuple):
 
 def count_for_sums(plan: Plan) -> int:
     """Returns how many minibatches a run needs to include a rare sum; 1 if none are rare."""
-    period = plan.sum_method.period
+    period = plan.choices.sums.period
     return (1 + period) * max(plan.replicas) if period > 1 else 1
 
 

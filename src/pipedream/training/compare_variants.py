@@ -12,9 +12,8 @@ from pipedream.core.cold import WARM_UP
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.messages import ENCODINGS, Messages
+from pipedream.core.plan.messages import ENCODINGS
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.sums import FULL
 from pipedream.core.units import format_seconds
 from pipedream.core.variants import (
     ACCUMULATED,
@@ -157,7 +156,7 @@ class LinkVariants:
         yield _Spec(TORCH[-1], replace(straight, microbatches=parts), "1f1b", parts)
 
     def _measure(self, spec: _Spec, one_worker: Variant) -> Variant:
-        variant = Variant(spec.name, self.cluster.workers, approximation=_describe_approximation(spec.request))
+        variant = Variant(spec.name, self.cluster.workers, approximation=spec.request.choices.approximations)
         if self.scales is not None and spec.kind == "1f1b":
             return replace(variant, why="it needs the model's layers, which emulated workers do not have")
         try:
@@ -285,12 +284,6 @@ class LinkVariants:
         return min(1.0, max(0.0, 1 - work_s * samples_per_s / (samples * variant.workers)))
 
 
-def _describe_approximation(request: PlanRequest) -> str:
-    messages = Messages.read(request.messages)
-    parts = [f"sums={request.sums}"] if request.sums != FULL else []
-    return ", ".join([*parts, f"messages={messages}"] if messages else parts)
-
-
 def predict_samples_per_s(plan: Plan) -> float:
     """Returns the simulated throughput, of the steady part of a run if it has one."""
     return measure_steady(simulate(plan, minibatches=_count_steady_minibatches(plan))).samples_per_s
@@ -325,8 +318,7 @@ def add_bucket_copies(plan: Plan) -> Plan:
 def _identify_run(plan: Plan) -> tuple[Any, ...]:
     """Returns a key that is the same for plans that run the same."""
     stages = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
-    exchanged = plan.messages, plan.sums
-    return stages, plan.schedule, plan.batch, plan.microbatches, plan.in_flight, plan.worker_order, exchanged
+    return stages, plan.schedule, plan.batch, plan.microbatches, plan.in_flight, plan.worker_order, plan.choices
 
 
 def count_batches(plan: Plan, batch: int, seconds: float) -> int:
@@ -334,7 +326,7 @@ def count_batches(plan: Plan, batch: int, seconds: float) -> int:
 
     It has at least two updates, and whole periods of rare sums.
     """
-    batches, period = plan.batch // batch, plan.sum_method.period
+    batches, period = plan.batch // batch, plan.choices.sums.period
     accumulated = max(1, batches // plan.workers)  # minibatches of a worker for an update
     update_batches = batches * (1 if plan.microbatches > 1 else max(plan.replicas))
     updates = max(2, ceil(seconds * predict_samples_per_s(plan) / batch / update_batches))

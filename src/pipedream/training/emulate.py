@@ -141,9 +141,10 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
     """
     check_factor("dilation", dilation)
     check_factor("byte scale", byte_scale)
-    if plan.sum_method.is_low_rank and byte_scale != 1:
+    sums = plan.choices.sums
+    if sums.is_low_rank and byte_scale != 1:
         raise PlanError(
-            f"byte scale {byte_scale:g} was asked for with sums={plan.sums!r}, whose bytes depend on the shapes of "
+            f"byte scale {byte_scale:g} was asked for with sums={sums!r}, whose bytes depend on the shapes of "
             "weights; leave it out, or emulate sums='bfloat16'"
         )
 
@@ -195,7 +196,11 @@ def build_emulated_pipeline(
     speed = plan.cluster.speeds[sorted(set(plan.worker_order))[rank] if plan.worker_order else rank]
     stages = [replace(stage, **{name: getattr(stage, name) / speed for name in _SECONDS}) for stage in plan.stages]
     model = emulated.make_emulated_model(
-        stages, parts, splits_backward=built.splits_backward, byte_scale=byte_scale, shaped=plan.sum_method.is_low_rank
+        stages,
+        parts,
+        splits_backward=built.splits_backward,
+        byte_scale=byte_scale,
+        shaped=plan.choices.sums.is_low_rank,
     )
     return Pipeline(
         model,

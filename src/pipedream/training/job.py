@@ -17,13 +17,10 @@ from pipedream.core.errors import PlanError, RecipeError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.activations import NONE
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.memory import read_optimizer_state
 from pipedream.core.plan.mesh import meshes_of, ranks_of
-from pipedream.core.plan.messages import Messages
-from pipedream.core.plan.plan import Plan, move_activations
-from pipedream.core.plan.sums import FULL
+from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
@@ -148,10 +145,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
 
     Raises PlanError, RecipeError or ArtifactError if these contradict each other.
     """
-    recompute = "always" if options.recompute else None
-    check_options(
-        {"plan": options.plan, "recompute": recompute, "activations": options.activations} | options.plan_settings
-    )
+    check_options({"plan": options.plan} | options.choices.words | options.plan_settings)
     resumed = find_resume_point(options.resume, options.out)
     if options.schedule and options.schedule != "auto":
         options = replace(options, schedule=canonical(options.schedule))
@@ -236,11 +230,9 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     # The runtime's costs are not measured again if a plan has them, given or from before a restart.
     timed_plan = survivors.last_plan or plan
     runtime = (timed_plan is not None and timed_plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
-    is_given = plan is not None
+    chosen, is_given = _resolve_choices(job, plan, saved), plan is not None
     if plan is None:
-        kept = recipe if saved is None else saved
-        activations = (kept.activations if options.activations is None else options.activations) or NONE
-        check_activations(activations, process.device, saved if options.activations is None else None)
+        check_activations(chosen.activations, process.device, saved if options.activations is None else None)
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(options.single_mesh)} - {""})
         if options.mesh == AUTO:
             meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}"
@@ -269,18 +261,30 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
             chunks=options.chunks,
             allow_asynchronous=options.allow_asynchronous and job.schedule == AUTO,
             mesh=options.mesh,
-            messages=Messages.read(options.messages or (recipe.messages if saved is None else saved.messages)),
-            activations=activations,
-            sums=options.sums or (recipe.sums or FULL if saved is None else saved.sums),
-            optimizer_state=options.optimizer_state or kept.optimizer_state,
+            **chosen.words,
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
+        options.choices.check(plan.replicas)
         process.console.print(f"\n{profile}")
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
-    moved = _choose_activations(job, _choose_exchange(job, plan), is_given=is_given)
-    plan = prepare.follow_moves(moved, plan, _list_phases(job, moved)) if is_given else moved
+    if is_given:
+        moved = with_choices(plan, chosen)
+        plan = prepare.follow_moves(moved, plan, _list_phases(job, moved))
     return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
+
+
+def _resolve_choices(job: Job, plan: Plan | None, saved: Plan | None) -> Choices:
+    """Returns what a plan is made with, or what is changed in a given one; a new run alone follows its recipe.
+
+    Args:
+        saved: the checkpoint's plan, for which `plan` stands if it is given.
+    """
+    recipe = None if saved is not None else Choices.resolve(recipe=job.recipe)
+    if plan is None:
+        return Choices.resolve(command=job.options, checkpoint=saved and saved.choices, recipe=recipe)
+    recipe = recipe and recipe.on_replicas(plan.replicas)
+    return Choices.resolve(command=job.options, plan=plan.choices, recipe=recipe)
 
 
 def _list_phases(job: Job, plan: Plan) -> tuple[Phase, ...]:
@@ -297,30 +301,6 @@ def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob
         compensation = job.recipe.compensation
     prepare.check_phases_fit(plan, prepare.add_compensation(plan, phases, compensation), profile)
     return PlannedJob(job, plan, profile, phases, compensation)
-
-
-def _choose_activations(job: Job, plan: Plan, *, is_given: bool) -> Plan:
-    """Returns the plan with the activations that the run or the recipe asks for."""
-    if job.options.recompute:
-        stages = tuple(replace(stage, recompute=True, offload=False) for stage in plan.stages)
-        return replace(plan, stages=stages, activations="")
-    activations = job.options.activations
-    if activations is None and job.resumed is None and not plan.activations:
-        activations = job.recipe.activations
-    return plan if activations is None or not is_given else move_activations(plan, activations)
-
-
-def _choose_exchange(job: Job, plan: Plan) -> Plan:
-    """Returns the plan with the sums, messages and optimizer placement of this run, else of its recipe."""
-    options, recipe, is_new = job.options, job.recipe, job.resumed is None
-    uses_recipe_sums = is_new and plan.sum_method.is_exact and max(plan.replicas) > 1  # there are replicas to agree
-    if (sums := options.sums or (recipe.sums if uses_recipe_sums else None)) is not None:
-        plan = replace(plan, sums=sums)
-    messages = options.messages or (recipe.messages if is_new and not plan.messages else None)
-    if messages is not None:
-        plan = replace(plan, messages=Messages.read(messages, plan.messages.value_bits))
-    optimizer_state = options.optimizer_state or (recipe.optimizer_state if is_new else None)
-    return plan if optimizer_state is None else replace(plan, optimizer_state=read_optimizer_state(optimizer_state))
 
 
 def _choose_cluster(job: Job, process: Process) -> Cluster:

@@ -11,7 +11,7 @@ from pipedream import simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.activations import HOST
+from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.memory import hosted_copies_s, peers_of, place_state, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
@@ -240,7 +240,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
 
 
 def _place_optimizers(plan: Plan) -> Cluster:
-    return replace(plan.cluster, hosts_optimizers=plan.optimizer_state == HOST)
+    return replace(plan.cluster, hosts_optimizers=plan.choices.optimizer_state == HOST)
 
 
 def count_moved_state(plan: Plan, before: Plan, built: Schedule) -> Plan:

@@ -12,7 +12,7 @@ from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.activations import HOST
+from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -174,10 +174,10 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
     for machine in map(range, starts, starts[1:]):
         replicas = [(s, r) for s in range(len(plan.stages)) for r, w in enumerate(plan.workers_of(s)) if w in machine]
         free_bytes = cluster.host_bytes
-        if free_bytes is not None and plan.activations == HOST:
+        if free_bytes is not None and plan.choices.activations == HOST:
             moved = (plan.meshes[s].size * plan.stages[s].memory.moved_bytes for s, _ in replicas)
             free_bytes -= check_activations_room(sum(moved), free_bytes)
-        if shares_weights or plan.optimizer_state == HOST:
+        if shares_weights or plan.choices.optimizer_state == HOST:
             versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
             gradient_sets = built.gradient_sets if built else 1
             check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes, gradient_sets)

@@ -16,11 +16,8 @@ from pipedream.core.hardware.cluster import Cluster, SumCosts
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
-from pipedream.core.plan.activations import HOST
-from pipedream.core.plan.memory import read_optimizer_state
-from pipedream.core.plan.messages import Messages
+from pipedream.core.plan.choices import HOST, NEVER
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.sums import SumMethod
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
@@ -137,8 +134,8 @@ def _list_fitting(profile: Profile, request: PlanRequest) -> Iterator[str]:
     if request.recompute == "never" and find_plan(recompute="auto"):
         yield "recomputation (--recompute auto)"
     on_gpus = profile.runtime.overlap_device or any(layer.forward_launch_s for layer in profile.layers)
-    offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.optimizer_state != HOST else {}
-    if on_gpus and not request.activations and request.recompute != "always":
+    offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.choices.optimizer_state != HOST else {}
+    if on_gpus and not request.choices.activations and request.recompute != "always":
         offloads = {"activations": HOST} | offloads
     single_offloads = [{name: place} for name, place in offloads.items()]
     offloaded = [plan for changes in single_offloads if (plan := find_plan(**changes))]
@@ -208,7 +205,7 @@ def _find_fitting(profile: Profile, request: PlanRequest, *, length: int = 0, **
     with suppress(PipelineError):
         shorter = profile.of_length(length) if length else profile
         plan = _compare(*_take_rank(shorter, changed)).plan
-        plan = replace(plan, optimizer_state=read_optimizer_state(changed.optimizer_state))
+        plan = replace(plan, choices=replace(plan.choices, optimizer_state=changed.choices.optimizer_state))
         methods.check_machines(plan)
         return plan
     return None
@@ -216,10 +213,10 @@ def _find_fitting(profile: Profile, request: PlanRequest, *, length: int = 0, **
 
 def _describe_offloads(plan: Plan) -> str:
     words, in_memory = [], "in the memory of the machine"
-    if plan.activations:
+    if plan.choices.activations:
         sizes = ", ".join(format_bytes(stage.memory.moved_bytes) for stage in plan.stages)
         words.append(f"activations {in_memory} (--activations host; {sizes} for the stages)")
-    if plan.optimizer_state == HOST:
+    if plan.choices.optimizer_state == HOST:
         words.append(f"optimizers {in_memory} (--optimizer-state host)")
     return " and ".join(words)
 
@@ -249,17 +246,17 @@ def _count_bases(profile: Profile, name: str) -> int:
 
 def _add_exchange(plan: Plan, profile: Profile, request: PlanRequest) -> Plan:
     """Returns the plan with its messages and sums in place of their costs in cluster and runtime."""
+    choices = replace(request.choices.of_values(8 * profile.value_bytes), activations=plan.choices.activations)
     plan = replace(
         plan,
         cluster=replace(
             plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts(), activations="", hosts_optimizers=False
         ),
         runtime=replace(plan.runtime, encoding_s_per_byte=0.0),
-        messages=Messages.read(request.messages, 8 * profile.value_bytes),
-        optimizer_state=read_optimizer_state(request.optimizer_state),
+        choices=replace(choices.on_replicas(plan.replicas), recompute=NEVER),
     )
     methods.check_machines(plan)
-    return plan if max(plan.replicas) == 1 else replace(plan, sums=request.sums)
+    return plan
 
 
 def _complete_request(request: PlanRequest, profile: Profile) -> tuple[Profile, PlanRequest]:
@@ -280,17 +277,18 @@ def _complete_request(request: PlanRequest, profile: Profile) -> tuple[Profile, 
             f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
             stacklevel=4,
         )
-    messages, sums = Messages.read(request.messages, 8 * profile.value_bytes), SumMethod.read(request.sums)
-    if request.activations:
-        cluster = _add_activations(cluster, request.activations)
+    choices = request.choices.of_values(8 * profile.value_bytes)
+    messages, sums = choices.messages, choices.sums
+    if choices.activations:
+        cluster = _add_activations(cluster, choices.activations)
     if messages:
         profile = replace(profile, runtime=messages.add_costs(profile.runtime))
         cluster = messages.on(cluster)
-    if request.optimizer_state == HOST:
+    if choices.optimizer_state == HOST:
         cluster = _host_optimizers(cluster)
     if sums.is_low_rank and not profile.matrices:
         raise PlanError(
-            f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
+            f"sums={sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
             "model again"
         )
     if not sums.is_exact:
@@ -335,7 +333,7 @@ def _compare(
 ) -> planner.Comparison:
     """Plans without a mesh, by the planner that the request names; activations move only where that saves seconds."""
     check_options(vars(request))
-    if not request.activations:
+    if not request.choices.activations:
         return _compare_by_planner(profile, request, names, score_plan, rival_s)
     comparisons = []
     cluster = replace(request.workers_and_links, activations="")

@@ -121,7 +121,7 @@ def follow_moves(plan: Plan, before: Plan, phases: Sequence[Phase]) -> Plan:
 
     Raises a PlanError if it does not fit.
     """
-    moves = (plan.stages, plan.optimizer_state) != (before.stages, before.optimizer_state)
+    moves = (plan.stages, plan.choices.optimizer_state) != (before.stages, before.choices.optimizer_state)
     if not moves or not any(stage.peak_bytes for stage in before.stages):
         return plan
     moved = (count_moved_state(plan, before, build_phase(plan, phase)) for phase in phases)
@@ -146,9 +146,6 @@ def build_phase(plan: Plan, phase: Phase) -> Schedule:
         name, parts = resolve_method(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
     else:
-        planned = {
-            name: getattr(plan, name) for name in ("tied_weights", "sums", "messages", "activations", "optimizer_state")
-        }
-        if any(getattr(built.plan, name) != value for name, value in planned.items()):
-            built = replace(built, plan=replace(built.plan, **planned))
+        chosen = replace(built.plan, tied_weights=plan.tied_weights, choices=plan.choices)
+        built = built if chosen == built.plan else replace(built, plan=chosen)
     return built if phase.compensation is None else built.with_compensation(phase.compensation)

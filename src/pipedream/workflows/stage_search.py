@@ -14,7 +14,6 @@ from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.plan_costs import NO_GAP
-from pipedream.core.plan.sums import SumMethod
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
@@ -164,7 +163,7 @@ class StageSearch:
         """
         request, cluster = self.request, self.request.workers_and_links
         *levels, outermost = cluster.levels
-        if not (levels and SumMethod.read(request.sums).averages_weights) or outermost.sizes or cluster.kinds:
+        if not (levels and request.choices.sums.averages_weights) or outermost.sizes or cluster.kinds:
             return None
         sites, site = outermost.width, replace(cluster, levels=tuple(levels))
         plan = StageSearch(self.profile, replace(request, cluster=site)).plan_best("pipeline")

@@ -19,7 +19,6 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.plan import move_activations
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.phase import Phase
 from pipedream.runtime.update.hosted import HostedWeights, check_movable
@@ -170,7 +169,7 @@ def test_a_plan_counts_device_and_host() -> None:
         ("pipedream_2bw", gpu, "host", 16_000),
     ):
         plan = ask(profile, cluster, schedule=schedule, optimizer_state=state)
-        assert plan.optimizer_state == (state or "device")
+        assert plan.choices.optimizer_state == (state or "device")
         assert set(plan.worker_bytes.values()) == {expected}, "weights, gradients, state"
         checked = check_plan(plan, profile=profile).plan
         assert checked.stages == plan.stages
@@ -202,10 +201,10 @@ def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, on
     ]
     phases = (Phase(schedule, microbatches=4),)
     for planned, target in (plans, plans[::-1]):
-        moved = follow_moves(replace(planned, optimizer_state=target.optimizer_state), planned, phases)
+        moved = follow_moves(planned.choosing(optimizer_state=target.choices.optimizer_state), planned, phases)
         assert moved.stages == target.stages
     assert follow_moves(plans[0], plans[0], phases) is plans[0]
-    moved = replace(plans[0], optimizer_state="host")
+    moved = plans[0].choosing(optimizer_state="host")
     least, most = sorted(max(plan.worker_bytes.values()) for plan in plans)
     full = replace(moved, cluster=replace(cluster, memory_bytes=least))
     if on_gpus:
@@ -220,7 +219,7 @@ def test_activations_moved_later_count_elsewhere() -> None:
     planned = pd.plan(
         Profile.of_chain(layers, batch=16), Cluster.flat(2), schedule="1f1b", microbatches=4, shape="straight"
     )
-    moved = follow_moves(move_activations(planned, "host"), planned, (Phase("1f1b", microbatches=4),))
+    moved = follow_moves(planned.choosing(activations="host"), planned, (Phase("1f1b", microbatches=4),))
     for before, stage in zip(planned.stages, moved.stages, strict=True):
         assert stage.memory.moved_bytes > 0
         # A quarter of a microbatch's is in memory.

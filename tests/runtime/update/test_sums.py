@@ -206,7 +206,7 @@ def test_what_is_not_known_is_refused(text: str, message: str) -> None:
 def test_a_plan_without_replicas_has_no_sums() -> None:
     animal = zoo.make("mlp")
     plan = zoo.plan_of(animal, 2)
-    assert replace(plan, sums="full") == plan
+    assert plan.choosing(sums="full") == plan
     with pytest.raises(PlanError, match="sums='bfloat16' was asked for, but no stage of the plan 1-1 has replicas"):
         pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], sums="bfloat16")
 
@@ -276,4 +276,4 @@ def test_plans_written_before_have_full_sums() -> None:
     plan = zoo.plan_of(zoo.make("mlp"), 1, (2,))
     text = plan.to_json()
     assert pd.Plan.from_json(text.replace(',\n "sums": "full"', "")) == plan
-    assert pd.Plan.from_json(replace(plan, sums="diloco:5").to_json()).sum_method.period == 5
+    assert pd.Plan.from_json(plan.choosing(sums="diloco:5").to_json()).choices.sums.period == 5

@@ -28,14 +28,9 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.activations import HOST, window_bytes
+from pipedream.core.plan.activations import window_bytes
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
-
-DEVICE = "device"
-OPTIMIZER_STATES = (DEVICE, HOST)
-"""Where an optimizer and its state are: with the weights, or in the memory of the machine."""
 
 DEFERRED_SHARE = 2
 """An upper bound, see above."""
@@ -209,13 +204,6 @@ def moments(
         return tuple(peaks)
     remaining_bytes = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
     return (*peaks, build(trained, remaining_bytes, step_bytes))
-
-
-def read_optimizer_state(value: str | None) -> str:
-    """Returns one of `OPTIMIZER_STATES`, by default the device; raises a PlanError for any other value."""
-    if value not in (None, *OPTIMIZER_STATES):
-        raise PlanError(f"optimizer_state={value!r} was asked for; give {' or '.join(OPTIMIZER_STATES)}")
-    return value or DEVICE
 
 
 def place_state(shares_weights: bool, double_buffered: bool, cluster: Cluster, on_gpus: Any) -> dict[str, bool]:

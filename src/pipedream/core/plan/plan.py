@@ -10,22 +10,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from pipedream.core.artifact import Artifact
+from pipedream.core.artifact import INLINE, Artifact
 from pipedream.core.display import Tabular, align
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
-from pipedream.core.plan.activations import HOST, read_activations
+from pipedream.core.plan.choices import ALWAYS, HOST, NEVER, Choices
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.memory import DEVICE, read_optimizer_state
 from pipedream.core.plan.mesh import Mesh, meshes_of
-from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
 from pipedream.core.plan.stage import Stage, TiedWeights, sum_peaks
-from pipedream.core.plan.sums import FULL, SumMethod
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
 
 
@@ -50,14 +47,10 @@ class Plan(Tabular, Artifact):
         tied_weights: weights that several stages hold.
         graph: the graph of a model that runs by its own forward, which locates its layers; None for a chain of modules.
         runtime: seconds that the runtime adds to the stages' seconds.
-        sums: how the replicas of a stage agree, see `SumMethod`.
-        messages: how messages between workers are encoded.
-        activations: 'host' if the stages with `Stage.offload` keep theirs in the memory of the machine.
-        optimizer_state: 'device', or 'host' for optimizers and their state in the memory of the machine.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
-        PlanError: unknown sums, or sums without replicas.
+        PlanError: sums without replicas.
     """
 
     FORMAT = 1
@@ -78,15 +71,10 @@ class Plan(Tabular, Artifact):
     tied_weights: tuple[TiedWeights, ...] = field(default=(), metadata={"json": "tied"})
     graph: LayerGraph | None = None
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
-    sums: str = FULL
-    messages: Messages = field(default_factory=Messages)
-    activations: str = ""
-    optimizer_state: str = DEVICE
+    choices: Choices = field(default_factory=Choices, metadata=INLINE)
 
     def __post_init__(self) -> None:
-        read_optimizer_state(self.optimizer_state)
-        object.__setattr__(self, "activations", read_activations(self.activations))
-        object.__setattr__(self, "sums", str(SumMethod.read(self.sums).check_replicas(self.replicas)))
+        self.choices.check(self.replicas)
         if not self.stages:
             raise ValueError("a plan needs at least one stage, found none")
         if self.stages[0].first != 0:
@@ -154,10 +142,6 @@ class Plan(Tabular, Artifact):
         return tuple(Mesh(stage.mesh) for stage in self.stages)
 
     @property
-    def sum_method(self) -> SumMethod:
-        return SumMethod.read(self.sums)
-
-    @property
     def ranks(self) -> int:
         """The number of processes: ranks of all workers."""
         return sum(mesh.size for mesh in self.placement.meshes(self.meshes))
@@ -218,8 +202,12 @@ class Plan(Tabular, Artifact):
     def costs(self) -> PlanCosts:
         """Predicted seconds of messages, sums and stages."""
         workers = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
-        cluster, runtime = self.messages.on(self.cluster), self.messages.add_costs(self.runtime)
-        sums, value_bytes = self.sum_method, self.messages.value_bits / 8
+        sums, messages = self.choices.sums, self.choices.messages
+        cluster, runtime, value_bytes = (
+            messages.on(self.cluster),
+            messages.add_costs(self.runtime),
+            messages.value_bits / 8,
+        )
         # While a plan is being searched for, its cluster has the sum costs of the whole model.
         sum_costs = (
             self.cluster.sum_costs if sums.is_exact else sums.costs(stage.trained_bytes, stage.matrices, value_bytes)
@@ -301,6 +289,10 @@ class Plan(Tabular, Artifact):
         depth.check_in_flight(tuple(target), self.replicas, self.update_delay)
         return replace(self, in_flight=tuple(target), depth_mode="hand")
 
+    def choosing(self, **texts: Any) -> Plan:
+        """Returns the plan with some choices made otherwise, by their texts; see `with_choices`."""
+        return with_choices(self, Choices.resolve(command=texts, plan=self.choices))
+
     def check_layers(self, layers: int) -> None:
         if self.stages[-1].last != layers:
             raise PlanError(
@@ -331,16 +323,16 @@ class Plan(Tabular, Artifact):
         return _format_plan(self)
 
 
-def move_activations(plan: Plan, place: str) -> Plan:
-    """Returns a plan that offloads to another place: the planned stages' activations, or all if none was planned.
-
-    Raises:
-        PlanError: the place is neither 'host' nor 'none'.
-    """
-    place, stages = read_activations(place), plan.stages
-    if not place or not any(stage.offload for stage in stages):
-        stages = tuple(replace(stage, offload=bool(place) and not stage.recompute) for stage in stages)
-    return replace(plan, stages=stages, activations=place)
+def with_choices(plan: Plan, choices: Choices) -> Plan:
+    """Returns a plan with other choices: if recomputation or moved activations are among them, of all its stages."""
+    stages, choices = plan.stages, choices.of_values(plan.choices.messages.value_bits)
+    if choices.recompute == ALWAYS:
+        stages = tuple(replace(stage, recompute=True, offload=False) for stage in stages)
+        choices = replace(choices, activations="")
+    elif choices.activations != plan.choices.activations:
+        moves = choices.activations == HOST
+        stages = tuple(replace(stage, offload=moves and not stage.recompute) for stage in stages)
+    return replace(plan, stages=stages, choices=replace(choices, recompute=NEVER))
 
 
 def _check_order(plan: Plan) -> None:
@@ -404,20 +396,21 @@ def _describe_exchange(plan: Plan) -> list[str]:
         f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
         for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
     ]
-    if not plan.sum_method.is_exact:
+    choices = plan.choices
+    if not choices.sums.is_exact:
         pairs = zip(plan.stages, plan.costs.sum_costs, strict=True)
         sizes = [format_bytes(stage.trained_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
-        lines.append(f"sums: {plan.sums}, {', '.join(sizes)} an update in the mean (approximate)")
-    if plan.activations:
+        lines.append(f"sums: {choices.sums}, {', '.join(sizes)} an update in the mean (approximate)")
+    if choices.activations:
         lines.append(describe_offloads(plan))
-    if plan.optimizer_state == HOST:
+    if choices.optimizer_state == HOST:
         size = sum(stage.memory.host_bytes or stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)
         what = "weights and gradients" if plan.costs.on_gpus else "copies of the weights"
         lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with {what}")
-    if plan.messages:
+    if choices.messages:
         share = plan.costs.cluster.message_share
         sizes = [format_bytes(stage.output_bytes * share) for stage in plan.stages[:-1]]
-        lines.append(f"messages: {plan.messages}, {', '.join(sizes)} each way in the mean (approximate)")
+        lines.append(f"messages: {choices.messages}, {', '.join(sizes)} each way in the mean (approximate)")
     return lines
 
 

@@ -36,7 +36,7 @@ _AVERAGE_S = 0.5e-9
 _OUTER_STEP_S = 2.3e-9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SumMethod:
     """How the replicas of a stage agree.
 
@@ -82,6 +82,12 @@ class SumMethod:
             chosen[_SETTINGS[key]] = float(value)
         return cls(name, **{_NUMBERS[name]: int(number)}, **chosen)  # type: ignore[arg-type]
 
+    def encoded(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
     def __str__(self) -> str:
         if self.name not in _NUMBERS:
             return self.name
@@ -93,14 +99,13 @@ class SumMethod:
         ]
         return f"{self.name}:{getattr(self, _NUMBERS[self.name])}{''.join(settings)}"
 
-    def check_replicas(self, replicas: Sequence[int]) -> Self:
-        """Returns the method. Raises a `PlanError` if it is approximate and no stage has replicas."""
+    def check_replicas(self, replicas: Sequence[int]) -> None:
+        """Raises a `PlanError` if the method is approximate and no stage has replicas."""
         if not self.is_exact and max(replicas) == 1:
             raise PlanError(
                 f"sums={str(self)!r} was asked for, but no stage of the plan {'-'.join(map(str, replicas))} has "
                 "replicas; leave it out, or plan with replicas (data parallelism, or a shape such as 2-1)"
             )
-        return self
 
     @property
     def is_exact(self) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.sums import FULL
 
 
 def drop_worker(plan: Plan, rank: int) -> Plan | None:
@@ -33,6 +32,6 @@ def drop_worker(plan: Plan, rank: int) -> Plan | None:
         worker_order=tuple(w - (w > worker) for w in order if w != worker) if plan.worker_order else (),
         bound_s=0.0,
         note="",
-        sums=plan.sums if max(counts) > 1 else FULL,
+        choices=plan.choices.on_replicas(counts),
     )
     return reduced.with_depth(plan.depth_mode) if plan.depth_mode in ("noam", "full") else reduced

@@ -384,7 +384,8 @@ def fit_by_offloading(space: SearchSpace, plan: Plan) -> Plan:
             offload_stage(subspace, stage, *span, offload=offload)
             for (subspace, span, stage), offload in zip(rows, offloads, strict=True)
         ]
-        plan = count_bytes(space, replace(plan, stages=tuple(stages), activations=where if any(offloads) else ""))
+        choices = replace(plan.choices, activations=where if any(offloads) else "")
+        plan = count_bytes(space, replace(plan, stages=tuple(stages), choices=choices))
         limits = [site.memory_bytes for site in plan.costs.sites]
         more = [
             allowed[s] and not offloads[s] and limit is not None and (plan.is_shared or stage.peak_bytes > limit)

@@ -112,7 +112,7 @@ def warn_of_other_replicas(manifest: Checkpoint, *, same: bool, rank: int) -> No
             "the checkpoint's replicas (plan %s, sums=%r) are not those of this run: all continue from the weights "
             "that they had in common, with the optimizer state of the first replica",
             manifest.plan.config,
-            manifest.plan.sums,
+            str(manifest.plan.choices.sums),
         )
 
 

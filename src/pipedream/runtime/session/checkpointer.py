@@ -328,7 +328,7 @@ class Checkpointer:
 
 
 def _has_same_replicas(program: Program, manifest: Checkpoint) -> bool:
-    return _have_same_stages(program.plan, manifest.plan) and program.plan.sums == manifest.plan.sums
+    return _have_same_stages(program.plan, manifest.plan) and program.plan.choices.sums == manifest.plan.choices.sums
 
 
 def _check_shapes(local: LocalWorkers, manifest: Checkpoint) -> None:

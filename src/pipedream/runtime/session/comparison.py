@@ -171,10 +171,11 @@ class Comparison:
             holders = {stage, *(s for tied in plan.tied_weights if stage in tied.stages for s in tied.stages)}
             # Gradients that only approximate the sums would differ.
             is_summed = any(placement.replicas[holder] > 1 for holder in holders)
-            comparable = not (whole_update and is_summed) or plan.sum_method.is_exact
+            comparable = not (whole_update and is_summed) or plan.choices.sums.is_exact
             names = list(stage_state.versions.handles) if comparable else []
             if not comparable and local.rank == replica == 0:
-                _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, plan.sums)
+                sums = plan.choices.sums
+                _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, sums)
             stage_state.observer = StageCheck(run, stage, buffers, names, whole_update=whole_update, sharding=sharding)
 
 

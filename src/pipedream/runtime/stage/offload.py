@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.activations import WINDOW_SHARE, read_activations
+from pipedream.core.plan.activations import WINDOW_SHARE
 from pipedream.core.plan.plan import Plan, describe_offloads
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
@@ -115,7 +115,7 @@ class Offload:
 
     def switch_to(self, program: Program) -> None:
         self._program = program
-        rows = enumerate(program.plan.stages if program.plan.activations else ())
+        rows = enumerate(program.plan.stages if program.plan.choices.activations else ())
         self._stages = frozenset(s for s, stage in rows if stage.offload)
         self.begin()
 
@@ -260,7 +260,7 @@ def check_activations(text: str, device: torch.device, plan: Plan | None = None)
     Args:
         plan: the plan that says it; None for an option.
     """
-    if not read_activations(text):
+    if not text:
         return
     request = f"activations={text!r}" if plan is None else f"the plan {plan.config} ({describe_offloads(plan)})"
     if device.type == "cpu":
