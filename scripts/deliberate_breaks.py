@@ -525,6 +525,20 @@ BREAKS = (
         ("capture/test_hidden_effects.py",),
     ),
     Break(
+        "first minibatch: each microbatch may write weights anew",
+        "runtime/session/reference_run.py",
+        "if not is_close(expected[name][0], written[name][0], tolerance):",
+        "if False:",
+        ("capture/test_hidden_effects.py",),
+    ),
+    Break(
+        "capture: weights stay as a measurement leaves them",
+        "capture/preserve_state.py",
+        "storage.copy_(self._value)",
+        "pass",
+        ("capture/test_preserve_state.py",),
+    ),
+    Break(
         "runtime: a second forward writes its weights again",
         "runtime/stage/recompute.py",
         "if not torch.equal(weight, old):",

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream.capture import preserve_state
+import pipedream as pd
+from pipedream.capture import capture, preserve_state
 from pipedream.capture.preserve_state import running
+from pipedream.core.errors import CaptureError
 
 VALUES: dict[str, tuple[Any, Callable[[Any], object]]] = {  # an attribute, and what a forward does to it
     "list": ([1, 2], list.clear),
@@ -47,12 +49,67 @@ def test_an_attribute_is_left_as_it_was(name: str) -> None:
     assert pickle.dumps(value) == before
 
 
-def test_a_weight_that_a_forward_writes_is_as_it_was() -> None:
+@pytest.mark.parametrize("context", [lambda layer: running(layer, (), True), lambda layer: preserve_state([layer])])
+def test_a_weight_that_a_forward_writes_is_as_it_was(context: Callable[[nn.Module], Any]) -> None:
     layer = nn.Linear(2, 2)
+    layer.weight.grad = torch.ones(2, 2)
     before = {name: (tensor, tensor.clone()) for name, tensor in layer.state_dict(keep_vars=True).items()}
-    with running(layer, (), True), torch.no_grad():
-        layer.weight.mul_(2)
-        layer.bias.data.zero_()
+    with context(layer), torch.no_grad():
+        assert layer.weight.grad is None
+        layer.weight.mul_(2).grad = torch.zeros(2, 2)
+        layer.bias.data = torch.zeros(2)
     for name, tensor in layer.state_dict(keep_vars=True).items():
         assert tensor is before[name][0]
         assert torch.equal(tensor, before[name][1])
+    assert layer.weight.grad.equal(torch.ones(2, 2))
+
+
+class Slow(nn.Module):
+    """Follows the weights of its other part, in code that each stage runs; `do` is a part of its forward."""
+
+    def __init__(self, do: Callable[[Slow], object] = lambda _: None) -> None:
+        super().__init__()
+        self.fast, self.slow, self.head = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+        self.do = do
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.fast(x)
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9).add_(self.fast.weight, alpha=0.1)
+        self.do(self)
+        return self.head(hidden + self.slow(x))
+
+
+def test_a_weight_written_from_another_stages_is_no_placeholder_later() -> None:
+    model = Slow()
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
+    assert len(capture(model, torch.ones(3, 4)).graph.layers) > 1
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+def _make(model: Slow) -> None:
+    model.scale = getattr(model, "scale", nn.Parameter(torch.ones(())))
+
+
+def test_a_parameter_that_a_forward_makes_is_refused() -> None:
+    model = Slow(_make)
+    with pytest.raises(CaptureError, match=r"makes or removes the parameter 'scale'.*run the model once"):
+        capture(model, torch.ones(3, 4))
+    assert not hasattr(model, "scale")
+
+
+def test_a_parameter_that_a_forward_freezes_stays_frozen() -> None:
+    model = Slow(lambda model: model.fast.bias.requires_grad_(False))
+    pd.profile(model, torch.ones(3, 4), warmup=0, runs=1)
+    assert not model.fast.bias.requires_grad
+
+
+def test_a_hook_that_steps_an_optimizer_is_refused_before_it_does() -> None:
+    model = Slow()
+    optimizer, before = torch.optim.SGD([model.fast.weight], lr=0.1), model.fast.weight.clone()
+    model.fast.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(CaptureError, match=r"'fast.weight' has a hook.*Do in the optimizer what it does"):
+        pd.profile(model, torch.ones(3, 4))
+    assert torch.equal(model.fast.weight, before)

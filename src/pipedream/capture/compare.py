@@ -257,11 +257,11 @@ def _describe_lost_gradient(model: nn.Module, name: str) -> str:
 def _collecting_gradients(model: nn.Module) -> Iterator[Numbers]:
     """Collects the fingerprint of each gradient, and frees it."""
     numbers: Numbers = {}
-    saved = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def collect(name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:
+                return  # the forward has frozen it
             numbers[name] = fingerprint(parameter.grad)  # so far: a reentrant checkpoint has a backward of its own
             if parameter.nbytes >= _LARGE:
                 parameter.grad = None
@@ -271,7 +271,6 @@ def _collecting_gradients(model: nn.Module) -> Iterator[Numbers]:
 
     handles = []
     for name, parameter in model.named_parameters():
-        parameter.grad = None
         if parameter.requires_grad and parameter.is_leaf:
             watch: Any = parameter.register_post_accumulate_grad_hook
             handles.append(watch(collect(name)))
@@ -280,8 +279,6 @@ def _collecting_gradients(model: nn.Module) -> Iterator[Numbers]:
     finally:
         for handle in handles:
             handle.remove()
-        for parameter, gradient in saved:
-            parameter.grad = gradient
 
 
 def _return_memory() -> None:

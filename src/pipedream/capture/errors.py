@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from pipedream.capture.placeholder import NumbersNeeded
 from pipedream.capture.structure import find_prefix, walk_arguments
-from pipedream.core.errors import CaptureError
+from pipedream.core.errors import CaptureError, parameter_hooked
 from pipedream.core.model.graph import LayerGraph, Value
 from pipedream.core.user_code import note_module, source_of, user_line, with_place
 
@@ -143,6 +143,8 @@ def check_model(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before")
+        if tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            raise parameter_hooked(name)
 
 
 def is_compiled(module: nn.Module) -> bool:

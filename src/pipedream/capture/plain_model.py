@@ -166,31 +166,15 @@ class PlainModel:
         """
         others = list(others)
         modules = [self.model, *(other for other in others if isinstance(other, nn.Module))]
-        every = list({id(m): m for root in modules for m in root.modules()}.values())
-        devices = self._devices = sorted({p.device.index for m in every for p in m.parameters(False) if p.is_cuda})
-        tensors = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
-        copy = partial(torch.Tensor.to, device="cpu", copy=True) if copies_on_cpu else torch.clone
-        saved = [(p, p.data, copy(p.detach()), p.grad) for p in tensors.values()]
-        slots = [(m._parameters, dict(m._parameters)) for m in every]
+        parameters = [p for root in modules for p in root.parameters() if p.is_cuda]
+        devices = self._devices = sorted({p.device.index for p in parameters})
         self.draws = self.draws_unseeded = False
         try:
-            with preserve_state(modules, devices, None, others):
+            with preserve_state(modules, devices, None, others, copies_on_cpu=copies_on_cpu):
                 _fill(self.model, values)
-                for parameter, *_ in saved:
-                    parameter.grad = None
                 yield
         finally:
             self._hooks = []
-            for holder, kept_slots in slots:
-                holder.clear()
-                holder.update(kept_slots)
-            for parameter, *_, grad in saved:
-                parameter.grad = grad  # first: comparing the values may need the memory
-            for parameter, storage, value, _ in saved:
-                if parameter.data_ptr() != storage.data_ptr() or parameter.shape != storage.shape:
-                    parameter.data = storage
-                if not torch.equal(storage.to(value.device), value):
-                    storage.copy_(value)
 
     def python_draws(self) -> Callable[[], bool]:
         """Returns a function that returns whether Python's or NumPy's generators have drawn since."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import PLAIN
+from pipedream.core.errors import CaptureError
 
 _DEPTH = 4  # of containers and objects in a module's attributes
 _PLAIN = frozenset(PLAIN)
@@ -186,89 +187,96 @@ def _refill(target: Any, items: Any) -> None:
 
 @contextmanager
 def preserve_state(
-    modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int | None = 0, others: Iterable[Any] = ()
+    modules: Iterable[nn.Module],
+    devices: Iterable[int] = (),
+    seed: int | None = 0,
+    others: Iterable[Any] = (),
+    *,
+    copies_on_cpu: bool = True,
 ) -> Iterator[None]:
     """A context in which the modules work on copies of their buffers, and after which they are as before.
 
-    Attributes and random generators, which `seed` seeds for the context, are restored too, and so are `others`.
+    Weights, attributes and random generators, which `seed` seeds for the context, are restored too, and so are
+    `others`. Gradients are None within it.
+
+    Args:
+        copies_on_cpu: weights are copied there, which takes no memory of a GPU.
     """
     devices, modules = list(devices), list(modules)
     attributes = Attributes(modules)
     every = {id(module): module for root in modules for module in root.modules()}.values()
     attribute_values = [value for m in every for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
     objects = _Objects([*attribute_values, *others])
-    saved = [(module._buffers, dict(module._buffers)) for module in every]
+    slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in every:
+        slots += [(slot, dict(slot)) for slot in (module._parameters, module._buffers, module._modules)]
+    parameters = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
+    weights = [_Weight(p, copies_on_cpu) for p in parameters.values() if not is_stand_in(p)]
     copies: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=devices), seeding_python_generators(seed):
         if seed is not None:
             seed_generators(seed, devices)
         try:
-            for slots, buffers in saved:
-                for name, buffer in buffers.items():
+            for module in every:
+                for name, buffer in module._buffers.items():
                     if buffer is not None:
                         # A buffer shared by two modules stays one tensor.
-                        slots[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+                        module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+            for weight in weights:
+                weight.parameter.grad = None
             yield
         finally:
             attributes.restore()
             objects.restore()
-            for slots, buffers in saved:
-                slots.clear()
-                slots.update(buffers)
+            for slot, content in slots:
+                slot.clear()
+                slot.update(content)
+            for weight in weights:
+                weight.parameter.grad = None  # first: comparing the values may need the memory
+            for weight in weights:
+                weight.restore()
 
 
-@contextmanager
-def _preserve_weights(model: nn.Module) -> Iterator[None]:
-    """A context after which parameters that a forward has written are as before; only these are copied."""
-    parameters = [
-        parameter for parameter in model.parameters() if type(parameter.data) is torch.Tensor and not parameter.is_meta
-    ]
-    storages = [(p, p.data) for p in parameters]
-    writes = _Writes(parameters)
-    try:
-        with writes if parameters else nullcontext():
-            yield
-    finally:
-        for parameter, storage in storages:
-            if parameter.data_ptr() != storage.data_ptr():
-                parameter.data = storage
-        for tensor, value in writes.originals:
-            tensor.copy_(value)
+class _Weight:
+    """A parameter as it is now, to be restored."""
+
+    def __init__(self, parameter: nn.Parameter, on_cpu: bool) -> None:
+        self.parameter, self._gradient = parameter, parameter.grad
+        self._kind, self._items = type(parameter), dict(vars(parameter))
+        self._is_trained, self._storage = parameter.requires_grad, parameter.data
+        self._value = parameter.detach().to("cpu" if on_cpu else parameter.device, copy=True)
+
+    def restore(self) -> None:
+        parameter, storage = self.parameter, self._storage
+        if type(parameter) is not self._kind:  # a placeholder was written into it
+            swap_tensors: Any = torch.utils.swap_tensors
+            swap_tensors(parameter, nn.Parameter(storage, self._is_trained))
+            vars(parameter).update(self._items)
+        if parameter.data_ptr() != storage.data_ptr() or parameter.shape != storage.shape:
+            parameter.data = storage
+        if not torch.equal(storage.to(self._value.device), self._value):
+            storage.copy_(self._value)
+        if parameter.requires_grad != self._is_trained:
+            parameter.requires_grad_(self._is_trained)
+        parameter.grad = self._gradient
 
 
 @contextmanager
 def running(model: nn.Module, devices: Iterable[int], training: bool) -> Iterator[None]:
     """A context for a forward in a mode, after which the model is as before."""
-    with preserve_state([model], devices), _preserve_weights(model):
+    with preserve_state([model], devices):
+        names = {name for name, _ in model.named_parameters()}
         for module in model.modules():
             module.training = training  # a user's own train() may have side effects
         yield
-
-
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies parameters right before an operation writes into them, also through ``.data``."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.originals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._watched: dict[int, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            self._watched.setdefault(parameter.untyped_storage()._cdata, []).append(parameter.data)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable and self._watched:
-            for number, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[number] if number < len(args) else kwargs.get(argument.name)
-                    for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                        self._keep(tensor)
-        return func(*args, **kwargs)
-
-    def _keep(self, tensor: Any) -> None:
-        if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout == torch.strided:
-            for parameter in self._watched.pop(tensor.untyped_storage()._cdata, ()):
-                self.originals.append((parameter, parameter.clone()))
+        if changed := names ^ {name for name, _ in model.named_parameters()}:
+            raise CaptureError(
+                f"the forward makes or removes the parameter {min(changed)!r}, which no optimizer would train; run the "
+                "model once before it is profiled, or make the parameter where the model is made"
+            )
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:  # by the forward itself, before a plain loop's first update
+        parameter.requires_grad_(False)
 
 
 def list_cuda_devices(model: nn.Module, sample: Any) -> list[int]:

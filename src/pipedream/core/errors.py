@@ -120,3 +120,11 @@ class WorkerError(PipelineError):
 
 class PeerError(WorkerError):
     """Another worker failed; this is its error."""
+
+
+def parameter_hooked(name: str) -> CaptureError:
+    """Returns the error for a trained parameter with a hook."""
+    return CaptureError(
+        f"the parameter {name!r} has a hook, which a pipeline would not call: backwards run on versions of the "
+        "weights. Do in the optimizer what it does, in a step of its own"
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import PipelineError, WorkerError
-from pipedream.core.fingerprint import Fingerprint
+from pipedream.core.fingerprint import Fingerprint, is_close
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.user_code import with_place
@@ -126,6 +126,7 @@ class _ModelRunner:
         self.split = split
         self._first_minibatch = first_minibatch
         self._placement = placement
+        self._shares_weights = placement is not None and placement.shares_weights
         self._is_of_mean, self._has_units, self._scale = is_of_mean, has_units, scale
         self._generators = LayerGenerators(seed, device)
         self._autocast = autocast
@@ -275,17 +276,47 @@ class _ModelRunner:
         return state
 
     def read_weights(self, comparer: Comparer) -> dict[str, Any]:
-        """Returns numbers that change when a weight is written, if passes read copies of it."""
-        named = self.plain.model.named_parameters() if self._placement and self._placement.shares_weights else ()
-        return {n: (p._version, p.data_ptr(), comparer.fingerprint(p)) for n, p in named if not p.is_meta}
+        """Returns numbers that change when a weight is written, where passes read copies or minibatches are split."""
+        named = self.plain.model.named_parameters() if self.split > 1 or self._shares_weights else ()
+        return {n: (comparer.fingerprint(p), p._version, p.data_ptr()) for n, p in named if not p.is_meta}
 
-    def check_unwritten(self, old_weights: Mapping[str, Any], comparer: Comparer) -> None:
+    def list_written(self, old_weights: Mapping[str, Any], comparer: Comparer) -> list[str]:
+        """Returns the weights that were written; raises a WorkerError if a pass would drop the change."""
         new_weights = self.read_weights(comparer)
-        if lost := [name for name, old in old_weights.items() if new_weights[name] != old]:
+        written = [name for name, old in old_weights.items() if new_weights[name] != old]
+        if written and self._shares_weights:
             raise comparer.make_error(
-                f"the forward writes the weight {lost[0]!r} (as nn.Embedding(max_norm=...) does), and a pass drops its "
-                "copy of it; keep it in a buffer, write it in the optimizer's step, or choose another method"
+                f"the forward writes the weight {written[0]!r} (as nn.Embedding(max_norm=...) does), and a pass drops "
+                "its copy of it; keep it in a buffer, write it in the optimizer's step, or choose another method"
             )
+        return written
+
+    def check_written(
+        self, names: Sequence[str], parts: Parts, whole: Parts, values: Mapping[str, torch.Tensor], comparer: Comparer
+    ) -> None:
+        """Raises a WorkerError if written weights depend on how a minibatch is split, or on a replica's part of it."""
+
+        def run_on(sequence: Parts) -> dict[str, Any]:
+            with self.restoring_state(values), torch.enable_grad():
+                generator = torch.Generator().manual_seed(0)
+                for weight in self.plain.model.parameters():  # an average of weights may equal them so far
+                    if weight.is_floating_point() and not weight.is_meta and weight.itemsize > 1:
+                        weight.data *= 1 + torch.rand(weight.shape, generator=generator).to(weight.device) / 10
+                self.run(sequence, backward=True)
+                return self.read_weights(comparer)
+
+        expected, tolerance = run_on(whole), self.choose_tolerance(())
+        alone = [name for name in names if name.rpartition(".")[0] in self.with_replicas]
+        rest = [name for name in names if name not in alone]
+        for some, sequence in [(rest, parts), *((alone, [part]) for part in parts if alone)]:
+            written = run_on(sequence)
+            for name in some:
+                if not is_close(expected[name][0], written[name][0], tolerance):
+                    raise comparer.make_error(
+                        f"the forward or backward writes the weight {name!r}, and other numbers where a minibatch has "
+                        f"{len(parts)} microbatches: it does so for each of them, a plain loop once for all samples; "
+                        "train with microbatches=1 and one replica of its stage, or write it in the optimizer's step"
+                    )
 
     def note_dtypes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records dtypes that were computed with, which determine the tolerance."""
@@ -391,11 +422,14 @@ class ReferenceRun:
             elif old_states != [read_state(generator) for generator in self._reseeded]:
                 reference.incomparable = "the model draws from a generator of its own, which replicas seed anew"
             self._check_training(run)
-            self._runner.check_unwritten(old_weights, self.comparer)
+            written = self._runner.list_written(old_weights, self.comparer)
             self._note(reference, run.divisor)
-            written = (name for name in self._replicated if reference.buffers.get(name) != old_buffers.get(name))
-            reference.written = next(written, "")
+            moved = (name for name in self._replicated if reference.buffers.get(name) != old_buffers.get(name))
+            reference.written = next(moved, "")
             norm = self._measure_gradient(run.divisor)
+        if written and len(parts) > 1:
+            whole = _join_parts(inputs, targets, parts)
+            self._runner.check_written(written, parts, whole, values, self.comparer)
         if self._messages:
             reference = self._encode(reference, norm, parts, values)
         try:

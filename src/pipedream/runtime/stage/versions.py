@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-from pipedream.core.errors import CaptureError
+from pipedream.core.errors import CaptureError, parameter_hooked
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.weights import WeightRule
 
@@ -260,10 +260,7 @@ class Versions:
     def _check_hooks(self) -> None:
         for name, handle in self.handles.items():
             if handle._backward_hooks or handle._post_accumulate_grad_hooks:
-                raise CaptureError(
-                    f"the parameter {name!r} has a hook, which a pipeline would not call: backwards run on versions of "
-                    "the weights. Do in the optimizer what it does, in a step of its own"
-                )
+                raise parameter_hooked(name)
 
     def make_storage(self) -> WeightSet:
         return self._make_set(-1, _allocate_like(self._sets[self.newest].leaves))
