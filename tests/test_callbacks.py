@@ -14,7 +14,6 @@ import zoo
 
 import pipedream as pd
 from pipedream.callbacks import Callback, EarlyStopping
-from pipedream.core.errors import PipelineError
 from pipedream.loggers import CSVLogger
 from pipedream.training.train import train_recipe
 
@@ -197,11 +196,11 @@ def test_early_stopping_continues_from_a_checkpoint(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
     plan = zoo.plan_of(animal, 2)
-    with pytest.raises(PipelineError, match="mode='up' was asked for; give 'min' or 'max'"):
+    with pytest.raises(pd.PipelineError, match="mode='up' was asked for; give 'min' or 'max'"):
         EarlyStopping(mode="up")
-    with pytest.raises(PipelineError, match=r"not a list of pipedream\.callbacks\.Callback objects"):
+    with pytest.raises(pd.PipelineError, match=r"not a list of pipedream\.callbacks\.Callback objects"):
         pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[print])  # type: ignore[list-item]
-    with pytest.raises(PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
+    with pytest.raises(pd.PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
         pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[EarlyStopping("accuracy")])
 
     class Keeps(Callback):
@@ -209,7 +208,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
             return {"weights": torch.zeros(1)}
 
     with (
-        pytest.raises(PipelineError, match="Keeps/0 cannot be kept in a checkpoint"),
+        pytest.raises(pd.PipelineError, match="Keeps/0 cannot be kept in a checkpoint"),
         pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[Keeps()]) as pipeline,
     ):
         pipeline.save(tmp_path)

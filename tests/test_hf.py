@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import pipedream
-from pipedream.core.errors import PipelineError
+import pipedream as pd
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -55,11 +54,11 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 @cache
-def make_plan(schedule: str, microbatches: int | None) -> pipedream.Plan:
+def make_plan(schedule: str, microbatches: int | None) -> pd.Plan:
     batch = torch.utils.data.default_collate(make_data(4))
-    profile = pipedream.profile(make_model(), batch, runs=1)
-    cluster = pipedream.Cluster.flat(2)
-    return pipedream.plan(profile, cluster, shape="pipeline", schedule=schedule, microbatches=microbatches)
+    profile = pd.profile(make_model(), batch, runs=1)
+    cluster = pd.Cluster.flat(2)
+    return pd.plan(profile, cluster, shape="pipeline", schedule=schedule, microbatches=microbatches)
 
 
 def make_trainer(kind: str, folder: Path, callbacks: Any = None, rest: Any = None, **changes: Any) -> Any:
@@ -207,7 +206,7 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, kind: str, changes: Any, name: str) -> None:
-    with pytest.raises(PipelineError, match=f"{name}: not possible in a pipeline"):
+    with pytest.raises(pd.PipelineError, match=f"{name}: not possible in a pipeline"):
         make_trainer(kind, tmp_path, **changes)
 
 
@@ -238,11 +237,9 @@ class Words(nn.Module):
 
 
 @cache
-def plan_words(microbatches: int | None) -> pipedream.Plan:
-    profile = pipedream.profile(Words().double(), torch.utils.data.default_collate(make_data(8)), runs=1)
-    return pipedream.plan(
-        profile, pipedream.Cluster.flat(2), shape="pipeline", schedule="1f1b", microbatches=microbatches
-    )
+def plan_words(microbatches: int | None) -> pd.Plan:
+    profile = pd.profile(Words().double(), torch.utils.data.default_collate(make_data(8)), runs=1)
+    return pd.plan(profile, pd.Cluster.flat(2), shape="pipeline", schedule="1f1b", microbatches=microbatches)
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -408,7 +405,7 @@ def test_what_a_callback_cannot_change_is_an_error(tmp_path: Path, name: str) ->
     from pipedream import hf
 
     event, act, message = UNFOLLOWED[name]
-    with pytest.raises(PipelineError, match=message):
+    with pytest.raises(pd.PipelineError, match=message):
         run_words(hf.Trainer, tmp_path, callbacks=[acting(event, 1, act)])
 
 
@@ -466,7 +463,7 @@ def test_other_methods_of_a_subclass_are_refused(tmp_path: Path, name: str, chan
     from pipedream import hf
 
     method = "get_batch_samples" if " " in name else name
-    with pytest.raises(PipelineError, match=f"{name} of your own"):
+    with pytest.raises(pd.PipelineError, match=f"{name} of your own"):
         run_words(hf.Trainer, tmp_path, methods={method: calling(method)}, **changes)
 
 
@@ -474,17 +471,17 @@ def test_a_second_training_is_refused(tmp_path: Path) -> None:
     from pipedream import hf
 
     trainer = run_words(hf.Trainer, tmp_path, num_train_epochs=1)
-    with pytest.raises(PipelineError, match=r"a second train\(\), which needs the first one's optimizer"):
+    with pytest.raises(pd.PipelineError, match=r"a second train\(\), which needs the first one's optimizer"):
         trainer.train()
     trainer.compute_loss = lambda *_: None
-    with pytest.raises(PipelineError, match="a compute_loss of your own"):
+    with pytest.raises(pd.PipelineError, match="a compute_loss of your own"):
         trainer.train()
 
 
 def test_a_stream_that_ends_within_an_update_is_an_error(tmp_path: Path) -> None:
     from pipedream import hf
 
-    with pytest.raises(PipelineError, match="ended after 1 of an update's 4 batches"):
+    with pytest.raises(pd.PipelineError, match="ended after 1 of an update's 4 batches"):
         run_words(hf.Trainer, tmp_path, samples=Stream(10), max_steps=5)
 
 
@@ -580,7 +577,7 @@ def test_each_refused_argument_is_refused(tmp_path: Path) -> None:
         others = {} if hasattr(args, name) else {name: value}
         if not others:
             setattr(args, name, value)  # some cannot be given without a GPU or another package
-        with pytest.raises(PipelineError, match=f"{name}: not possible in a pipeline"):
+        with pytest.raises(pd.PipelineError, match=f"{name}: not possible in a pipeline"):
             hf.Trainer(Words(), args, train_dataset=make_data(2), **others)
 
 

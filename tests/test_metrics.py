@@ -7,14 +7,7 @@ import pytest
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
-from pipedream.metrics import (
-    Metrics,
-    in_flight,
-    run_metrics,
-    staleness,
-    steady_metrics,
-    steady_window,
-)
+from pipedream.metrics import Metrics, in_flight, run_metrics, staleness, steady_metrics, steady_window
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import costs, simulate
 

@@ -26,13 +26,7 @@ import zoo
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.core.errors import (
-    CaptureError,
-    PipelineError,
-    PlanError,
-    ScheduleError,
-    WorkerError,
-)
+from pipedream.core.errors import CaptureError, PipelineError, PlanError, ScheduleError, WorkerError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile
 from pipedream.runtime.comm import shared_memory

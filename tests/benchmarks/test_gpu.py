@@ -16,7 +16,6 @@ import torch
 from commands import load_script
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Cluster
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
@@ -251,7 +250,7 @@ def test_profiles_of_an_h200_give_the_papers_answers(model: str, config: str) ->
     """PipeDream, table 1: VGG-16 gets a replicated first stage and one more, ResNet-50 plain data parallelism."""
     profile = profiles.Profile.load(FOLDER / "h200" / f"{model}.json")
     assert profile.device == "cuda: NVIDIA H200"
-    assert pd.plan(profile, Cluster.flat(4), schedule="pipedream").config == config
+    assert pd.plan(profile, pd.Cluster.flat(4), schedule="pipedream").config == config
 
 
 @pytest.mark.slow

@@ -292,13 +292,7 @@ X = torch.linspace(-1, 1, 16).view(4, 4)
 
 def test_a_missing_input() -> None:
     text = masked({"x": X, "mask": X}, {"x": X})
-    has(
-        text,
-        "Masked (test_errors.py:",
-        "reads the input 'mask'",
-        "missing in this batch",
-        "Give it in each batch",
-    )
+    has(text, "Masked (test_errors.py:", "reads the input 'mask'", "missing in this batch", "Give it in each batch")
 
 
 class WithLabels(nn.Module):

@@ -34,11 +34,7 @@ KINDS: dict[str, tuple[torch.dtype, torch.dtype | None, float, float]] = {
     "bfloat16 weights": (torch.bfloat16, None, 1.0, 4e-2),
     "float16 autocast": (torch.float32, torch.float16, 1024.0, 2e-2),
 }
-DEFAULT = {
-    ("hf_llama", "bfloat16 autocast"),
-    ("hf_t5", "bfloat16 weights"),
-    ("resnet", "float16 autocast"),
-}
+DEFAULT = {("hf_llama", "bfloat16 autocast"), ("hf_t5", "bfloat16 weights"), ("resnet", "float16 autocast")}
 PLAIN_FAILS = {
     ("experts", "bfloat16 autocast"): "index_add_ of two dtypes",
     ("experts", "float16 autocast"): "index_add_ of two dtypes",

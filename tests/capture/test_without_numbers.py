@@ -10,17 +10,16 @@ from models import HF
 from own_models import OWN
 from torch import Tensor, nn
 
-import pipedream
+import pipedream as pd
 from pipedream.capture import capture
 from pipedream.core.errors import CaptureError
-from pipedream.core.model.profile import Profile
 
 
-def estimate(model: nn.Module, inputs: Any) -> Profile:
-    return pipedream.profile(model, inputs, device="meta", as_device="A100-80GB")
+def estimate(model: nn.Module, inputs: Any) -> pd.Profile:
+    return pd.profile(model, inputs, device="meta", as_device="A100-80GB")
 
 
-def list_sizes(profile: Profile) -> list[tuple[str, int, int, int]]:
+def list_sizes(profile: pd.Profile) -> list[tuple[str, int, int, int]]:
     costs = [(layer.output_bytes, layer.parameter_bytes, layer.activation_bytes) for layer in profile.layers]
     return [(layer.name, *cost) for layer, cost in zip(profile.graph.layers, costs, strict=True)]
 
@@ -48,7 +47,7 @@ def test_sizes_are_those_of_a_run(name: str) -> None:
     if case.needs_hf:
         pytest.importorskip("transformers")
     model, inputs = case.build(), case.inputs(case.batch(0, 3, 8))
-    expected = list_sizes(pipedream.profile(model, inputs, warmup=0, runs=1))
+    expected = list_sizes(pd.profile(model, inputs, warmup=0, runs=1))
     assert list_sizes(estimate(model, inputs)) == expected
     with torch.device("meta"):
         empty = case.make().train()

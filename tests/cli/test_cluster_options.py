@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import pipedream
+import pipedream as pd
 from pipedream import cli
 from pipedream.cli.options import make_cluster, read_cluster
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.options import TrainingOptions
 from pipedream.recipe import load_recipe
@@ -70,7 +69,7 @@ def test_a_plan_is_simulated_on_another_cluster(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Callable[..., str]
 ) -> None:
     rows = tuple(Stage(s, s + 1, 1, 1.0, 1.0, output_bytes=1_250_000_000) for s in range(2))
-    path = str(Plan(rows, (2, 1), Cluster.flat(2), note="the fastest", bound_s=1.0).save(tmp_path / "plan.json"))
+    path = str(pd.Plan(rows, (2, 1), Cluster.flat(2), note="the fastest", bound_s=1.0).save(tmp_path / "plan.json"))
 
     def makespan_s(*arguments: str) -> float:
         assert cli.main(["simulate", path, "--minibatches", "1", "--json", *arguments]) == 0
@@ -78,10 +77,10 @@ def test_a_plan_is_simulated_on_another_cluster(
 
     assert makespan_s() == pytest.approx(4.0 + 2 * 1.0)
     assert makespan_s("--cluster", "pipedream-b:1") == pytest.approx(4.0 + 2 * 1.25 / 150)
-    assert (Plan.load(Path(path)).on(Cluster.flat(2, 1.0)).note, Plan.load(Path(path)).on(Cluster.flat(2)).bound_s) == (
-        "",
-        0.0,
-    )
+    assert (
+        pd.Plan.load(Path(path)).on(Cluster.flat(2, 1.0)).note,
+        pd.Plan.load(Path(path)).on(Cluster.flat(2)).bound_s,
+    ) == ("", 0.0)
     assert "the stages take 2 workers, the cluster has 1; plan again for that cluster" in refused(
         "simulate", path, "--cluster", "pipedream-c:1"
     )
@@ -94,7 +93,7 @@ def test_a_plan_for_a_papers_cluster(tmp_path: Path) -> None:
     profile, out = str(measured.save(tmp_path / "profile.json")), tmp_path / "plan.json"
     for cluster in (("--cluster", "pipedream-c:3"), ("--workers", "2+1", "2", "--bandwidth", "1e9", "1e8")):
         assert cli.main(["plan", profile, *cluster, "-o", str(out)]) == 0
-        assert Plan.load(out).cluster.workers == 3
+        assert pd.Plan.load(out).cluster.workers == 3
 
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
@@ -138,4 +137,4 @@ def test_training_with_links_that_make_no_sense(tmp_path: Path, refused: Callabl
         "train", DIGITS, "--plan", "none.json", "--bandwidth", "1"
     )
     with pytest.raises(PlanError, match="the cluster has 3 workers, 2 were asked for; start as many as it has"):
-        pipedream.run(lambda seed: load_recipe(DIGITS), cluster=Cluster.flat(3), workers=2, quiet=True)
+        pd.run(lambda seed: load_recipe(DIGITS), cluster=Cluster.flat(3), workers=2, quiet=True)

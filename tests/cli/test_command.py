@@ -122,11 +122,7 @@ def test_a_misspelt_command_is_corrected(refused: Callable[..., str]) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_first_mistakes(
-    files: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: Callable[..., str],
+    files: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     (files / "mine.py").write_text("def recipe(): ...", encoding="utf-8")
     monkeypatch.chdir(files)

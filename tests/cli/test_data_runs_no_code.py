@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import pipedream
+import pipedream as pd
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.phase import Phase
 from pipedream.schedules import registry
 from pipedream.training.train import train_recipe
 
@@ -36,7 +34,6 @@ METHODS = (Method(mine),)
 RECIPE = """
 import torch
 from torch import nn
-import pipedream
 
 def recipe():
     torch.manual_seed(0)
@@ -68,7 +65,7 @@ def ran(method: Path) -> bool:
 )
 def test_a_plan_in_a_command(command: str, name: str, method: Path, run_command: RunCommand) -> None:
     method.with_suffix(".PY").write_bytes(method.read_bytes())
-    replace(Plan.uniform(1), schedule=name).save("plan.json")
+    replace(pd.Plan.uniform(1), schedule=name).save("plan.json")
     status, out, error = run_command(*command.split(), "plan.json")
     assert (status, out) == (2, "")
     assert f"names the method {name!r}, a Python file" in error
@@ -77,20 +74,20 @@ def test_a_plan_in_a_command(command: str, name: str, method: Path, run_command:
 
 
 def test_the_user_may_name_it(method: Path, run_command: RunCommand) -> None:
-    replace(Plan.uniform(2), schedule="mine.py", microbatches=4).save("plan.json")
+    replace(pd.Plan.uniform(2), schedule="mine.py", microbatches=4).save("plan.json")
     status, by_name, _ = run_command("simulate", "plan.json", "--schedule", "mine.py", "--json")
     assert (status, ran(method)) == (0, True)
-    replace(Plan.uniform(2), schedule="gpipe", microbatches=4).save("plan.json")
+    replace(pd.Plan.uniform(2), schedule="gpipe", microbatches=4).save("plan.json")
     assert run_command("simulate", "plan.json", "--json")[1] == by_name, "with the plan's microbatches"
 
 
 def test_a_plan_in_python(method: Path) -> None:
-    replace(Plan.uniform(1), schedule="mine.py").save("plan.json")
-    plan = pipedream.Plan.load("plan.json")
+    replace(pd.Plan.uniform(1), schedule="mine.py").save("plan.json")
+    plan = pd.Plan.load("plan.json")
     verbs: list[Callable[..., Any]] = [
-        pipedream.simulate,
+        pd.simulate,
         partial(
-            pipedream.Pipeline,
+            pd.Pipeline,
             nn.Sequential(nn.Linear(3, 2)),
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -104,7 +101,7 @@ def test_a_plan_in_python(method: Path) -> None:
 
 def test_train_with_a_plan(method: Path, refused: Callable[..., str]) -> None:
     Path("recipe.py").write_text(RECIPE)
-    replace(Plan.uniform(1), schedule="mine.py").save("plan.json")
+    replace(pd.Plan.uniform(1), schedule="mine.py").save("plan.json")
     for more in ([], ["--schedule", "auto"]):
         assert "the plan 1 names the method 'mine.py', a Python file" in refused(
             "train", "recipe.py", "--plan", "plan.json", *more
@@ -114,11 +111,11 @@ def test_train_with_a_plan(method: Path, refused: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize(
     "phases",
-    [pytest.param(None, marks=pytest.mark.slow), [Phase("gpipe", until=1), Phase("mine.py")]],
+    [pytest.param(None, marks=pytest.mark.slow), [pd.Phase("gpipe", until=1), pd.Phase("mine.py")]],
     ids=["schedule", "phases"],
 )
 def test_train_from_a_checkpoint(
-    phases: list[Phase] | None, method: Path, run_command: RunCommand, refused: Callable[..., str]
+    phases: list[pd.Phase] | None, method: Path, run_command: RunCommand, refused: Callable[..., str]
 ) -> None:
     Path("recipe.py").write_text(RECIPE)
     arguments: dict[str, Any] = {}

@@ -18,7 +18,6 @@ from pipedream import cli
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
 from pipedream.core.model.profile import LayerProfile
-from pipedream.recipe import Recipe
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
 
@@ -93,11 +92,11 @@ def test_train_takes_a_plan_or_a_shape(
         )
 
 
-def recipe(seed: int) -> Recipe:
+def recipe(seed: int) -> pd.Recipe:
     torch.manual_seed(seed)
     batches = [(torch.randn(6, 4), torch.randint(2, (6,))) for _ in range(6)]
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    return Recipe(model, F.cross_entropy, lambda named: torch.optim.SGD(named, lr=0.1), batches, epochs=2)
+    return pd.Recipe(model, F.cross_entropy, lambda named: torch.optim.SGD(named, lr=0.1), batches, epochs=2)
 
 
 def test_a_run_that_moves_the_optimizer_of_a_plan_predicts_so(tmp_path: Path) -> None:

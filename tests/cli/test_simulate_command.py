@@ -12,9 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+import pipedream as pd
 from pipedream import cli
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 
 MB = 10**6
@@ -52,17 +51,13 @@ def test_slow_ranks_and_jitter(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_sums_may_be_charged_whole(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = (Stage(0, 1, 2, 1.0, 27.0, parameter_bytes=9 << 20),)
-    path = str(Plan(rows, (1,), Cluster.flat(2, 1 << 20)).save(tmp_path / "plan.json"))
+    path = str(pd.Plan(rows, (1,), pd.Cluster.flat(2, 1 << 20)).save(tmp_path / "plan.json"))
     assert simulate_json(capfd, path, "--minibatches", "2")["makespan_s"] == pytest.approx(28.0 + 4.0)
     assert simulate_json(capfd, path, "--minibatches", "2", "--no-overlap")["makespan_s"] == pytest.approx(28.0 + 9.0)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1", "--slow '1' is not known; write RANK=FACTOR"),
-        ("4=2", "the ranks are 0 to 1"),
-    ],
+    ("text", "message"), [("1", "--slow '1' is not known; write RANK=FACTOR"), ("4=2", "the ranks are 0 to 1")]
 )
 def test_nonsense_is_refused(text: str, message: str, refused: Callable[..., str]) -> None:
     assert message in refused("simulate", "--uniform", "2", "--slow", text)
@@ -77,7 +72,7 @@ def test_seconds_of_a_weight_gradient(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_files_of_a_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = Plan.uniform(2).save(tmp_path / "plan.json")
+    path = pd.Plan.uniform(2).save(tmp_path / "plan.json")
     files = [option for name in ("svg", "csv", "trace") for option in (f"--{name}", str(tmp_path / f"run.{name}"))]
     assert cli.main(["simulate", str(path), "--minibatches", "3", *files]) == 0
     assert (tmp_path / "run.svg").read_text().startswith("<svg xmlns=")
@@ -182,7 +177,7 @@ def test_a_method_that_does_not_fit_says_why_in_its_row(
 
 
 def test_a_layout_without_chunks_is_said(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = str(Plan.uniform(4).save(tmp_path / "plan.json"))
+    path = str(pd.Plan.uniform(4).save(tmp_path / "plan.json"))
     assert cli.main(["simulate", path, "--schedule", "interleaved_1f1b"]) == 0
     assert "each worker has 1 stage of 3.00 s per microbatch" in capfd.readouterr().out
 
@@ -197,7 +192,7 @@ def test_a_piped_grid_has_a_line_a_rank(capfd: pytest.CaptureFixture[str], monke
 
 def test_units_have_no_powers_of_ten(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = (Stage(0, 1, 1, 31e-6, 59e-6),)
-    path = str(Plan(rows, (1,), Cluster.flat(1), batch=64).save(tmp_path / "plan.json"))
+    path = str(pd.Plan(rows, (1,), pd.Cluster.flat(1), batch=64).save(tmp_path / "plan.json"))
     assert cli.main(["simulate", path, "--minibatches", "30", "--grid"]) == 0
     out = capfd.readouterr().out
     assert "e+" not in out

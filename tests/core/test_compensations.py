@@ -67,12 +67,7 @@ def test_texts() -> None:
     assert [
         str(compensation)
         for compensation in (SpikeCompensation(), SpikeCompensation(3), Nesterov(), ErrorFeedback(0.5))
-    ] == [
-        "spike",
-        "spike:3",
-        "nesterov",
-        "error_feedback:0.5",
-    ]
+    ] == ["spike", "spike:3", "nesterov", "error_feedback:0.5"]
     assert Compensation.of_text("Error-Feedback:2") == ErrorFeedback(2.0)
     assert Compensation.of_text("basis_rotation:one_sided:5") == BasisRotation(5, geometry="one_sided")
     assert (

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pipedream
+import pipedream as pd
 from pipedream.cli.options import read_profile
 from pipedream.core import artifact
 from pipedream.core.artifact import Artifact
@@ -24,7 +24,6 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
 from pipedream.core.plan import depth
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
@@ -66,7 +65,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> pd.Plan:
     replicas = draw(st.lists(counts, min_size=1, max_size=4))
     stages, first = [], 0
     for count in replicas:
@@ -79,7 +78,7 @@ def plans(draw: st.DrawFn) -> Plan:
     cluster = draw(
         clusters().filter(lambda cluster: cluster.workers >= sum(replicas)) | st.just(Cluster.flat(sum(replicas)))
     )
-    return Plan(
+    return pd.Plan(
         tuple(stages), depth.noam(tuple(replicas), update_delay), cluster, update_delay, draw(words), draw(counts)
     )
 
@@ -108,7 +107,7 @@ def test_programs_are_read_as_they_were_written(name: str) -> None:
     if name in LAYOUTS:
         schedule = build(name, uniform(name, 2))
     else:
-        plan = Plan.uniform(3, replicas=(2, 1, 1))
+        plan = pd.Plan.uniform(3, replicas=(2, 1, 1))
         schedule = evaluation(plan) if name == "evaluation" else build(name, plan)
     program = lower(schedule)
     check_round_trip(program)
@@ -129,9 +128,9 @@ def test_prints(noun: Artifact) -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    plan = Plan.uniform(3, replicas=(2, 1, 1))
+    plan = pd.Plan.uniform(3, replicas=(2, 1, 1))
     path = plan.save(tmp_path / "deep" / "plan.json")
-    assert Plan.load(path) == plan
+    assert pd.Plan.load(path) == plan
     assert [item.name for item in path.parent.iterdir()] == ["plan.json"]
 
 
@@ -162,33 +161,33 @@ REFUSED: dict[str, tuple[Change, str]] = {
 def test_refused(story: str, tmp_path: Path) -> None:
     change, message = REFUSED[story]
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(change(json.loads(Plan.uniform(2).to_json()))), encoding="utf-8")
+    path.write_text(json.dumps(change(json.loads(pd.Plan.uniform(2).to_json()))), encoding="utf-8")
     with pytest.raises(ArtifactError, match=message) as caught:
-        Plan.load(path)
+        pd.Plan.load(path)
     assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_are_finite(value: float) -> None:
-    plan = replace(Plan.uniform(1), cluster=Cluster((Level(1, 1.0),)))
+    plan = replace(pd.Plan.uniform(1), cluster=Cluster((Level(1, 1.0),)))
     data = json.loads(plan.to_json())
     data["stages"][0]["forward_s"] = value
     with pytest.raises(ArtifactError, match=r"Plan.stages\[0\].forward_s should be a number up to 1e60"):
-        Plan.from_json(json.dumps(data))
+        pd.Plan.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("text", ["", "{", "plan", "[" * 100_000])
 def test_what_is_not_json(text: str) -> None:
     with pytest.raises(ArtifactError, match="is not JSON"):
-        Plan.from_json(text)
+        pd.Plan.from_json(text)
 
 
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"nowhere\.json does not exist; give the file of a Plan"):
-        Plan.load(tmp_path / "nowhere.json")
+        pd.Plan.load(tmp_path / "nowhere.json")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ArtifactError, match="cannot read the Plan"):
-        Plan.load(tmp_path / "bytes")
+        pd.Plan.load(tmp_path / "bytes")
 
 
 @pytest.mark.parametrize(
@@ -213,17 +212,17 @@ def test_no_file(tmp_path: Path) -> None:
     ],
 )
 def test_programs_refused(change: Change, message: str) -> None:
-    data = json.loads(lower(build("1f1b", Plan.uniform(2), 2)).to_json())
+    data = json.loads(lower(build("1f1b", pd.Plan.uniform(2), 2)).to_json())
     with pytest.raises(ArtifactError, match=message):
         Program.from_json(json.dumps(change(data)))
 
 
 def test_a_plan_keeps_the_keys_of_earlier_files() -> None:
-    plan = Plan.uniform(4, order=(0, 1, 0, 1))
+    plan = pd.Plan.uniform(4, order=(0, 1, 0, 1))
     data = json.loads(plan.to_json())
     assert (data["order"], data["tied"]) == ([0, 1, 0, 1], [])
     assert not {"worker_order", "tied_weights"} & data.keys()
-    assert Plan.from_json(json.dumps(data)) == plan
+    assert pd.Plan.from_json(json.dumps(data)) == plan
 
 
 def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +232,7 @@ def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(artifact, "MAX_TEXT_BYTES", 100)
     for name, words in (("pipe", "a pipe or a device"), ("link", "a pipe or a device"), ("large", "has 200 bytes")):
         with pytest.raises(ArtifactError, match=words):
-            Plan.load(tmp_path / name)
+            pd.Plan.load(tmp_path / name)
         with pytest.raises(ArtifactError, match=words):
             read_profile(tmp_path / name)
         with pytest.raises(ScheduleError, match=words):
@@ -253,9 +252,9 @@ def test_costs_are_not_negative() -> None:
 def test_the_name_of_a_file_is_no_plan() -> None:
     words = r"expected a Plan, got a str; read the file: pipedream.Plan.load\('plan.json'\)"
     plan: Any = "plan.json"
-    calls = [lambda: pipedream.simulate(plan), lambda: pipedream.Pipeline(None, plan, loss=None, optimizer=list)]
+    calls = [lambda: pd.simulate(plan), lambda: pd.Pipeline(None, plan, loss=None, optimizer=list)]
     for call in calls:
         with pytest.raises(PlanError, match=words):
             call()
     with pytest.raises(PlanError, match=r"expected a Profile, got a PosixPath; read the file"):
-        pipedream.plan(Path("profile.json"), pipedream.Cluster.flat(2))  # type: ignore[arg-type]
+        pd.plan(Path("profile.json"), pd.Cluster.flat(2))  # type: ignore[arg-type]

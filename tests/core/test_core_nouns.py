@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pipedream as pd
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.seeds import layer_seed
 from pipedream.core.units import (
@@ -145,33 +144,33 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("build", "message"),
         [
-            (lambda: replace(Plan.uniform(2), stages=()), "at least one stage"),
-            (lambda: replace(Plan.uniform(1), stages=(Stage(1, 2),)), "must begin at layer 0, found 1"),
+            (lambda: replace(pd.Plan.uniform(2), stages=()), "at least one stage"),
+            (lambda: replace(pd.Plan.uniform(1), stages=(Stage(1, 2),)), "must begin at layer 0, found 1"),
             (
-                lambda: replace(Plan.uniform(2), stages=(Stage(0, 1), Stage(2, 3))),
+                lambda: replace(pd.Plan.uniform(2), stages=(Stage(0, 1), Stage(2, 3))),
                 "ends before layer 1, .* begins at 2",
             ),
-            (lambda: replace(Plan.uniform(2), in_flight=(2,)), "are for 1 stages, the plan has 2"),
-            (lambda: replace(Plan.uniform(2), in_flight=(1, 2)), "must not grow towards the output"),
+            (lambda: replace(pd.Plan.uniform(2), in_flight=(2,)), "are for 1 stages, the plan has 2"),
+            (lambda: replace(pd.Plan.uniform(2), in_flight=(1, 2)), "must not grow towards the output"),
             (
-                lambda: replace(Plan.uniform(2), update_delay=(0,)),
+                lambda: replace(pd.Plan.uniform(2), update_delay=(0,)),
                 r"update_delay needs 0 or 1 for each of 2 stages, found \(0,\)",
             ),
-            (lambda: replace(Plan.uniform(2, replicas=(2, 1)), update_delay=(2, 0)), "update_delay needs 0 or 1"),
+            (lambda: replace(pd.Plan.uniform(2, replicas=(2, 1)), update_delay=(2, 0)), "update_delay needs 0 or 1"),
             (
-                lambda: replace(Plan.uniform(2), update_delay=(1, 0)),
+                lambda: replace(pd.Plan.uniform(2), update_delay=(1, 0)),
                 "update delay is 0 where a stage is not replicated",
             ),
-            (lambda: replace(Plan.uniform(1, replicas=(2,)), update_delay=(1,)), "and in a one-stage plan"),
-            (lambda: replace(Plan.uniform(2), unit="sample"), "unit is minibatch or microbatch, found 'sample'"),
-            (lambda: replace(Plan.uniform(2), depth_mode="deep"), "depth_mode is one of noam, full, auto, hand"),
+            (lambda: replace(pd.Plan.uniform(1, replicas=(2,)), update_delay=(1,)), "and in a one-stage plan"),
+            (lambda: replace(pd.Plan.uniform(2), unit="sample"), "unit is minibatch or microbatch, found 'sample'"),
+            (lambda: replace(pd.Plan.uniform(2), depth_mode="deep"), "depth_mode is one of noam, full, auto, hand"),
             (lambda: Stage(2, 2), "first < last, found 2 and 2"),
             (lambda: Stage(0, 1, 0), "between 1 and 100000 workers, found 0"),
             (lambda: Stage(0, 1, forward_s=-1.0), "forward_s cannot be negative, found -1.0"),
-            (lambda: Cluster(()), "at least one level"),
-            (lambda: Cluster.flat(0), "width must be between 1 and 100000, found 0"),
-            (lambda: Cluster.flat(1, 0.0), "bandwidth must be positive"),
-            (lambda: Cluster.flat(1, memory_bytes=0), "memory must be positive, found 0"),
+            (lambda: pd.Cluster(()), "at least one level"),
+            (lambda: pd.Cluster.flat(0), "width must be between 1 and 100000, found 0"),
+            (lambda: pd.Cluster.flat(1, 0.0), "bandwidth must be positive"),
+            (lambda: pd.Cluster.flat(1, memory_bytes=0), "memory must be positive, found 0"),
         ],
     )
     def test_refused(self, build: Callable[[], object], message: str) -> None:
@@ -180,7 +179,7 @@ class TestPlan:
 
     def test_depths(self) -> None:
         # 3 s of work a stage; a round trip of 3 s, and 1.5 s behind what comes to the middle from its other side.
-        plan = Plan.uniform(3, transfer_s=1.5)
+        plan = pd.Plan.uniform(3, transfer_s=1.5)
         assert plan.in_flight == (3, 2, 1)
         assert plan.with_depth("full").in_flight == (7, 4, 1)
         assert plan.with_depth("full").with_depth("noam") == plan
@@ -191,7 +190,7 @@ class TestPlan:
             plan.with_depth((1, 2, 1))
 
     def test_lag_needs_depth(self) -> None:
-        plan = replace(Plan.uniform(3, replicas=(1, 3, 1)), in_flight=(6, 2, 1), update_delay=(0, 1, 0))
+        plan = replace(pd.Plan.uniform(3, replicas=(1, 3, 1)), in_flight=(6, 2, 1), update_delay=(0, 1, 0))
         assert plan.with_depth("noam") == plan
         assert all(a >= b for a, b in zip(plan.with_depth("full").in_flight, plan.in_flight, strict=True))
         with pytest.raises(PlanError, match=r"with update delay 1 at stage 1: .*; \(6, 2, 1\) would do"):
@@ -199,16 +198,16 @@ class TestPlan:
         with pytest.raises(ValueError, match="with update delay 1 at stage 1"):
             replace(plan, in_flight=(5, 2, 1))
         assert replace(plan, update_delay=()).with_depth((5, 2, 1)).update_delay == (0, 0, 0)
-        assert Plan.from_json(plan.to_json()) == plan
+        assert pd.Plan.from_json(plan.to_json()) == plan
 
     def test_auto_takes_the_profile(self) -> None:
         with pytest.raises(PlanError, match="depth auto was asked for an existing plan"):
-            Plan.uniform(2).with_depth("auto")
+            pd.Plan.uniform(2).with_depth("auto")
 
     def test_prints_what_replicas_share(self) -> None:
         """Rates and all-reduces of replicated stages; a straight plan has neither column nor word of them."""
         rows = (Stage(0, 1, 4, 1.0, 2.0, parameter_bytes=1000), Stage(1, 2, 1, 1.0, 2.0, 0.5, output_bytes=7))
-        plan = Plan(rows, (2, 1), Cluster.flat(5, 100.0))
+        plan = pd.Plan(rows, (2, 1), pd.Cluster.flat(5, 100.0))
         head, names, first, second, words = str(plan).splitlines()
         assert head == "Plan 4-1: 5 workers, depth noam, 4.50 s per minibatch when full"
         columns = re.split(r"\s{2,}", names.strip())
@@ -225,7 +224,7 @@ class TestPlan:
         assert [line.split()[-3] for line in late[2:4]] == ["1", "0"]
         assert late[1].split()[-4:] == ["delay", "lr", "factor", "peak"]
         assert late[4].endswith("; delay: 1 if the next forward runs before the update")
-        straight = str(Plan.uniform(2))
+        straight = str(pd.Plan.uniform(2))
         assert "all-reduce" not in straight
         assert "delay" not in straight
         assert "lr factor" not in straight

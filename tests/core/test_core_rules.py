@@ -13,12 +13,11 @@ from drawn import straight
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pipedream as pd
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.plan import depth
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.rules import UpdateRule
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync, WeightPrediction
 from pipedream.schedules import build
 from pipedream.schedules.kit.idioms import latest_weights, steady_1f1b
@@ -132,7 +131,7 @@ class TestWeights:
     @pytest.mark.parametrize("p", [1, 2, 4, 7])
     def test_stash_equation_of_the_paper(self, p: int) -> None:
         """w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t)): update t + 1 is minibatch t, in steady state."""
-        rule = build("pipedream", Plan.uniform(p)).weights
+        rule = build("pipedream", pd.Plan.uniform(p)).weights
         for t in range(p - 1, 3 * p + 5):
             assert [rule.forward_version(s, t) for s in range(p)] == [t - p + 1 + s for s in range(p)]
         assert [rule.staleness(s) for s in range(p)] == [p - 1 - s for s in range(p)]
@@ -141,7 +140,7 @@ class TestWeights:
     @pytest.mark.parametrize("p", [1, 2, 4, 7])
     def test_vertical_sync_equation_of_the_paper(self, p: int) -> None:
         """w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1))."""
-        rule = build("vertical_sync", Plan.uniform(p)).weights
+        rule = build("vertical_sync", pd.Plan.uniform(p)).weights
         for t in range(p - 1, 3 * p + 5):
             assert {rule.forward_version(s, t) for s in range(p)} == {t - p + 1}
         assert {(rule.staleness(s), rule.versions(s)) for s in range(p)} == {(p - 1, p)}
@@ -195,7 +194,7 @@ class TestLatest:
         counts = tuple(data.draw(st.integers(1, 5)) for _ in replicas)
         m = data.draw(st.one_of(st.none(), st.integers(max(replicas), 3 * max(replicas))))
         update_delay = (0,) * len(replicas) if m else update_delay
-        plan = Plan.uniform(len(replicas), replicas=replicas)
+        plan = pd.Plan.uniform(len(replicas), replicas=replicas)
         plan = replace(
             plan,
             in_flight=depth.raise_to_legal(counts, replicas, update_delay),
@@ -220,7 +219,7 @@ class TestLatest:
         assert all(max(versions) <= rule.staleness(s) for s, versions in late.items() if versions)
 
     @given(straight())
-    def test_the_mean_delay_is_that_of_the_settled_microbatches(self, schedule: Schedule) -> None:
+    def test_the_mean_delay_is_that_of_the_settled_microbatches(self, schedule: pd.Schedule) -> None:
         """Of any method: what T1 divides a rate by, and what the proof prints."""
         rule, updates, plan = schedule.weights, schedule.updates, schedule.plan
         cycle = schedule.cycle
@@ -291,9 +290,9 @@ class TestPromises:
     def test_a_method_that_is_late_does_not_flush(self) -> None:
         for name in ("pipedream", "pipedream_2bw", "pipemare"):
             with pytest.raises(ScheduleError, match=r"has flushes=True, but .* makes gradients stale"):
-                replace(build(name, Plan.uniform(3)), flushes=True)
+                replace(build(name, pd.Plan.uniform(3)), flushes=True)
 
     def test_rounds_are_of_the_replicas(self) -> None:
-        built = build("pipedream_2bw", Plan.uniform(2), 2)  # the rate would be twice the user's
+        built = build("pipedream_2bw", pd.Plan.uniform(2), 2)  # the rate would be twice the user's
         with pytest.raises(ScheduleError, match=r"averages rounds.* hold \(2, 2\) microbatches for \(1, 1\) replicas"):
             replace(built, updates=UpdateRule((2, 2), mean_of_rounds=True))

@@ -106,11 +106,7 @@ def test_cuts_into_halves_may_cut_a_dimension_again(shape: list[int], data: st.D
 
 
 FOUND = partition(
-    Operators(
-        {"x0": (4, 8), "p_up_weight": (16, 8), "y": (4, 16)},
-        "y[b, o] += x0[b, i] * p_up_weight[o, i]",
-    ),
-    4,
+    Operators({"x0": (4, 8), "p_up_weight": (16, 8), "y": (4, 16)}, "y[b, o] += x0[b, i] * p_up_weight[o, i]"), 4
 )
 
 

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 import pipedream as pd
 from pipedream import planner, schedules
 from pipedream.core.errors import ScheduleError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import OccupancyRule, StageOccupancy, occupancy, stash
 from pipedream.verifier import verify
@@ -25,7 +23,7 @@ METHODS = sorted(
     name
     for name in schedules.SCHEDULES
     if name not in schedules.LAYOUTS
-    and schedules.build(name, Plan.uniform(2)).weights.name not in ("latest", "stamped", "interpolated")
+    and schedules.build(name, pd.Plan.uniform(2)).weights.name not in ("latest", "stamped", "interpolated")
 )
 """Those of one stage a worker whose weights are stored; views and graphs are counted in simulator/test_memory."""
 
@@ -40,7 +38,7 @@ def test_it_is_what_the_papers_claim(stages: int, m: int) -> None:
 
 
 def check_claims(name: str, stages: int, m: int) -> None:
-    plan = Plan.uniform(stages)
+    plan = pd.Plan.uniform(stages)
     travels = name.startswith("pipedream") and name != "pipedream_2bw"
     built = schedules.build(name, plan, None if travels else m)
     claims = built.claims
@@ -57,7 +55,7 @@ def check_claims(name: str, stages: int, m: int) -> None:
 def test_versions_count_an_update_delay(name: str, versions: list[int]) -> None:
     """Under stashing W_s + 1, and one more if the update comes after the next forward."""
     plans = [
-        replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), update_delay=(delay, 0))
+        replace(pd.Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), update_delay=(delay, 0))
         for in_flight in (1, 4)
         for delay in (0, 1)
     ]
@@ -67,7 +65,7 @@ def test_versions_count_an_update_delay(name: str, versions: list[int]) -> None:
 @given(st.data())
 def test_it_is_what_the_proof_finds(data: st.DataObject) -> None:
     counts = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
-    plan = Plan.uniform(len(counts), replicas=counts).with_depth(data.draw(st.sampled_from(["noam", "full"])))
+    plan = pd.Plan.uniform(len(counts), replicas=counts).with_depth(data.draw(st.sampled_from(["noam", "full"])))
     name = data.draw(st.sampled_from(METHODS + OWN_DEPTH))
     m = data.draw(st.none() | st.integers(1, 8))
     try:
@@ -88,7 +86,7 @@ LAYER = LayerProfile(1.0, 2.0, output_bytes=960, parameter_bytes=70, activation_
 @pytest.mark.parametrize("shape", ["2", "1-1-1", "2-1", "1-2"])
 def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
     profile = Profile.of_chain((LAYER,) * 4, batch=8)
-    plan = pd.plan(profile, Cluster.flat(3), schedule=name, shape=shape)
+    plan = pd.plan(profile, pd.Cluster.flat(3), schedule=name, shape=shape)
     flushes = schedules.build(name, plan).flushes
     timeline = pd.simulate(plan, schedule=name, minibatches=1 if flushes else -(-24 // plan.microbatches))
     assert timeline.peak_bytes
@@ -103,14 +101,14 @@ def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
 def test_a_stage_alone_never_holds_more_versions_than_in_a_plan(replicas: tuple[int, ...]) -> None:
     for name in METHODS:
         rule = OccupancyRule(stash, occupancy_of(name), 1)
-        plan = Plan.uniform(3, replicas=replicas)
+        plan = pd.Plan.uniform(3, replicas=replicas)
         alone = [rule.of_stage(count).versions for count in plan.in_flight]
         assert all(map(int.__le__, alone, (stage.versions for stage in rule.of_plan(plan)))), (name, alone)
 
 
 def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted() -> None:
-    assert occupancy_of("pipedream_2bw", 2).of_plan(Plan.uniform(4))[0] == StageOccupancy(4, 2, double_buffered=True)
-    assert occupancy_of("gpipe", 1).of_plan(Plan.uniform(2, replicas=(2, 1))) == (
+    assert occupancy_of("pipedream_2bw", 2).of_plan(pd.Plan.uniform(4))[0] == StageOccupancy(4, 2, double_buffered=True)
+    assert occupancy_of("gpipe", 1).of_plan(pd.Plan.uniform(2, replicas=(2, 1))) == (
         StageOccupancy(1, 1),
         StageOccupancy(2, 1),
     )
@@ -122,15 +120,13 @@ def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObjec
     counts = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     m = data.draw(st.integers(1, 12))
     profile = Profile.of_chain((LAYER,) * len(counts), batch=data.draw(st.integers(m, 20)))
-    cluster = Cluster.flat(sum(counts))
+    cluster = pd.Cluster.flat(sum(counts))
     again = data.draw(st.booleans())
     update_delay = data.draw(st.integers(0, 1))
     space = planner.SearchSpace.of(
         profile, cluster, occupancy=occupancy_of(name, m), microbatches=m, update_delay=update_delay
     )
-    plan = space.with_bytes(
-        space.build_plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)),
-    )
+    plan = space.with_bytes(space.build_plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)))
     for (first, last), stage, count, late in zip(
         space.ends(plan), plan.stages, plan.in_flight, plan.update_delay, strict=True
     ):

@@ -64,10 +64,7 @@ def test_what_takes_long_is_said_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
             advance()
             inside()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == [
-        "profiling Large: 2 of 200, about 297 s left",
-        "profiling Large: 4 of 200, about 294 s left",
-    ]
+    assert lines[:2] == ["profiling Large: 2 of 200, about 297 s left", "profiling Large: 4 of 200, about 294 s left"]
     assert len(lines) < 12, "the later, the rarer"
     monkeypatch.setenv("RANK", "1")
     with progress("profiling Large", 2) as advance:

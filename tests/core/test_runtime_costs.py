@@ -10,10 +10,8 @@ from drawn import runtime_costs
 from hypothesis import given
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
@@ -21,8 +19,8 @@ from pipedream.planner import manual_plan
 from pipedream.simulator import costs
 
 COSTS = RuntimeCosts(op_s=0.5, message_s=0.25, message_s_per_byte=0.01, update_s=2.0, load_s=3.0)
-PLAN = Plan(
-    tuple(Stage(s, s + 1, 1, 4.0, 8.0, 1.0, output_bytes=100) for s in range(3)), (3, 2, 1), Cluster.flat(3, 1e9)
+PLAN = pd.Plan(
+    tuple(Stage(s, s + 1, 1, 4.0, 8.0, 1.0, output_bytes=100) for s in range(3)), (3, 2, 1), pd.Cluster.flat(3, 1e9)
 )
 
 
@@ -31,11 +29,11 @@ def test_is_saved_with_profiles_and_plans(runtime: RuntimeCosts) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),), runtime=runtime)
     plan = replace(PLAN, runtime=runtime)
     assert Profile.from_json(profile.to_json()) == profile
-    assert Plan.from_json(plan.to_json()) == plan
+    assert pd.Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("artifact", [Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),)), PLAN], ids=["profile", "plan"])
-def test_earlier_files_have_none(artifact: Profile | Plan) -> None:
+def test_earlier_files_have_none(artifact: Profile | pd.Plan) -> None:
     before = json.loads(artifact.to_json())
     del before["runtime"]
     assert type(artifact).from_json(json.dumps(before)) == artifact
@@ -90,7 +88,7 @@ def test_each_op_is_longer_by_exactly_that() -> None:
 
 def test_the_bytes_of_a_sum_keep_its_workers_from_computing() -> None:
     """Each of two replicas sends as many bytes as the stage has, and receives as many."""
-    plan = Plan((Stage(0, 1, 2, 4.0, 8.0, 1.0, parameter_bytes=100),), (1,), Cluster.flat(2, 1e9))
+    plan = pd.Plan((Stage(0, 1, 2, 4.0, 8.0, 1.0, parameter_bytes=100),), (1,), pd.Cluster.flat(2, 1e9))
     without, longer = costs(plan), costs(replace(plan, runtime=COSTS))
     assert (without.summing_s(0), longer.summing_s(0)) == (0.0, 2 * 100 * 0.01)
     on_gpus = costs(replace(plan, runtime=replace(COSTS, overlap_device=True)))
@@ -99,7 +97,7 @@ def test_the_bytes_of_a_sum_keep_its_workers_from_computing() -> None:
     assert measured.summing_s(0) == 100 * 0.05, "a sum's own cost, if it is known"
     busy = replace(plan, runtime=RuntimeCosts(message_s_per_byte=0.01))
     for bytes_per_s, sum_s in ((1e9, 2.0), (10.0, 10.0)):  # the core's 2 s, or the network's 10 s
-        timeline = pd.simulate(replace(busy, cluster=Cluster.flat(2, bytes_per_s)), minibatches=8)
+        timeline = pd.simulate(replace(busy, cluster=pd.Cluster.flat(2, bytes_per_s)), minibatches=8)
         assert timeline.makespan_s == pytest.approx(4 * (4.0 + 8.0 + 1.0 + sum_s))
 
 
@@ -107,7 +105,7 @@ def test_a_stage_takes_the_longer_of_its_kernels_and_their_launches() -> None:
     """The sums of its layers, not the longer of each."""
     small = LayerProfile(1.0, 2.0, 1, 1, forward_launch_s=3.0, backward_launch_s=4.0)
     large = LayerProfile(10.0, 20.0, 1, 1, forward_launch_s=3.0, backward_launch_s=4.0)
-    cluster = Cluster.flat(1, 1e9)
+    cluster = pd.Cluster.flat(1, 1e9)
     assert [
         manual_plan(Profile.of_chain(layers), cluster, ()).slowest_stage_s
         for layers in ((small,) * 2, (large,) * 2, (small, large))

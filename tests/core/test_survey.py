@@ -22,11 +22,7 @@ def survey(machines: str, **more: tuple[object, ...]) -> Survey:
     return replace(measured, **more)  # type: ignore[arg-type]
 
 
-@given(
-    rate=st.floats(1e5, 1e10),
-    fixed_s=st.floats(0, 1e-3),
-    noise=st.lists(st.floats(0, 1.0), min_size=2, max_size=2),
-)
+@given(rate=st.floats(1e5, 1e10), fixed_s=st.floats(0, 1e-3), noise=st.lists(st.floats(0, 1.0), min_size=2, max_size=2))
 def test_slope_finds_the_rate_behind_fixed_costs_and_disturbances(
     rate: float, fixed_s: float, noise: list[float]
 ) -> None:

@@ -14,10 +14,9 @@ from delayed import nf1b
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.plan.plan import Plan
+import pipedream as pd
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.weights import Stamped, WeightRule
 from pipedream.experimental.timeprest_interpolated import Interpolated, timeprest_interpolated
 from pipedream.schedules import build
@@ -31,7 +30,7 @@ LAGS = [  # updates between a minibatch's first forward and its backward, as a r
 ]  # fmt: skip
 
 
-def followed(schedule: Schedule, stage: int, updates: int) -> list[list[Op]]:
+def followed(schedule: pd.Schedule, stage: int, updates: int) -> list[list[Op]]:
     """Returns the ops of each replica of a stage up to its update of that number."""
     rows = []
     for rank in schedule.placement.ranks[stage]:
@@ -57,7 +56,7 @@ def newest_at(ops: list[Op], kind: Kind) -> dict[int, int]:
 @given(replica_counts, st.data())
 def test_a_tag_is_what_is_newest_at_the_input_stage(replicas: tuple[int, ...], data: st.DataObject) -> None:
     m = data.draw(st.integers(max(replicas), 2 * max(replicas) + 2))
-    plan = Plan.uniform(len(replicas), replicas=replicas)
+    plan = pd.Plan.uniform(len(replicas), replicas=replicas)
     tagged, between = build("timeprest", plan, m), build("timeprest_interpolated", plan, m)
     assert isinstance(tagged.weights, Stamped)
     assert isinstance(between.weights, Interpolated)
@@ -95,7 +94,7 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_u
             lags[what] += 1
         assert lags["late"] == delays_updates[s]
     live, tagged, between = (
-        build(name, Plan.uniform(p), m) for name in ("v_timeprest", "timeprest", "timeprest_interpolated")
+        build(name, pd.Plan.uniform(p), m) for name in ("v_timeprest", "timeprest", "timeprest_interpolated")
     )
     for s, row in enumerate(nf1b(p, m, 8)):
         (ops,) = followed(live, s, 8)
@@ -114,8 +113,8 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_u
 def test_what_is_kept(p: int, m: int) -> None:
     """The input stage needs no old version for its tags, the last one the most; a stash is the other way round."""
     tagged, between = (
-        build("timeprest", Plan.uniform(p), m).weights,
-        build("timeprest_interpolated", Plan.uniform(p), m).weights,
+        build("timeprest", pd.Plan.uniform(p), m).weights,
+        build("timeprest_interpolated", pd.Plan.uniform(p), m).weights,
     )
     versions = [tagged.versions(s) for s in range(p)]
     assert versions[0] == 1
@@ -126,7 +125,7 @@ def test_what_is_kept(p: int, m: int) -> None:
 
 
 def test_a_share_is_in_the_file() -> None:
-    rule = timeprest_interpolated(Plan.uniform(2), share=0.25, backward_rule="recompute").weights
+    rule = timeprest_interpolated(pd.Plan.uniform(2), share=0.25, backward_rule="recompute").weights
     again = WeightRule.decoded(rule.encoded(), "weights")
     assert again == rule
     assert isinstance(again, Interpolated)
@@ -173,7 +172,7 @@ def test_the_reader_admits_a_minibatch_before_its_turn_is_over(replicas: tuple[i
     """Replica 0 of the input stage reads for all, at its first microbatch of a minibatch: no other needs one of its own
     behind fewer updates, or the two would wait for each other at the sum."""
     m = data.draw(st.integers(max(replicas), 3 * max(replicas)))
-    schedule = build("timeprest", Plan.uniform(len(replicas), replicas=replicas), m)
+    schedule = build("timeprest", pd.Plan.uniform(len(replicas), replicas=replicas), m)
     met = [newest_at(ops, Kind.FORWARD) for ops in followed(schedule, 0, 8)]
     for minibatch in range(8):
         mine = range(minibatch * m, (minibatch + 1) * m)

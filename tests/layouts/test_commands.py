@@ -237,10 +237,7 @@ def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
             "bad.json: Operators: line 1, column 13 of the operators has the tensor 'u', whose sizes",
         ),
         ("layout text.json --ranks 2", "text.json is not JSON"),
-        (
-            "layout odd.py --ranks 2",
-            "the layer '1' calls aten._fft_r2c.default, which has no description; write one",
-        ),
+        ("layout odd.py --ranks 2", "the layer '1' calls aten._fft_r2c.default, which has no description; write one"),
         ("layout failing.py --mesh m:2", "the recipe failed while its step was described on its first batch: "),
         ("layout product.json", "give either --mesh, as in data:2,model:2, or --ranks N"),
         ("layout product.json --mesh m1", "the mesh 'm1' has 'm1', which is not a name and a size; write a mesh as"),

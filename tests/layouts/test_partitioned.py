@@ -221,8 +221,7 @@ def _convert_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partiti
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("mlp", "pooled") else pytest.mark.slow) for name in CASES],
+    "name", [pytest.param(name, marks=() if name in ("mlp", "pooled") else pytest.mark.slow) for name in CASES]
 )
 def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
     operators = _make_step(name)[2].operators
@@ -357,10 +356,7 @@ def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("batch", "width", "elements"),
-    [
-        pytest.param(64, 1024, [393_216, 917_504, 1_703_936], marks=pytest.mark.slow),
-        (512, 512, [1_572_864, 3_407_872]),
-    ],
+    [pytest.param(64, 1024, [393_216, 917_504, 1_703_936], marks=pytest.mark.slow), (512, 512, [1_572_864, 3_407_872])],
 )
 def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[int]) -> None:
     """A perceptron costs the same as in `tests/layouts/test_partition.py`, whose text has no transposes."""

@@ -24,10 +24,8 @@ from commands import Ended, Started
 from torch.distributed.run import config_from_args, parse_args
 from two_machines import machines, within
 
-import pipedream
+import pipedream as pd
 from pipedream import cli
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
 from pipedream.slow_links import LINK, Network
 
@@ -41,7 +39,6 @@ import os, time
 from functools import partial
 import torch
 from torch import nn
-import pipedream
 
 
 class Engine(nn.Module):  # no chain: a residual connection, two inputs, a function between modules
@@ -149,10 +146,10 @@ def worker_of(started: Started) -> int:
     return next(pid for pid, line in words.items() if re.match(r"\S+ -u -m pipedream train ", line))
 
 
-def same_as_in_one_process(shared: Path, folder: Path, plan: Plan) -> None:
+def same_as_in_one_process(shared: Path, folder: Path, plan: pd.Plan) -> None:
     torch.set_num_threads(1)  # as many as each of the workers has
     make_recipe = lambda seed: load_recipe(str(folder / "machine0" / "recipe.py"), seed=seed)  # noqa: E731
-    pipedream.run(make_recipe, plan=plan, out=folder / "here", quiet=True)
+    pd.run(make_recipe, plan=plan, out=folder / "here", quiet=True)
     over_machines, other = (
         torch.load(run / "weights.pt", weights_only=True) for run in (shared / "run", folder / "here")
     )
@@ -175,12 +172,12 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
     ends = [process.end() for process in on_each(probe, machines, folder, **interfaces)]
     assert [ended.status for ended in ends] == [0, 0], ends[0].err
     assert "rank 0 to rank 1" in ends[0].out
-    cluster = Cluster.load(first / "cluster.json")
+    cluster = pd.Cluster.load(first / "cluster.json")
     assert cluster.workers == 2
     assert cluster.bandwidth_bytes_per_s < 60e6, "not the 2 GB/s of one machine"
     printed = "".join(ran(line, first).out for line in plan.splitlines())
     assert "of Engine" in printed
-    loaded_plan = Plan.load(shared / "plan.json")
+    loaded_plan = pd.Plan.load(shared / "plan.json")
     assert loaded_plan.cluster == cluster
 
     started = on_each(launch, machines, folder, SLOW_S="0.05", **interfaces)
@@ -372,7 +369,7 @@ def test_job_of_slurm(slurm: Slurm, tmp_path: Path) -> None:
     assert f"resuming from {shared / 'run' / 'checkpoints' / before[-1]}" in log, log
     summary = json.loads((shared / "run" / "summary.json").read_text())
     assert (summary["minibatches"], summary["configuration"]["processes"]) == (90, 2)
-    same_as_in_one_process(shared, folder, Plan.load(shared / "run" / "plan.json"))
+    same_as_in_one_process(shared, folder, pd.Plan.load(shared / "run" / "plan.json"))
 
 
 def is_task(place: Path, job: str, rank: int | None = None) -> bool:

@@ -17,9 +17,7 @@ import pipedream as pd
 from pipedream import cli, schedules
 from pipedream.cli.options import make_cluster
 from pipedream.core.errors import PipelineError, PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score, select_methods
@@ -61,7 +59,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     )
 
 
-def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[tuple[Any, ...], float]:
+def periods(profile: Profile, cluster: pd.Cluster, names: tuple[str, ...]) -> dict[tuple[Any, ...], float]:
     """Returns the simulated seconds of every way that `choose` may take."""
     workers = cluster.workers
     equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
@@ -89,7 +87,7 @@ def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[
 def test_no_way_is_faster(
     profile: Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
 ) -> None:
-    cluster = Cluster.flat(workers, rate, memory_bytes=memory)
+    cluster = pd.Cluster.flat(workers, rate, memory_bytes=memory)
     compared = select_methods(allow_asynchronous=True)
     names = FLUSHING if not allow_asynchronous else tuple(compared)
     every = periods(profile, cluster, names)
@@ -123,7 +121,7 @@ def test_halves_of_a_backward_are_not_compared() -> None:
     """Their seconds are not known; by half of a backward each, ZB-H2 would be the fastest of all."""
     assert not set(select_methods(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
     with pytest.raises(PlanError, match="compare zb_h1, but a profile does not have the seconds of the halves"):
-        planning.plan_and_compare(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto"), names=("1f1b", "zb_h1"))
+        planning.plan_and_compare(CHAIN, PlanRequest(pd.Cluster.flat(2), schedule="auto"), names=("1f1b", "zb_h1"))
 
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=960)
@@ -131,8 +129,8 @@ CHAIN = Profile.of_chain((LAYER,) * 6, batch=8)
 
 
 def test_a_late_method_is_taken_only_if_allowed() -> None:
-    plan = pd.plan(CHAIN, Cluster.flat(2), schedule="auto", microbatches=4)
-    two = pd.plan(CHAIN, Cluster.flat(2, 500.0), schedule="auto", microbatches=4, allow_asynchronous=True)
+    plan = pd.plan(CHAIN, pd.Cluster.flat(2), schedule="auto", microbatches=4)
+    two = pd.plan(CHAIN, pd.Cluster.flat(2, 500.0), schedule="auto", microbatches=4, allow_asynchronous=True)
     assert schedules.build(plan.schedule, plan).flushes
     assert not schedules.build(two.schedule, two).flushes
     assert "learn differently" in two.note
@@ -141,13 +139,13 @@ def test_a_late_method_is_taken_only_if_allowed() -> None:
 
 def test_memory_decides_between_methods() -> None:
     """Where messages are slow, the deepest is fastest; with less memory a shallower one, at last the naive one."""
-    roomy = pd.plan(CHAIN, Cluster.flat(2, 1e4), schedule="auto", shape="1-1", microbatches=8)
+    roomy = pd.plan(CHAIN, pd.Cluster.flat(2, 1e4), schedule="auto", shape="1-1", microbatches=8)
     peak = max(stage.peak_bytes for stage in roomy.stages)
-    tight = pd.plan(CHAIN, Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
+    tight = pd.plan(CHAIN, pd.Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
     assert (roomy.schedule, tight.schedule) == ("1f1b", "1f1b")
     assert tight.in_flight < roomy.in_flight
     peak = max(stage.peak_bytes for stage in tight.stages)
-    least = pd.plan(CHAIN, Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
+    least = pd.plan(CHAIN, pd.Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
     assert least.schedule == "naive"
 
 
@@ -172,28 +170,28 @@ def test_searches_for_slower_links_are_made_within_the_memory_too() -> None:
 )
 def test_never_slower_than_one_worker(rate: float) -> None:
     """Minibatches of one sample cannot be split, and a flush leaves all workers but one idle."""
-    plan = pd.plan(replace(CHAIN, batch=1), Cluster.flat(3, rate), schedule="auto")
+    plan = pd.plan(replace(CHAIN, batch=1), pd.Cluster.flat(3, rate), schedule="auto")
     assert score(plan).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
     assert plan.workers == 1
     assert "a minibatch of one sample cannot be split" in plan.note
-    assert "cannot be split" not in pd.plan(CHAIN, Cluster.flat(2, rate), schedule="auto").note
+    assert "cannot be split" not in pd.plan(CHAIN, pd.Cluster.flat(2, rate), schedule="auto").note
 
 
 def test_small_batches_that_are_cheaper_are_planned_as_by_the_method_alone() -> None:
     layers = (LayerProfile(1.0, 2.0, 1, 8, backward_fixed_s=-1.0),) * 4
-    profile, cluster = Profile.of_chain(layers, batch=4), Cluster.flat(2, 100.0)
+    profile, cluster = Profile.of_chain(layers, batch=4), pd.Cluster.flat(2, 100.0)
     request = PlanRequest(cluster, schedule="auto", shape="1-1", microbatches=4, in_flight="auto")
     chosen = planning.plan_and_compare(profile, request, ["1f1b"]).plan
     assert chosen.stages == planning.make_plan(profile, replace(request, schedule="1f1b")).stages
 
 
 def test_what_is_said_is_kept() -> None:
-    plan = pd.plan(CHAIN, Cluster.flat(4), schedule="auto", microbatches=4, shape="2-2", in_flight=(2, 1))
+    plan = pd.plan(CHAIN, pd.Cluster.flat(4), schedule="auto", microbatches=4, shape="2-2", in_flight=(2, 1))
     assert (plan.config, plan.microbatches, plan.in_flight) == ("2-2", 4, (2, 1))
     with pytest.raises(PlanError, match="chooses the stages"):
-        pd.plan(CHAIN, Cluster.flat(2), schedule="auto", cuts=(3,))
+        pd.plan(CHAIN, pd.Cluster.flat(2), schedule="auto", cuts=(3,))
     with pytest.raises(PlanError, match="no method works with what was asked on 4 workers"):
-        pd.plan(CHAIN, Cluster.flat(4), schedule="auto", microbatches=2, shape="data-parallel")
+        pd.plan(CHAIN, pd.Cluster.flat(4), schedule="auto", microbatches=2, shape="data-parallel")
 
 
 @pytest.mark.slow
@@ -212,8 +210,8 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "more cannot be faster than the best of their kind" in printed
     assert "Plan 1-1 of chain" in printed
     # What the plan was made for is what is simulated and trained.
-    assert Plan.load(plan).method() == ("1f1b", 8)
-    assert Plan.load(plan).method("gpipe") == ("gpipe", None)
+    assert pd.Plan.load(plan).method() == ("1f1b", 8)
+    assert pd.Plan.load(plan).method("gpipe") == ("gpipe", None)
     assert cli.main(["simulate", str(plan)]) == 0
     assert capfd.readouterr().out.startswith("1f1b, simulated: ")
-    assert len(pd.simulate(Plan.load(plan)).gradient_versions) == 8 * 2
+    assert len(pd.simulate(pd.Plan.load(plan)).gradient_versions) == 8 * 2

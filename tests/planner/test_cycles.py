@@ -11,12 +11,10 @@ from every_plan import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pipedream as pd
 from pipedream import schedules
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.mesh import Mesh
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule import lowering
 from pipedream.planner import MeshSearch, SearchSpace, cycles
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
@@ -36,7 +34,7 @@ def chain(draw: random.Random, layers: int) -> Profile:
     )
 
 
-def cycle_of(plan: Plan) -> int:
+def cycle_of(plan: pd.Plan) -> int:
     return lcm(*plan.replicas)
 
 
@@ -50,9 +48,9 @@ def cycle_of(plan: Plan) -> int:
 def test_is_the_fastest_with_so_short_a_cycle(
     draw: random.Random, layers: int, workers: int, memory: int | None, whole: bool
 ) -> None:
-    space = SearchSpace.of(chain(draw, layers), Cluster.flat(workers, draw.choice([1e8, 1e9]), 0.0, memory))
+    space = SearchSpace.of(chain(draw, layers), pd.Cluster.flat(workers, draw.choice([1e8, 1e9]), 0.0, memory))
 
-    def among(plan: Plan) -> bool:
+    def among(plan: pd.Plan) -> bool:
         return len(plan.stages) > 1 and cycle_of(plan) <= most and (not whole or plan.workers == workers)
 
     for most in (1, 2, 3, 5, 6):
@@ -75,11 +73,11 @@ def test_is_the_fastest_with_so_short_a_cycle(
 
 def test_meshes_have_replicas_with_so_short_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = chain(random.Random(0), 6)
-    cluster = Cluster.flat(5, 1e9)
-    free = MeshSearch.of(profile, cluster, [Mesh()]).best("pipeline")
+    cluster = pd.Cluster.flat(5, 1e9)
+    free = MeshSearch.of(profile, cluster, [pd.Mesh()]).best("pipeline")
     assert cycle_of(free) > 2
     monkeypatch.setattr(cycles, "CYCLE_LIMITS", (2,))
-    got = MeshSearch.of(profile, cluster, [Mesh()]).best("pipeline")
+    got = MeshSearch.of(profile, cluster, [pd.Mesh()]).best("pipeline")
     assert cycle_of(got) <= 2
     assert got.slowest_stage_s == search_plan(profile, cluster, shape="pipeline").slowest_stage_s
     assert got.bound_s == free.slowest_stage_s
@@ -100,10 +98,10 @@ def test_every_plan_builds_its_program(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cycles, "CYCLE_LIMITS", (4, 10))
         patch.setattr(lowering, "MAX_PROVED", 10)
-        planned = plan(profile, cluster=Cluster.flat(workers, draw.choice([1e8, 1e9])), **options)
+        planned = plan(profile, cluster=pd.Cluster.flat(workers, draw.choice([1e8, 1e9])), **options)
         lowering.lower(schedules.build(planned.schedule, planned, planned.microbatches))
 
 
 def test_counts_that_cannot_be_proved_are_refused() -> None:
     with pytest.raises(PlanError, match="repeats after 4221 microbatches"):
-        search_plan(chain(random.Random(0), 2), Cluster.flat(130, 1e9), shape=(67, 63))
+        search_plan(chain(random.Random(0), 2), pd.Cluster.flat(130, 1e9), shape=(67, 63))

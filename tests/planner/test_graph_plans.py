@@ -11,12 +11,11 @@ import pytest
 from exactly import best_plans
 from marks import seeds
 
+import pipedream as pd
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.plan.cost import Site
-from pipedream.core.plan.plan import Plan
 from pipedream.planner import SearchSpace, cuts
 from tests.planner.planned import search_plan
 
@@ -54,7 +53,7 @@ def with_tied(draw: random.Random, profile: Profile) -> Profile:
     return replace(profile, layers=tuple(layers), tied=tuple(tied))
 
 
-def least_period(profile: Profile, cluster: Cluster) -> float:
+def least_period(profile: Profile, cluster: pd.Cluster) -> float:
     """The best of all chains of downsets, with any replicas: by definition, without the planner's sums."""
     graph, layers = profile.graph, profile.layers
     count = len(layers)
@@ -91,7 +90,7 @@ def least_period(profile: Profile, cluster: Cluster) -> float:
         summed_s = summed_s + tied.trained * least_s * (members.any(axis=1) & ~members.all(axis=1))
     costs = [
         Site.of(
-            Cluster.flat(r + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s), range(1, r + 1), 0, r + 1
+            pd.Cluster.flat(r + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s), range(1, r + 1), 0, r + 1
         ).period_s(
             between @ np.array([layer.forward_s for layer in layers]),
             between @ np.array([layer.backward_s + loss for layer, loss in zip(layers, losses, strict=True)]),
@@ -108,7 +107,7 @@ def least_period(profile: Profile, cluster: Cluster) -> float:
     return float(best[-1][0])
 
 
-def check_stages(plan: Plan, profile: Profile) -> None:
+def check_stages(plan: pd.Plan, profile: Profile) -> None:
     """Stages hold each layer once, and nothing reads what runs in a later one."""
     names = [name for stage in plan.stages for name in stage.names]
     assert sorted(names) == sorted(layer.name for layer in profile.graph.layers)
@@ -134,7 +133,7 @@ def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
         if len(profile.layers) < 2:
             continue
         profile = with_tied(draw, profile).without_tied_groups()
-        cluster = Cluster.flat(draw.randint(2, 4), draw.choice([0.3, 4.0, 64.0, 1e9]), draw.choice([0.0, 0.5]))
+        cluster = pd.Cluster.flat(draw.randint(2, 4), draw.choice([0.3, 4.0, 64.0, 1e9]), draw.choice([0.0, 0.5]))
         best = search_plan(profile, cluster, shape=draw.choice(["any", "pipeline"]))
         least_s = least_period(profile, cluster)
         assert best.slowest_stage_s >= least_s * (1 - 1e-12)
@@ -165,7 +164,7 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
     wide = 0
     for _ in range(60):
         profile = random_graph(draw)
-        cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.5]))
+        cluster = pd.Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.5]))
         best = search_plan(profile, cluster)
         assert best.slowest_stage_s == least_period(profile, cluster)
         assert best.bound_s == best.slowest_stage_s
@@ -184,7 +183,7 @@ def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.Monke
     several = best = told = 0
     for _ in range(60):
         profile = random_graph(draw)
-        cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]))
+        cluster = pd.Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]))
         planned = search_plan(profile, cluster)
         least = least_period(profile, cluster)
         assert planned.bound_s <= least <= planned.slowest_stage_s
@@ -205,12 +204,12 @@ def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.Monke
     layers = (LayerProfile(1.0, 1.0, 4, 0, 1), *[LayerProfile(0.0, 0.0, 1, 0, 9)] * 4, LayerProfile(1.0, 1.0, 1, 0, 1))
     edges = tuple((0, i) for i in range(1, 6))
     profile = Profile("views", LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(6)), edges), layers, batch=1)
-    limited = Cluster.flat(2, 1e9, memory_bytes=100)
+    limited = pd.Cluster.flat(2, 1e9, memory_bytes=100)
     assert len(SearchSpace.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
     monkeypatch.setattr(cuts, "MAX_DOWNSETS", 10)
     few = SearchSpace.of(profile, limited)
     assert (len(few.positions), few.is_complete) == (3, False)  # the views, read by nobody, run at once
-    assert SearchSpace.of(profile, Cluster.flat(2, 1e9)).is_complete
+    assert SearchSpace.of(profile, pd.Cluster.flat(2, 1e9)).is_complete
 
 
 def test_memory_is_kept() -> None:
@@ -219,7 +218,7 @@ def test_memory_is_kept() -> None:
     limited = 0
     for _ in range(30):
         profile = random_graph(draw, most=5)
-        space = SearchSpace.of(profile, Cluster.flat(3, 4.0, memory_bytes=draw.choice([15, 25, 40])))
+        space = SearchSpace.of(profile, pd.Cluster.flat(3, 4.0, memory_bytes=draw.choice([15, 25, 40])))
         least, best = best_plans(space)
         if best is None or least is None:
             continue
@@ -232,5 +231,5 @@ def test_memory_is_kept() -> None:
         assert planned.bound_s <= best.slowest_stage_s <= planned.slowest_stage_s
         if best == least:
             assert planned.slowest_stage_s == best.slowest_stage_s
-        limited += planned.slowest_stage_s > search_plan(profile, Cluster.flat(3, 4.0)).slowest_stage_s
+        limited += planned.slowest_stage_s > search_plan(profile, pd.Cluster.flat(3, 4.0)).slowest_stage_s
     assert limited > 1

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream.core.errors import PlanError, ShortageError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
@@ -26,7 +25,7 @@ CHAIN = Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
 
 def plan_of(memory_bytes: int | None, rate: float | None = None, profile: Profile = CHAIN, **request: Any) -> Plan:
     """`rate`: of copies, by default such that passes hide them."""
-    cluster = replace(Cluster.flat(4, memory_bytes=memory_bytes), host_bytes_per_s=rate)
+    cluster = replace(pd.Cluster.flat(4, memory_bytes=memory_bytes), host_bytes_per_s=rate)
     cluster = request.pop("cluster", cluster)
     return pd.plan(profile, cluster, **{"shape": "straight", "activations": "host"} | request)
 
@@ -101,11 +100,11 @@ def test_a_plan_is_found_where_a_cut_hides_its_copies(
     layers = (LayerProfile(float(s), 2.0 * s, 10, 100, activation_bytes=1000 * size) for s, size in rows)
     profile, peaks = Profile.of_chain(tuple(layers), batch=8), []
     cuts = [*combinations(range(1, len(rows)), stages - 1)]
-    cluster = Cluster.flat(stages)
+    cluster = pd.Cluster.flat(stages)
     for cut in cuts:
         plan = plan_of(None, profile=profile, cluster=cluster, shape="any", cuts=cut, activations="", **how)
         peaks.append(max(stage.peak_bytes for stage in plan.stages))
-    cluster = replace(Cluster.flat(stages, memory_bytes=int(share * max(peaks))), host_bytes_per_s=rate)
+    cluster = replace(pd.Cluster.flat(stages, memory_bytes=int(share * max(peaks))), host_bytes_per_s=rate)
     periods = []
     for cut in cuts:
         with suppress(PlanError):
@@ -142,7 +141,7 @@ def test_a_refusal_says_the_largest_microbatch(share: float, schedule: str) -> N
     profile = replace(CHAIN, batch=12)
 
     def plan_parts(m: int, memory_bytes: int | None = None) -> Plan:
-        cluster = Cluster.flat(2, memory_bytes=memory_bytes)
+        cluster = pd.Cluster.flat(2, memory_bytes=memory_bytes)
         return pd.plan(profile, cluster, schedule=schedule, microbatches=m, strategy="search")
 
     limit = round(share * max(stage.peak_bytes for stage in plan_parts(2).stages))
@@ -192,7 +191,7 @@ def test_a_refusal_counts_in_the_steps_of_the_method(schedule: str, workers: int
     profile, how = Profile.of_chain((LAYER,) * 6, batch=32, optimizer_bytes=80_000), {"schedule": schedule}
 
     def plan_parts(m: int, memory_bytes: int | None = None) -> Plan:
-        return pd.plan(profile, Cluster.flat(workers, memory_bytes=memory_bytes), microbatches=m, **how)
+        return pd.plan(profile, pd.Cluster.flat(workers, memory_bytes=memory_bytes), microbatches=m, **how)
 
     limit = max(plan_parts(2 * step).worker_bytes.values())
     with pytest.raises(ShortageError, match=rf"\(--microbatches {2 * step}, or a larger multiple of {step}\)"):
@@ -202,15 +201,11 @@ def test_a_refusal_counts_in_the_steps_of_the_method(schedule: str, workers: int
 
 def test_copies_take_time() -> None:
     """At the rate that was measured, else at that of the datasheet."""
-    cluster = Cluster.flat(4, memory_bytes=NEEDS[0] - 150_000, device="A100-80GB")
+    cluster = pd.Cluster.flat(4, memory_bytes=NEEDS[0] - 150_000, device="A100-80GB")
     profile = replace(CHAIN, device="A100-80GB")
     for rate, slowest in ((0.9e5, 0.9e5), (None, 0.8 * 31.5e9)):
         plan = pd.plan(
-            profile,
-            replace(cluster, host_bytes_per_s=rate),
-            shape="straight",
-            activations="host",
-            strategy="search",
+            profile, replace(cluster, host_bytes_per_s=rate), shape="straight", activations="host", strategy="search"
         )
         assert plan.cluster.host_bytes_per_s == slowest
         (first, *_), copy_s = plan.stages, 100_000 / slowest
@@ -249,7 +244,7 @@ GPU_CHAIN = replace(CHAIN, device="A100-80GB", runtime=RuntimeCosts(overlap_devi
 
 
 def plan_on_gpus(memory_bytes: int | None, host_bytes: int, **request: Any) -> Plan:
-    cluster = Cluster.flat(4, memory_bytes=memory_bytes, device="A100-80GB")
+    cluster = pd.Cluster.flat(4, memory_bytes=memory_bytes, device="A100-80GB")
     cluster = replace(cluster, host_bytes=host_bytes, host_bytes_per_s=1e9)
     return pd.plan(GPU_CHAIN, cluster, shape="straight", schedule="1f1b", microbatches=1, **request)
 

@@ -12,12 +12,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from marks import seeds
 
+import pipedream as pd
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.recurrence import (
@@ -36,7 +35,7 @@ RULES: dict[str, VersionsRule] = {
 }
 
 
-def straight(profile: Profile, cluster: Cluster, *, stages: int, **options: Any) -> Plan:
+def straight(profile: Profile, cluster: pd.Cluster, *, stages: int, **options: Any) -> pd.Plan:
     return search_plan(profile, cluster, shape=(1,) * stages, **options)
 
 
@@ -95,9 +94,9 @@ def random_runtime(draw: random.Random) -> RuntimeCosts:
     return RuntimeCosts(*(draw.choice(some) for _ in range(5)), overlap_device=draw.random() < 0.3)
 
 
-def random_cluster(draw: random.Random, workers: int) -> Cluster:
+def random_cluster(draw: random.Random, workers: int) -> pd.Cluster:
     limit = draw.choice([None, None, 10, 20, 30, 45, 70])
-    return Cluster.flat(workers, draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.0, 0.5, 3.0]), limit)
+    return pd.Cluster.flat(workers, draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.0, 0.5, 3.0]), limit)
 
 
 @st.composite
@@ -159,7 +158,7 @@ def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):
         space = SearchSpace.of(
-            random_profile(draw, most=5), Cluster.flat(4), microbatches=2, update_delay=draw.choice([0, 1])
+            random_profile(draw, most=5), pd.Cluster.flat(4), microbatches=2, update_delay=draw.choice([0, 1])
         )
         needs = {candidate: peak_bytes(space, candidate) for candidate in every_plan(space)}
         assert DynamicProgram(space, replicated_states(4)).least_bytes == min(needs.values())
@@ -175,7 +174,7 @@ def test_many_workers_are_planned_in_seconds() -> None:
         LayerProfile(draw.random(), draw.random(), draw.randrange(10**7), draw.randrange(10**8)) for _ in range(200)
     ]
     start = time.process_time()
-    best = search_plan(Profile.of_chain(tuple(layers)), Cluster.flat(64, 1e9, 1e-5))
+    best = search_plan(Profile.of_chain(tuple(layers)), pd.Cluster.flat(64, 1e9, 1e-5))
     assert time.process_time() - start < 30
     assert best.workers <= 64
     assert max(best.replicas) > 1
@@ -184,10 +183,10 @@ def test_many_workers_are_planned_in_seconds() -> None:
 @given(chains(), st.integers(1, 5), st.floats(0.0, 1.5), st.sampled_from(sorted(RULES)))
 def test_memory_limit_is_obeyed_to_the_byte(profile: Profile, stages: int, share: float, rule: str) -> None:
     assume(stages <= len(profile.layers))
-    free = SearchSpace.of(profile, Cluster.flat(5), versions=RULES[rule])
+    free = SearchSpace.of(profile, pd.Cluster.flat(5), versions=RULES[rule])
     least = of_stages(free, stages).least_bytes
     limit = max(1, int(least * share))
-    cluster = Cluster.flat(5, memory_bytes=limit)
+    cluster = pd.Cluster.flat(5, memory_bytes=limit)
     if limit < least:
         with pytest.raises(PlanError, match=rf"\({least} bytes\)"):
             straight(profile, cluster, stages=stages, versions=RULES[rule])

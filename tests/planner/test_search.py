@@ -16,11 +16,10 @@ from exactly import best_plans
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import pipedream as pd
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search
 from tests.planner.planned import search_plan
 
@@ -56,7 +55,7 @@ def chains(draw: st.DrawFn) -> Profile:
 def test_takes_the_fastest_of_all(
     profile: Profile, workers: int, bandwidth: float, latency: float, memory: int | None, microbatches: int
 ) -> None:
-    cluster = Cluster.flat(workers, bandwidth, latency, memory)
+    cluster = pd.Cluster.flat(workers, bandwidth, latency, memory)
     space = SearchSpace.of(profile, cluster, microbatches=microbatches)
     least, best = best_plans(space)
     if best is None:
@@ -67,7 +66,7 @@ def test_takes_the_fastest_of_all(
         return
     planned = search_plan(profile, cluster, microbatches=microbatches)
     assert (planned.stages, planned.in_flight, planned.depth_mode) == (best.stages, best.in_flight, "noam")
-    assert Plan.from_json(planned.to_json()) == planned
+    assert pd.Plan.from_json(planned.to_json()) == planned
     assert "\n" not in planned.note
 
 
@@ -75,7 +74,7 @@ def test_takes_the_fastest_of_all(
 def test_never_loses_to_replicas_alike_where_memory_is_short(
     profile: Profile, workers: int, bandwidth: float, memory: int
 ) -> None:
-    cluster = Cluster.flat(workers, bandwidth, 0.0, memory)
+    cluster = pd.Cluster.flat(workers, bandwidth, 0.0, memory)
     for stages in (count for count in range(2, workers + 1) if workers % count == 0 and count <= len(profile.layers)):
         try:
             equal = search_plan(profile, cluster, shape=(workers // stages,) * stages)
@@ -102,12 +101,12 @@ def test_searches_that_share_tables_find_what_each_finds_alone(
     profile: Profile, workers: int, bandwidth: float, memory: int | None, recompute: str, all_workers: bool
 ) -> None:
     """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
-    cluster = Cluster.flat(workers, bandwidth, 0.2, memory)
+    cluster = pd.Cluster.flat(workers, bandwidth, 0.2, memory)
 
     def make() -> PlanSearch:
         return PlanSearch.of(profile, cluster, recompute=recompute, all_workers=all_workers, update_delay=1)
 
-    def find(search: PlanSearch, shape: Any, slower: float) -> Plan | str:
+    def find(search: PlanSearch, shape: Any, slower: float) -> pd.Plan | str:
         try:
             return search.best(shape, slower=slower)
         except PlanError as error:
@@ -119,7 +118,7 @@ def test_searches_that_share_tables_find_what_each_finds_alone(
             alone = find(make(), shape, slower)
             assert find(shared, shape, slower) == alone
             without = find(unnamed, shape, slower)
-            assert without == (replace(alone, note=without.note) if isinstance(without, Plan) else alone)
+            assert without == (replace(alone, note=without.note) if isinstance(without, pd.Plan) else alone)
 
 
 def ignore_rival(spare_memory: Callable[..., Any], *args: Any, rival_s: float = 0.0) -> Any:
@@ -135,7 +134,7 @@ def test_what_cannot_win_is_left_out(
     profile: Profile, workers: int, bandwidth: float, memory: int | None, slower: float
 ) -> None:
     """The same plan with all searches that keep memory free; and under its own seconds as a limit."""
-    searches = PlanSearch.of(profile, Cluster.flat(workers, bandwidth, 0.2, memory))
+    searches = PlanSearch.of(profile, pd.Cluster.flat(workers, bandwidth, 0.2, memory))
 
     try:
         plan = searches.best("any", slower=slower)
@@ -162,14 +161,14 @@ def test_no_worker_is_left_out_where_memory_is_short(
 ) -> None:
     """A straight pipeline of fewer stages than workers fits, and is taken only if workers may be idle."""
     profile = Profile.of_chain(tuple(LayerProfile(1.0, 1.0, *row) for row in rows))
-    cluster = Cluster.flat(workers, 1e3, memory_bytes=memory)
+    cluster = pd.Cluster.flat(workers, 1e3, memory_bytes=memory)
     assert search_plan(profile, cluster).workers < workers
     with suppress(PlanError):
         assert search_plan(profile, cluster, all_workers=True).workers == workers
 
 
 def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
-    slow = search_plan(EIGHT, Cluster.flat(4, 100.0))
+    slow = search_plan(EIGHT, pd.Cluster.flat(4, 100.0))
     assert slow.config == "1-1-1-1"
     assert slow.in_flight == (4, 3, 2, 1)
     assert slow.slowest_stage_s == 6.0
@@ -178,7 +177,7 @@ def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
         "parallelism on 4 workers is predicted at 36.0 s per minibatch; one worker is predicted at 24.0 s per minibatch"
     )
     uneven = Profile.of_chain((LAYER,) * 7)
-    fast = search_plan(uneven, Cluster.flat(4, 1e9))
+    fast = search_plan(uneven, pd.Cluster.flat(4, 1e9))
     assert fast.config == "4"
     assert fast.in_flight == (1,)
     assert fast.note.endswith(
@@ -191,34 +190,34 @@ def test_a_model_that_cannot_be_cut() -> None:
     graph = LayerGraph.chain((Layer("a", "L"), Layer("b", "L")), ties=((0, 1),))
     profile = Profile("tied", graph, (LAYER,) * 2, batch=1)
     for shape in ("any", "pipeline"):
-        best = search_plan(profile, Cluster.flat(2), shape=shape)
+        best = search_plan(profile, pd.Cluster.flat(2), shape=shape)
         assert (best.config, len(best.stages)) == ("2", 1)
         assert best.note == (
             "the model cannot be cut; fastest of its plans of one stage; one worker is predicted at 6.00 s per "
             f"minibatch; {profile.ties_in_words()}"
         )
     with pytest.raises(PlanError, match="2 layers can be cut at 0 places"):
-        search_plan(profile, Cluster.flat(2), shape="straight")
+        search_plan(profile, pd.Cluster.flat(2), shape="straight")
 
 
 def test_kinds_can_be_forced() -> None:
-    cluster = Cluster.flat(4, 1e9)
+    cluster = pd.Cluster.flat(4, 1e9)
     pipeline = search_plan(EIGHT, cluster, shape="straight")
     assert pipeline.config == "1-1-1-1"
     assert pipeline.note == (
         "optimal among straight pipelines of 4 stages; data parallelism on 4 workers is predicted at 6.00 s per "
         "minibatch"
     )
-    parallel = search_plan(EIGHT, Cluster.flat(4, 100.0), shape="data-parallel")
+    parallel = search_plan(EIGHT, pd.Cluster.flat(4, 100.0), shape="data-parallel")
     assert parallel.config == "4"
     assert parallel.note == "data parallelism was asked for; one worker is predicted at 24.0 s per minibatch"
-    assert search_plan(EIGHT, Cluster.flat(1), shape="pipeline").config == "1"
-    assert search_plan(EIGHT, Cluster.flat(2), shape="pipeline").config == "1-1"
+    assert search_plan(EIGHT, pd.Cluster.flat(1), shape="pipeline").config == "1"
+    assert search_plan(EIGHT, pd.Cluster.flat(2), shape="pipeline").config == "1-1"
 
 
 @pytest.mark.parametrize("shape", ["3-1", (3, 1), [3, 1]])
 def test_counts_can_be_forced(shape: Any) -> None:
-    cluster = Cluster.flat(5, 1e9)
+    cluster = pd.Cluster.flat(5, 1e9)
     forced = search_plan(EIGHT, cluster, shape=shape)
     space = SearchSpace.of(EIGHT, cluster)
     best = exhaustive(space, lambda plan: plan.replicas == (3, 1))
@@ -230,18 +229,18 @@ def test_counts_can_be_forced(shape: Any) -> None:
 @pytest.mark.parametrize("shape", ["any", "pipeline"])
 def test_no_worker_is_left_without_work_if_asked(shape: str) -> None:
     thin = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 3 * 10**6),) * 2)  # sums cost more than replicas save
-    cluster = Cluster.flat(3, 1e6)
+    cluster = pd.Cluster.flat(3, 1e6)
     assert search_plan(thin, cluster, shape=shape).workers == 2
     assert search_plan(thin, cluster, shape=shape, all_workers=True).workers == 3
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "2-1"])
 def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
-    best = search_plan(EIGHT, Cluster.flat(3, 1e9), shape=shape, update_delay=1)
+    best = search_plan(EIGHT, pd.Cluster.flat(3, 1e9), shape=shape, update_delay=1)
     many = len(best.stages) > 1
     assert best.update_delay == tuple(int(many and stage.replicas > 1) for stage in best.stages)
-    assert Plan.from_json(best.to_json()) == best
-    without = search_plan(EIGHT, Cluster.flat(3, 1e9), shape=shape)
+    assert pd.Plan.from_json(best.to_json()) == best
+    without = search_plan(EIGHT, pd.Cluster.flat(3, 1e9), shape=shape)
     assert without.update_delay == (0,) * len(without.stages)
     for stage, update_delay, before in zip(best.stages, best.update_delay, without.stages, strict=True):
         assert stage.memory.stash_bytes == before.memory.stash_bytes + update_delay * stage.parameter_bytes
@@ -250,10 +249,7 @@ def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            {"shape": "triangle"},
-            "unknown shape 'triangle'; give any, pipeline, straight, data-parallel, or the rep",
-        ),
+        ({"shape": "triangle"}, "unknown shape 'triangle'; give any, pipeline, straight, data-parallel, or the rep"),
         ({"shape": "1-0"}, "unknown shape '1-0'"),
         ({"shape": ()}, r"unknown shape \(\)"),
         (
@@ -266,11 +262,11 @@ def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
 )
 def test_refuses_shapes_and_lags(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        search_plan(EIGHT, Cluster.flat(4), **options)
+        search_plan(EIGHT, pd.Cluster.flat(4), **options)
 
 
 def test_memory_drives_from_data_parallelism_to_a_pipeline() -> None:
-    cluster = Cluster.flat(4, 1e9, memory_bytes=15_000)
+    cluster = pd.Cluster.flat(4, 1e9, memory_bytes=15_000)
     best = search_plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1)
     assert best.config == "1-1-1-1"
     assert "data parallelism on 4 workers does not fit the memory" in best.note
@@ -284,18 +280,18 @@ def test_says_the_least_need_when_nothing_fits() -> None:
         r"\((\d+) bytes\), a worker has 100 B; give more memory"
     )
     with pytest.raises(PlanError, match=says) as caught:
-        search_plan(EIGHT, Cluster.flat(4, memory_bytes=100))
+        search_plan(EIGHT, pd.Cluster.flat(4, memory_bytes=100))
     least, enough = map(int, re.findall(r"\((\d+) bytes\)", str(caught.value)))
     assert least <= enough <= 1.01 * least
-    assert search_plan(EIGHT, Cluster.flat(4, memory_bytes=enough)).workers >= 1
+    assert search_plan(EIGHT, pd.Cluster.flat(4, memory_bytes=enough)).workers >= 1
     with pytest.raises(PlanError, match="none of the plans"):
-        search_plan(EIGHT, Cluster.flat(4, memory_bytes=least - 1))
+        search_plan(EIGHT, pd.Cluster.flat(4, memory_bytes=least - 1))
 
 
 def test_more_stages_than_a_chain_of_cuts_has() -> None:
     """Two layers side by side have two cuts, of which no pipeline uses both."""
     graph = LayerGraph((Layer("a", "Linear"), Layer("b", "Linear")), ())
     profile = Profile("net", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 2, batch=1)
-    assert search_plan(profile, Cluster.flat(2), shape="straight").config == "1-1"
+    assert search_plan(profile, pd.Cluster.flat(2), shape="straight").config == "1-1"
     with pytest.raises(PlanError, match="cannot be cut into that many stages"):
-        search_plan(profile, Cluster.flat(3), shape="straight")
+        search_plan(profile, pd.Cluster.flat(3), shape="straight")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Call, Layer, LayerGraph
 from pipedream.core.model.matrices import Matrices
 from pipedream.core.model.profile import LayerProfile, Profile
@@ -44,7 +43,7 @@ def seconds(space: SearchSpace, first: int, last: int, replicas: int) -> float:
 
 
 def test_every_field_of_every_stage() -> None:
-    first, second = manual_plan(TINY, Cluster.flat(2), (2,), microbatches=2).stages
+    first, second = manual_plan(TINY, pd.Cluster.flat(2), (2,), microbatches=2).stages
     assert (first.first, first.last, second.first, second.last) == (0, 2, 2, 3)
     assert (first.forward_s, first.backward_s, first.update_s) == (3.0, 6.0, 1.0)
     assert (second.forward_s, second.backward_s, second.update_s) == (3.0, 6.5, 3.0)  # with the loss
@@ -69,7 +68,7 @@ def test_frozen_weights_count_once(rows: list[tuple[int, int]], data: st.DataObj
     bare = [replace(layer, parameter_bytes=layer.trained_bytes, frozen_bytes=0) for layer in layers]
     cut, replicas = data.draw(st.integers(1, len(rows) - 1)), data.draw(st.sampled_from([(1, 1), (2, 1)]))
     plans = [
-        manual_plan(Profile.of_chain(tuple(some), batch=4, **update), Cluster.flat(sum(replicas)), (cut,), replicas)
+        manual_plan(Profile.of_chain(tuple(some), batch=4, **update), pd.Cluster.flat(sum(replicas)), (cut,), replicas)
         for some in (layers, bare)
     ]
     for stage, other, some in zip(*(plan.stages for plan in plans), (rows[:cut], rows[cut:]), strict=True):
@@ -85,8 +84,8 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
     shapes = (Matrices(50, 20, 1, 4000), Matrices(10, 30, 2, 2400))
     layers = tuple(LayerProfile(1.0, 2.0, 10, m.size_bytes, matrices=(m,)) for m in shapes)
     profile = Profile.of_chain(layers, batch=5)
-    plan = pd.plan(profile, Cluster.flat(2), schedule="basis_rotation", shape="straight")
-    plain = pd.plan(profile, Cluster.flat(2), schedule="pipedream", shape="straight")
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="basis_rotation", shape="straight")
+    plain = pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream", shape="straight")
     basis_bytes = [2 * 4 * (50 * 50 + 20 * 20), 2 * 2 * 4 * (10 * 10 + 30 * 30)]
     for stage, other, more in zip(plan.stages, plain.stages, basis_bytes, strict=True):
         assert stage.memory.optimizer_bytes - other.memory.optimizer_bytes == more
@@ -98,12 +97,12 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
         (peak - basis_bytes[0] + one_sided - 1, r"basis_rotation:one_sided:first_moment 1\.60 kB, which fits"),
         (peak - basis_bytes[0] + cheapest - 1, r"basis_rotation keeps 23\.2 kB there; move layers"),
     ):
-        tight = replace(plan, cluster=Cluster.flat(2, memory_bytes=memory))
+        tight = replace(plan, cluster=pd.Cluster.flat(2, memory_bytes=memory))
         for maybe_profile in (profile, None):
             with nullcontext() if words is None else pytest.raises(PlanError, match=words):
                 check_phases_fit(tight, read_phases("pipedream+basis_rotation"), maybe_profile)
     smaller = "basis_rotation[geometry=one_sided,estimate=first_moment]"
-    least = max(s.peak_bytes for s in pd.plan(profile, Cluster.flat(2), schedule=smaller, shape="straight").stages)
+    least = max(s.peak_bytes for s in pd.plan(profile, pd.Cluster.flat(2), schedule=smaller, shape="straight").stages)
     fits = r", those of SMALLER 2\.40 kB, which fits: ask for it"
     for name, memory, words in (
         ("basis_rotation", least, rf"bases of basis_rotation take 39\.2 kB{fits}"),
@@ -112,7 +111,7 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
         ("pipedream", 900, r" bytes\); a stage may"),
         (smaller, least, None),
     ):
-        tight = Cluster.flat(2, memory_bytes=memory)
+        tight = pd.Cluster.flat(2, memory_bytes=memory)
         match = words and words.replace("SMALLER", re.escape(smaller))
         with nullcontext() if words is None else pytest.raises(PlanError, match=match):
             pd.plan(profile, tight, schedule=name, shape="straight")
@@ -121,7 +120,7 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
 def test_each_stage_takes_the_fixed_part_of_an_update() -> None:
     """The rest by bytes, 100 and 300, also of a stage without parameters."""
     profile = replace(TINY, update_fixed_s=2.0)
-    stages = manual_plan(profile, Cluster.flat(3), (1, 2)).stages
+    stages = manual_plan(profile, pd.Cluster.flat(3), (1, 2)).stages
     assert [stage.update_s for stage in stages] == [2.5, 2.0, 3.5]
     with pytest.raises(ValueError, match=r"update_fixed_s is a part of update_s = 4.0, found 5.0"):
         replace(TINY, update_fixed_s=5.0)
@@ -130,7 +129,7 @@ def test_each_stage_takes_the_fixed_part_of_an_update() -> None:
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])
 def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, size: int) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 0),), input_shapes=((3, 2),), dtype=dtype)
-    assert manual_plan(profile, Cluster.flat(1), ()).stages[0].peak_bytes == 6 * size  # a minibatch is loaded ahead
+    assert manual_plan(profile, pd.Cluster.flat(1), ()).stages[0].peak_bytes == 6 * size  # a minibatch is loaded ahead
 
 
 costs = st.floats(0.0, 1e6)
@@ -149,7 +148,7 @@ def test_stages_add_up_to_the_model(
 ) -> None:
     profile = Profile.of_chain(tuple(layers), update_s=update_s, optimizer_bytes=optimizer_bytes, loss_s=loss_s)
     cuts = tuple(sorted(data.draw(st.sets(st.integers(1, len(layers) - 1)))))
-    stages = manual_plan(profile, Cluster.flat(12), cuts).stages
+    stages = manual_plan(profile, pd.Cluster.flat(12), cuts).stages
     has_weights = profile.parameter_bytes > 0
     assert sum(stage.forward_s for stage in stages) == pytest.approx(profile.forward_s)
     assert sum(stage.backward_s for stage in stages) == pytest.approx(profile.backward_s + loss_s)
@@ -180,7 +179,7 @@ def test_stages_add_up_to_the_model(
 
 
 def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
-    cluster = Cluster.flat(4, bandwidth_bytes_per_s=100.0)
+    cluster = pd.Cluster.flat(4, bandwidth_bytes_per_s=100.0)
     space = SearchSpace.of(TINY, cluster)
     # 22.5 s of compute, 400 bytes in a ring of 4: 2 * 3 / 4 * 400 / 100 = 6 s.
     assert seconds(space, 0, 3, 4) == (22.5 + 6.0) / 4
@@ -194,7 +193,7 @@ def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
 def test_versions_are_copied_where_one_is_still_read() -> None:
     """All stages but the last, in proportion to their bytes; the last one too where it lags; none under a flush."""
     copied = replace(TINY, copy_s=8.0)
-    cluster = Cluster.flat(3)
+    cluster = pd.Cluster.flat(3)
 
     def copies(**how: Any) -> list[tuple[float, float]]:
         return [(stage.update_s, stage.copy_s) for stage in manual_plan(copied, cluster, (2,), (1, 2), **how).stages]
@@ -207,7 +206,7 @@ def test_versions_are_copied_where_one_is_still_read() -> None:
 
 
 def test_depth_by_hand_renews_the_peak() -> None:
-    shallow = manual_plan(TINY, Cluster.flat(2), (2,), in_flight=(1, 1))
+    shallow = manual_plan(TINY, pd.Cluster.flat(2), (2,), in_flight=(1, 1))
     assert shallow.in_flight == (1, 1)
     assert shallow.stages[0].peak_bytes == 2 * 100 + 100 + 60 + 3 * 20
 
@@ -236,14 +235,14 @@ def _graph() -> Profile:
 )
 def test_refuses_cuts_and_says_why(cuts: tuple[int, ...], replicas: tuple[int, ...] | None, says: str | None) -> None:
     if says is None:
-        assert manual_plan(_graph(), Cluster.flat(4), cuts, replicas).config == "1-1"
+        assert manual_plan(_graph(), pd.Cluster.flat(4), cuts, replicas).config == "1-1"
         return
     with pytest.raises(PlanError, match=says):
-        manual_plan(_graph(), Cluster.flat(4), cuts, replicas)
+        manual_plan(_graph(), pd.Cluster.flat(4), cuts, replicas)
 
 
 def test_cuts_by_name() -> None:
-    cluster = Cluster.flat(4)
+    cluster = pd.Cluster.flat(4)
     by_name = manual_plan(_graph(), cluster, ("b", 3), (1, 2, 1), update_delay=1)
     assert by_name == manual_plan(_graph(), cluster, (1, 3), (1, 2, 1), update_delay=1)
     assert by_name.update_delay == (0, 1, 0)
@@ -268,24 +267,21 @@ BLOCKS = _named("embed", *(f"h.{i}.{part}" for i in range(12) for part in ("norm
     ("name", "place"), [("h.0", 1), ("h.1", 5), ("h.10", 41), ("h.1.norm@2", 7), ("h.11.mlp", 48), ("head", 49)]
 )
 def test_a_module_is_cut_before_its_first_layer(name: str, place: int) -> None:
-    assert manual_plan(BLOCKS, Cluster.flat(2), (name,)).stages[1].first == place
+    assert manual_plan(BLOCKS, pd.Cluster.flat(2), (name,)).stages[1].first == place
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("embed", r"'embed' was asked for, which begins with the model's first layer.*; cut before 'h.0.norm' or 'h"),
-        (
-            "h.3.mlp.up",
-            r"which is within layer 'h.3.mlp', .*finest=True.*; or cut before 'h.3.mlp' or 'h.4.norm'",
-        ),
+        ("h.3.mlp.up", r"which is within layer 'h.3.mlp', .*finest=True.*; or cut before 'h.3.mlp' or 'h.4.norm'"),
         ("h.12", r"but the model has no layer or module of this name; cut before 'h.\d+' or"),
         ("transformer", r"the model has no layer or module of this name; cut before 'h.0.norm' or"),
     ],
 )
 def test_a_module_that_cannot_be_cut_is_named(name: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        manual_plan(BLOCKS, Cluster.flat(2), (name,))
+        manual_plan(BLOCKS, pd.Cluster.flat(2), (name,))
 
 
 def test_a_call_within_a_layer_is_named() -> None:
@@ -295,13 +291,13 @@ def test_a_call_within_a_layer_is_named() -> None:
     graph = replace(_named("stem", "attn.q", "attn.q@2").graph, calls=calls)
     profile = Profile("Called", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 3, 1)
     with pytest.raises(PlanError, match=r"is within layer 'attn.q', .* cut before 'attn.q' or 'attn.q@2'"):
-        manual_plan(profile, Cluster.flat(2), ("attn.v",))
-    assert manual_plan(profile, Cluster.flat(2), ("attn.q@2",)).stages[1].first == 2
+        manual_plan(profile, pd.Cluster.flat(2), ("attn.v",))
+    assert manual_plan(profile, pd.Cluster.flat(2), ("attn.q@2",)).stages[1].first == 2
 
 
 def test_refuses_no_microbatch_and_too_little_memory() -> None:
     with pytest.raises(PlanError, match="split into 0 microbatches"):
-        manual_plan(TINY, Cluster.flat(2), (2,), microbatches=0)
+        manual_plan(TINY, pd.Cluster.flat(2), (2,), microbatches=0)
     with pytest.raises(PlanError, match=r"stage 1 \(layers 2 to 2\) holds 1 in flight and needs 1.00 kB"):
-        manual_plan(TINY, Cluster.flat(2, memory_bytes=1000), (2,))
-    assert manual_plan(TINY, Cluster.flat(2, memory_bytes=1001), (2,)).stages[1].peak_bytes == 1001
+        manual_plan(TINY, pd.Cluster.flat(2, memory_bytes=1000), (2,))
+    assert manual_plan(TINY, pd.Cluster.flat(2, memory_bytes=1001), (2,)).stages[1].peak_bytes == 1001

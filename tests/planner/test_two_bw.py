@@ -8,7 +8,6 @@ import pytest
 
 import pipedream as pd
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import two_bw
@@ -27,7 +26,7 @@ def test_the_papers_seconds_by_hand() -> None:
     minibatch takes t m(b) = 12 s; at 100 bytes/s t = 0.75 + 0.1 and 3.4 s.
     """
     for rate, seconds in ((10.0, 12.0), (100.0, 4 * 0.85)):
-        plan = pd.plan(CHAIN, Cluster.flat(4, rate), shape="2-2")
+        plan = pd.plan(CHAIN, pd.Cluster.flat(4, rate), shape="2-2")
         assert two_bw_s(plan, 8) == pytest.approx(seconds)
 
 
@@ -38,7 +37,7 @@ def test_links_and_weights_decide_between_replicas_and_stages(rate: float, param
     """At 20 bytes/s a minibatch takes 11 s in four stages, max(5, 6) s in two of two replicas, 18 s in four replicas;
     with ten times the weights 11, 60 and 180 s."""
     profile = Profile.of_chain((replace(LAYER, parameter_bytes=parameter_bytes),) * 4, batch=16)
-    cluster = Cluster.flat(4, rate)
+    cluster = pd.Cluster.flat(4, rate)
     plan = pd.plan(profile, cluster, strategy="2bw")
     assert (plan.config, plan.schedule) == (config, "pipedream_2bw")
     ways = {}
@@ -53,29 +52,29 @@ def test_links_and_weights_decide_between_replicas_and_stages(rate: float, param
 
 
 def test_each_replica_has_as_many_microbatches_as_there_are_stages() -> None:
-    plan = pd.plan(CHAIN, Cluster.flat(4, 20.0), strategy="2bw")
+    plan = pd.plan(CHAIN, pd.Cluster.flat(4, 20.0), strategy="2bw")
     assert plan.microbatches // plan.replicas[0] >= len(plan.stages)
     assert score(plan).period_s > 0  # the method works with it
     with pytest.raises(PlanError, match="ask for a multiple of the workers"):
-        pd.plan(CHAIN, Cluster.flat(4), strategy="2bw", microbatches=3)
+        pd.plan(CHAIN, pd.Cluster.flat(4), strategy="2bw", microbatches=3)
 
 
 def test_memory_is_two_versions_and_what_is_in_flight() -> None:
     """Two stages, each 2 |W| / d + gradients = 360; the first holds two microbatches of 1600 / m. Three messages of
     80 / m are behind it; before the other two, and three gradients on their way."""
-    plan = two_bw(CHAIN, Cluster.flat(2, 20.0), lambda m: occupancy_of("pipedream_2bw", m), microbatches=4)
+    plan = two_bw(CHAIN, pd.Cluster.flat(2, 20.0), lambda m: occupancy_of("pipedream_2bw", m), microbatches=4)
     assert plan.config == "1-1"
     assert [stage.peak_bytes for stage in plan.stages] == [360 + 2 * 400 + 3 * 20, 360 + 400 + 5 * 20]
-    tight = Cluster.flat(2, 20.0, memory_bytes=360 + 2 * 200 + 3 * 10)
+    tight = pd.Cluster.flat(2, 20.0, memory_bytes=360 + 2 * 200 + 3 * 10)
     finer = pd.plan(CHAIN, tight, strategy="2bw")
     assert finer.microbatches == 8
     with pytest.raises(PlanError, match="no plan of PipeDream-2BW's planner fits"):
-        pd.plan(CHAIN, Cluster.flat(2, 20.0, memory_bytes=400), strategy="2bw")
+        pd.plan(CHAIN, pd.Cluster.flat(2, 20.0, memory_bytes=400), strategy="2bw")
 
 
 def test_recomputation_costs_a_third_where_a_backward_takes_two_forwards() -> None:
     """c_extra = 4/3; only inputs are kept, which lets a plan fit that did not."""
-    free = Cluster.flat(2)
+    free = pd.Cluster.flat(2)
     seconds = [
         two_bw_s(two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=again), 4)
         for again in (False, True)
@@ -83,7 +82,7 @@ def test_recomputation_costs_a_third_where_a_backward_takes_two_forwards() -> No
     assert seconds[1] / seconds[0] == pytest.approx(4 / 3)
     both = two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=None)
     assert not any(stage.recompute for stage in both.stages)
-    tight = Cluster.flat(2, 20.0, memory_bytes=1000)
+    tight = pd.Cluster.flat(2, 20.0, memory_bytes=1000)
     again = two_bw(CHAIN, tight, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=None)
     assert all(stage.recompute for stage in again.stages)
 
@@ -92,5 +91,5 @@ def test_counts_of_stages_that_a_graph_cannot_have_are_skipped() -> None:
     """Two layers side by side allow at most two stages, though they have three cuts and an end."""
     graph = LayerGraph((Layer("a", "Linear"), Layer("b", "Linear")), ())
     profile = Profile("net", graph, (LAYER,) * 2, batch=12)
-    best = two_bw(profile, Cluster.flat(3, 1e9), lambda m: occupancy_of("pipedream_2bw", m))
+    best = two_bw(profile, pd.Cluster.flat(3, 1e9), lambda m: occupancy_of("pipedream_2bw", m))
     assert len(best.stages) == 1

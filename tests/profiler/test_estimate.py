@@ -14,18 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import pipedream
+import pipedream as pd
 from pipedream.capture import capture, preserve_state, stand_ins
 from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.devices import DEVICES, Device
-from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.profiler import estimate, measure
 
 TOY = Device("toy", 10**9, {"float32": 1e12, "float64": 1e11}, 1e11, launch_s=1e-6, flop_share=1.0, byte_share=1.0)
 
 
-def estimated(model: nn.Module, *sample: Any, device: Device = TOY, **options: Any) -> Profile:
+def estimated(model: nn.Module, *sample: Any, device: Device = TOY, **options: Any) -> pd.Profile:
     with stand_ins(model, sample) as inputs:
         captured = capture(model, inputs)
         return estimate(
@@ -39,13 +38,13 @@ def estimated(model: nn.Module, *sample: Any, device: Device = TOY, **options: A
         )
 
 
-def measured(model: nn.Module, *sample: Any, **options: Any) -> Profile:
+def measured(model: nn.Module, *sample: Any, **options: Any) -> pd.Profile:
     captured = capture(model, sample)
     options |= {"warmup": 0, "runs": 1}
     return measure(captured.layers, captured.graph, sample, model_name="Test", preserve_state=preserve_state, **options)
 
 
-def sizes(profile: Profile) -> list[tuple[int, ...]]:
+def sizes(profile: pd.Profile) -> list[tuple[int, ...]]:
     rows = [(c.output_bytes, c.parameter_bytes, c.activation_bytes) for c in profile.layers]
     return [*rows, (profile.optimizer_bytes, profile.batch), *profile.input_shapes]
 
@@ -141,7 +140,7 @@ def test_a_slower_dtype_is_slower() -> None:
 def _flops_s(layer: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> float:
     """Returns the seconds of a forward on a card that only multiplies."""
     card = replace(DEVICES["H200"], bytes_per_s=1e30, launch_s=0.0, flop_share=1.0)
-    return pipedream.profile(nn.Sequential(layer), x, device="meta", as_device=card, autocast=dtype).forward_s
+    return pd.profile(nn.Sequential(layer), x, device="meta", as_device=card, autocast=dtype).forward_s
 
 
 def test_a_gpu_convolves_in_tf32_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,30 +234,30 @@ def test_door() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10**5, 10**5), nn.ReLU())
     x = torch.randn(8, 10**5)
-    profile = pipedream.profile(model, x, device="meta", as_device="a100-80gb", dtype="bfloat16")
+    profile = pd.profile(model, x, device="meta", as_device="a100-80gb", dtype="bfloat16")
     assert (profile.device, profile.dtype, profile.runs) == ("A100-80GB", "bfloat16", 0)
     assert profile.parameter_bytes == 2 * (10**10 + 10**5)
     assert profile.flops == 2 * 2 * 8 * 10**10
     assert "not measured" in str(profile)
-    assert Profile.from_json(profile.to_json()) == profile
+    assert pd.Profile.from_json(profile.to_json()) == profile
     device = Device("own", 10**9, {"float32": 1e9}, 1e9)
-    assert pipedream.profile(model, x, device="meta", as_device=device).forward_s > 100
+    assert pd.profile(model, x, device="meta", as_device=device).forward_s > 100
     assert DEVICES["A100-80GB"].name in profile.notes[0]
     with pytest.raises(ProfileError, match="only on the device meta"):
-        pipedream.profile(model, x, as_device="A100")
+        pd.profile(model, x, as_device="A100")
     with pytest.raises(ProfileError, match="P100"):
-        pipedream.profile(model, x, device="meta", as_device="P100")
+        pd.profile(model, x, device="meta", as_device="P100")
     with pytest.raises(ProfileError, match="float13"):
-        pipedream.profile(model, x, device="meta", as_device=device, dtype="float13")
+        pd.profile(model, x, device="meta", as_device=device, dtype="float13")
 
 
 def test_a_datasheets_profile_knows_its_device_and_shorter_sequences() -> None:
     """Without them, plans would keep optimizers of GPUs beside their weights, and name no length that fits."""
     model = nn.Sequential(nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 16))
     words = torch.randint(0, 16, (4, 32))
-    on_gpu = pipedream.profile(model, words, device="meta", as_device="A100-80GB")
+    on_gpu = pd.profile(model, words, device="meta", as_device="A100-80GB")
     assert on_gpu.runtime == RuntimeCosts(overlap_device=True)
-    half = pipedream.profile(model, words[:, :16], device="meta", as_device="A100-80GB")
+    half = pd.profile(model, words[:, :16], device="meta", as_device="A100-80GB")
     assert on_gpu.length == 32
     for name in ("output_bytes", "activation_bytes"):
         shorter = [getattr(layer, name) for layer in on_gpu.of_length(16).layers]

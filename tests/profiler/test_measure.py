@@ -20,7 +20,6 @@ from pipedream.capture import preserve_state
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.profiler import measure, stopwatch
 from pipedream.profiler.measure import fixed_s, part_of
 from pipedream.profiler.update import measure_update
@@ -272,12 +271,7 @@ class Slower(nn.Module):
 
 def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: Clock) -> None:
     profile = profile_of(
-        nn.Linear(4, 4),
-        Slower(clock, 1.0),
-        Slower(clock, 10.0),
-        sample=(torch.randn(2, 4),),
-        warmup=2,
-        runs=7,
+        nn.Linear(4, 4), Slower(clock, 1.0), Slower(clock, 10.0), sample=(torch.randn(2, 4),), warmup=2, runs=7
     )
     linear, *slower = profile.layers
     assert (linear.forward_s, linear.backward_s, linear.forward_spread_s) == (0.0, 0.0, 0.0)
@@ -518,7 +512,7 @@ def test_splitting_pays_the_fixed_part_each_time() -> None:
         assert score(plan).period_s == pytest.approx((m + 1) * (1 / m + 1))
     best = planning.plan(profile, pd.Cluster.flat(2), schedule="auto", shape="straight")
     assert best.microbatches in (1, 2), "finer splits cost more than they hide"
-    assert Plan.from_json(best.to_json()) == best
+    assert pd.Plan.from_json(best.to_json()) == best
     with pytest.raises(ValueError, match="cannot be greater"):
         LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=2.0)
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.timeline import Timeline
+import pipedream as pd
 from pipedream.report.html import page
 from tests.report.conftest import Simulated
 
@@ -68,7 +67,7 @@ def opened(tmp_path: Path) -> Opened:
 
 
 @pytest.fixture
-def report(simulated: Simulated, digits_plan: Plan, measured: Timeline) -> str:
+def report(simulated: Simulated, digits_plan: pd.Plan, measured: pd.Timeline) -> str:
     stages = [{"layers": list(stage.names), "rank": s, "busy_share": 0.9} for s, stage in enumerate(digits_plan.stages)]
     return page(
         {"recipe": "examples/digits.py", "schedule": "pipedream", "metrics": {"accuracy": 0.97}, "stages": stages},

@@ -11,13 +11,9 @@ from typing import Any
 
 import pytest
 
-import pipedream
-from pipedream.core.errors import PipelineError
-from pipedream.core.hardware.cluster import Cluster
+import pipedream as pd
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.timeline import Timeline
 from pipedream.plan_request import PlanRequest
 from pipedream.report.html_tables import profile_table
 from pipedream.report.notebook import picture
@@ -33,17 +29,17 @@ CHAIN = Profile.of_chain(tuple(LayerProfile(1e-3 * i, 2e-3, 1000, 2000, 5000) fo
 @pytest.fixture(scope="module")
 def nouns() -> dict[str, Any]:
     """Returns each noun, by its class."""
-    plan = pipedream.plan(CHAIN, Cluster.flat(3), schedule="1f1b", microbatches=6, shape="straight")
-    timeline = pipedream.simulate(plan)
+    plan = pd.plan(CHAIN, pd.Cluster.flat(3), schedule="1f1b", microbatches=6, shape="straight")
+    timeline = pd.simulate(plan)
     program = lower(build("1f1b", plan, 6))
     examples = [
-        *(CHAIN, plan, timeline, program, verify(program), pipedream.metrics.run_metrics(timeline)),
+        *(CHAIN, plan, timeline, program, verify(program), pd.metrics.run_metrics(timeline)),
         plan_and_compare(
-            CHAIN, PlanRequest(Cluster.flat(2), schedule="auto", microbatches=4), names=["gpipe", "naive"]
+            CHAIN, PlanRequest(pd.Cluster.flat(2), schedule="auto", microbatches=4), names=["gpipe", "naive"]
         ),
         sweep(
             CHAIN,
-            PlanRequest(Cluster.flat(2), shape="pipeline"),
+            PlanRequest(pd.Cluster.flat(2), shape="pipeline"),
             workers=[2],
             bandwidths=[1e6, 1e9],
             schedules=["naive"],
@@ -85,7 +81,7 @@ def test_frames(nouns: dict[str, Any], kind: str) -> None:
 
 def test_without_pandas(nouns: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(PipelineError, match=r"pip install 'torch-pipedream\[notebook\]'"):
+    with pytest.raises(pd.PipelineError, match=r"pip install 'torch-pipedream\[notebook\]'"):
         nouns["Plan"].to_frame()
 
 
@@ -100,7 +96,7 @@ def test_a_program_says_who_sends_and_who_receives(nouns: dict[str, Any]) -> Non
 
 
 def test_a_long_run_is_cut(nouns: dict[str, Any]) -> None:
-    timeline = pipedream.simulate(nouns["Plan"], minibatches=200)
+    timeline = pd.simulate(nouns["Plan"], minibatches=200)
     shown = timeline._repr_html_()
     assert "the first 40 of 1200 microbatches" in shown
     assert len(shown) < 100_000
@@ -112,8 +108,8 @@ def test_what_cannot_be_drawn_is_left_out(nouns: dict[str, Any], tmp_path: Path)
     code = tmp_path / "code.py"
     code.write_text("raise SystemExit('a plan ran code')")
     assert picture(replace(nouns["Plan"], schedule=str(code))) == "", "a plan does not run the code that it names"
-    assert picture(Timeline("x", "measured", 1, (), 0)).startswith("<svg")
-    assert picture(Plan.uniform(40)) == ""
+    assert picture(pd.Timeline("x", "measured", 1, (), 0)).startswith("<svg")
+    assert picture(pd.Plan.uniform(40)) == ""
 
 
 def test_svg_of_a_timeline(nouns: dict[str, Any]) -> None:
@@ -128,7 +124,7 @@ def test_equal_rows_are_shown_once() -> None:
     ends = (LayerProfile(1e-3, 2e-3, 10, 20, 50),) * 2  # two are shown apart
     profile = Profile.of_chain((*ends, *[block] * 80), batch=32)
     assert [line.split("  ")[0] for line in str(profile).splitlines()[2:6]] == [
-        *("layer0", "layer1", "layer2 .. layer81", "total"),
+        *("layer0", "layer1", "layer2 .. layer81", "total")
     ]
     assert profile._repr_html_().count("<tr>") == profile_table(profile).count("<tr>") == 4
     assert len(profile.rows()) == 82

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.timeline import Timeline
+import pipedream as pd
 from pipedream.report.charts import curve_svg
 from pipedream.report.svg import LEFT, timeline_svg
 from tests.report.conftest import SVG, Simulated
@@ -46,7 +45,7 @@ def test_one_box_an_op_at_its_time(simulated: Simulated, name: str, stages: int,
     assert bool(lines) == bool(transfer_s and stages > 1)
 
 
-def test_boxes_of_a_rank_do_not_overlap(measured: Timeline) -> None:
+def test_boxes_of_a_rank_do_not_overlap(measured: pd.Timeline) -> None:
     tree = ElementTree.fromstring(timeline_svg(measured, width_px=20_000))
     lanes: dict[str, list[tuple[float, float]]] = {}
     for box in _find_boxes(tree):
@@ -71,8 +70,8 @@ def test_labels_are_microbatches_and_versions(simulated: Simulated) -> None:
 
 
 def test_versions_that_are_not_known(simulated: Simulated) -> None:
-    timeline = simulated("pipedream", plan=Plan.uniform(3), total=8)
-    bare = Timeline(timeline.name, timeline.source, 3, timeline.spans, 8)
+    timeline = simulated("pipedream", plan=pd.Plan.uniform(3), total=8)
+    bare = pd.Timeline(timeline.name, timeline.source, 3, timeline.spans, 8)
     assert 'class="on-op"' in timeline_svg(bare, versions=True)
 
 
@@ -104,5 +103,5 @@ def test_inlined_it_names_no_address(simulated: Simulated) -> None:
 
 
 def test_nothing_ran() -> None:
-    tree = ElementTree.fromstring(timeline_svg(Timeline("x", "simulated", 2, (), 0)))
+    tree = ElementTree.fromstring(timeline_svg(pd.Timeline("x", "simulated", 2, (), 0)))
     assert not _find_boxes(tree)

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.timeline import Timeline
+import pipedream as pd
 from pipedream.report.trace import save_trace, trace
 from tests.report.conftest import Simulated
 
@@ -67,7 +66,7 @@ def test_rules_of_the_format(simulated: Simulated, name: str, stages: int, total
 
 
 def test_a_backward_that_recomputes_begins_before_the_one_that_it_waits_for(simulated: Simulated) -> None:
-    plan = Plan.uniform(2)
+    plan = pd.Plan.uniform(2)
     plan = replace(plan, stages=(replace(plan.stages[0], forward_s=9.0, recompute=True), plan.stages[1]))
     timeline = simulated("gpipe", split=2, plan=plan)
     starts_s = {span.stage: span.start_s for span in timeline.spans if (span.kind, span.index) == ("B", 0)}
@@ -75,7 +74,7 @@ def test_a_backward_that_recomputes_begins_before_the_one_that_it_waits_for(simu
     _check(trace(timeline)["traceEvents"])
 
 
-def test_measured_and_predicted_are_two_processes(simulated: Simulated, measured: Timeline, tmp_path: Path) -> None:
+def test_measured_and_predicted_are_two_processes(simulated: Simulated, measured: pd.Timeline, tmp_path: Path) -> None:
     both = trace(simulated("pipedream"), measured)
     _check(both["traceEvents"])
     names = [e["args"]["name"] for e in both["traceEvents"] if e["name"] == "process_name"]

@@ -8,12 +8,10 @@ from math import lcm
 
 import pytest
 
+import pipedream as pd
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.timeline import Timeline
 from pipedream.metrics import in_flight, run_metrics, staleness
 from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate
@@ -27,7 +25,7 @@ TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
 
 
 @cache
-def make_schedule(name: str, p: int, m: int, times: tuple[float, float] = (1.0, 2.0)) -> Schedule | None:
+def make_schedule(name: str, p: int, m: int, times: tuple[float, float] = (1.0, 2.0)) -> pd.Schedule | None:
     """Returns a method's schedule, m microbatches a minibatch where it splits one; None where it refuses."""
     try:
         return build(name, uniform(name, p, *times), m)
@@ -35,11 +33,11 @@ def make_schedule(name: str, p: int, m: int, times: tuple[float, float] = (1.0, 
         return None
 
 
-def run(schedule: Schedule, total: int) -> Timeline:
+def run(schedule: pd.Schedule, total: int) -> pd.Timeline:
     return simulate(lower(schedule), costs(schedule.plan), total)
 
 
-def cases(name: str) -> list[tuple[int, int, Schedule]]:
+def cases(name: str) -> list[tuple[int, int, pd.Schedule]]:
     """Returns (p, m, schedule) for the sizes that a method takes."""
     rows = [(p, m, make_schedule(name, p, m)) for p, m in SIZES]
     return [(p, m, schedule) for p, m, schedule in rows if schedule is not None]
@@ -67,7 +65,7 @@ def test_in_flight_staleness_and_versions(name: str) -> None:
         check_counts(p, m, schedule)
 
 
-def check_counts(p: int, m: int, schedule: Schedule) -> None:
+def check_counts(p: int, m: int, schedule: pd.Schedule) -> None:
     total = 3 * m if schedule.flushes else max(3 * m, 4 * p)
     # The claims' m: of a minibatch for an order that flushes, of the run for one that does not.
     counted = m if schedule.flushes else total
@@ -86,7 +84,7 @@ def check_counts(p: int, m: int, schedule: Schedule) -> None:
 @pytest.mark.parametrize(("p", "total"), [(2, 1), (3, 2), (4, 3), (6, 5)])
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_vertical_sync"])
 def test_in_flight_of_a_run_shorter_than_the_pipeline(name: str, p: int, total: int) -> None:
-    schedule = build(name, Plan.uniform(p))
+    schedule = build(name, pd.Plan.uniform(p))
     timeline = run(schedule, total)
     assert schedule.claims.in_flight is not None
     assert [in_flight(timeline, s) for s in range(p)] == [schedule.claims.in_flight(p, total, s) for s in range(p)]
@@ -96,7 +94,7 @@ def test_in_flight_of_a_run_shorter_than_the_pipeline(name: str, p: int, total: 
 def test_staleness_settles_at_the_claim(name: str) -> None:
     """Not only the most: every gradient beyond the warm-up is as late as claimed."""
     for p in (1, 3, 4):
-        schedule = build(name, Plan.uniform(p))
+        schedule = build(name, pd.Plan.uniform(p))
         timeline = run(schedule, 6 * p)
         assert schedule.claims.staleness is not None
         for tag in timeline.gradient_versions:
@@ -109,7 +107,7 @@ def test_staleness_settles_at_the_claim(name: str) -> None:
 )
 def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> None:
     """The rule counts the versions that tags name, in closed form; the simulation counts those that are held."""
-    schedule = build("pipedream_vertical_sync", Plan.uniform(len(replicas), replicas=replicas))
+    schedule = build("pipedream_vertical_sync", pd.Plan.uniform(len(replicas), replicas=replicas))
     timeline = run(schedule, 6 * lcm(*replicas) + 8 * sum(replicas))
     for s, ranks in enumerate(schedule.placement.ranks):
         assert max(timeline.peak_versions[rank] for rank in ranks) == schedule.weights.versions(s)
@@ -192,7 +190,7 @@ def test_activations_of_a_split_backward(p: int, m: int) -> None:
     """Until its input gradient a microbatch keeps all its activations: at stage s so many as in 1F1B, or in one of
     twice the depth. Until its weight gradient it keeps what that needs: s, or 2s, of them are waiting then."""
     for name, times in (("zb_h1", 1), ("zb_h2", 2)):
-        schedule = build(name, Plan.uniform(p), m)
+        schedule = build(name, pd.Plan.uniform(p), m)
         for s in range(p):
             whole = waiting = most = most_waiting = 0
             for op in schedule.ops(s, 2 * m):

@@ -11,14 +11,13 @@ from importlib import import_module
 
 import pytest
 
+import pipedream as pd
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
 
 
-def slots_of(schedule: Schedule, slots: int) -> dict[Op, int]:
+def slots_of(schedule: pd.Schedule, slots: int) -> dict[Op, int]:
     """Returns for each op the slot in which it starts; a flushing method does one minibatch."""
     workers = range(schedule.placement.workers)
     m = schedule.microbatches
@@ -46,7 +45,7 @@ def slots_of(schedule: Schedule, slots: int) -> dict[Op, int]:
     return start
 
 
-def picture(schedule: Schedule, slots: int) -> list[str]:
+def picture(schedule: pd.Schedule, slots: int) -> list[str]:
     """Returns one line a worker."""
     rows = [["."] * slots for _ in range(schedule.placement.workers)]
     for op, slot in slots_of(schedule, slots).items():
@@ -223,7 +222,7 @@ def test_every_method_has_its_staircase() -> None:
 
 def test_a_replicated_input_stage() -> None:
     """1F1B-RR: replica k mod 2 takes minibatch k; both wait, at an update, for the round's other gradient."""
-    assert picture(build("pipedream", Plan.uniform(2, replicas=(2, 1))), 12) == golden("""
+    assert picture(build("pipedream", pd.Plan.uniform(2, replicas=(2, 1))), 12) == golden("""
         rank 0 | F0  F2  .   B0' .   .   F4  B2' .   .   F6  B4
         rank 1 | F1  F3  .   .   .   B1' F5  .   .   B3' F7
         rank 2 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4  B4' F5

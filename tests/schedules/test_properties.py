@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import pipedream as pd
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, METHODS, build, derive_properties, properties_of, uniform
 from pipedream.verifier import verify
 from pipedream.workflows.methods import select_methods
@@ -20,22 +19,22 @@ from pipedream.workflows.methods import select_methods
 ONE_STAGE_PER_WORKER = sorted(set(METHODS) - set(LAYOUTS))
 
 
-def plans(name: str) -> list[Plan]:
+def plans(name: str) -> list[pd.Plan]:
     """Returns plans of equal stages on 2 and 4 workers, and some with replicas."""
     equal = [uniform(name, workers) for workers in (2, 4)]
     if name not in LAYOUTS:
-        equal += [Plan.uniform(len(counts), replicas=counts) for counts in ((2, 1), (1, 2), (2, 2, 1))]
+        equal += [pd.Plan.uniform(len(counts), replicas=counts) for counts in ((2, 1), (1, 2), (2, 2, 1))]
     return equal
 
 
-def try_occupancy(name: str, plan: Plan) -> tuple[StageOccupancy, ...] | None:
+def try_occupancy(name: str, plan: pd.Plan) -> tuple[StageOccupancy, ...] | None:
     try:
         return occupancy(build(name, plan))
     except ScheduleError:
         return None
 
 
-def reads_stored_weights(schedule: Schedule) -> bool:
+def reads_stored_weights(schedule: pd.Schedule) -> bool:
     weights = schedule.weights
     stages = range(len(schedule.plan.stages))
     same = all(weights.forward_version(s, k) == weights.backward_version(s, k) for s, k in product(stages, range(40)))
@@ -65,7 +64,7 @@ def test_a_method_is_what_it_declares(name: str) -> None:
 def test_a_method_uses_of_a_plan_what_it_declares(name: str) -> None:
     declared = properties_of(name)
     assert declared.replicates_stages
-    paper, replicated = Plan.uniform(3), Plan.uniform(2, replicas=(2, 1))
+    paper, replicated = pd.Plan.uniform(3), pd.Plan.uniform(2, replicas=(2, 1))
     counts = [(5, 2, 1), (3, 3, 1)]
     deeper = [try_occupancy(name, replace(paper, in_flight=depth, depth_mode="hand")) for depth in counts]
     assert (
@@ -74,7 +73,7 @@ def test_a_method_uses_of_a_plan_what_it_declares(name: str) -> None:
     )
     late = try_occupancy(name, replace(replicated, update_delay=(1, 0)))
     assert (late not in (None, try_occupancy(name, replicated))) == declared.delays_updates
-    versions = [occupancy(build(name, Plan.uniform(p)))[-1].versions for p in (3, 5, 7)]
+    versions = [occupancy(build(name, pd.Plan.uniform(p)))[-1].versions for p in (3, 5, 7)]
     assert (versions == sorted(set(versions))) == declared.versions_grow_with_stages
     assert (len(set(versions)) == 1) != declared.versions_grow_with_stages
 
@@ -110,7 +109,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb_h1", "zb_h2"])
 def test_fewer_microbatches_than_replicas_are_refused(name: str) -> None:
-    plan = Plan.uniform(2, replicas=(3, 1))
+    plan = pd.Plan.uniform(2, replicas=(3, 1))
     with pytest.raises(ScheduleError, match="a stage has 3 replicas"):
         build(name, plan, 2)
     assert build(name, plan, 3).microbatches == 3
@@ -125,7 +124,7 @@ def test_two_buffers_must_reach_over_the_warm_up(
     replicas: tuple[int, ...], in_flight: tuple[int, ...], stage: int, least: int
 ) -> None:
     """PipeDream-2BW: floor(m / r_s) >= W_s, or a forward would read a version that is not made yet."""
-    plan = replace(Plan.uniform(len(replicas), replicas=replicas), in_flight=in_flight, depth_mode="hand")
+    plan = replace(pd.Plan.uniform(len(replicas), replicas=replicas), in_flight=in_flight, depth_mode="hand")
     says = rf"stage {stage} has {in_flight[stage] - 1} warm-up forwards and {replicas[stage]} replicas, .* at least"
     with pytest.raises(ScheduleError, match=says):
         build("pipedream_2bw", plan, least - 1)
@@ -135,7 +134,7 @@ def test_two_buffers_must_reach_over_the_warm_up(
 
 def test_two_buffers_do_not_lag() -> None:
     """With update delay 1 upstream, stage 1 may wait for a minibatch more than stage 0 has in flight; 2BW has none."""
-    plan = replace(Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), update_delay=(1, 1), depth_mode="hand")
+    plan = replace(pd.Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), update_delay=(1, 1), depth_mode="hand")
     build("pipedream", plan)
     with pytest.raises(ScheduleError, match=r"\(2, 3\): they need the plan's update delay \(1, 1\)"):
         build("pipedream_2bw", plan)

@@ -17,7 +17,6 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy, with_tied_weights
 from pipedream.core.schedule.lowering import lower
@@ -32,8 +31,8 @@ from pipedream.workflows.check import check_plan
 from pipedream.workflows.prepare import prepare, read_run_phases
 
 
-def plan_of(p: int, stages: int, f: float = 1.0, b: float = 2.0, transfer_s: float = 0.0) -> Plan:
-    return Plan.uniform(stages, f, b, transfer_s, order=homes(p, stages))
+def plan_of(p: int, stages: int, f: float = 1.0, b: float = 2.0, transfer_s: float = 0.0) -> pd.Plan:
+    return pd.Plan.uniform(stages, f, b, transfer_s, order=homes(p, stages))
 
 
 Slot = tuple[float, float]
@@ -378,9 +377,9 @@ def test_a_program_is_read_again_as_it_was() -> None:
 
 def test_what_is_not_laid_out_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"round robin from the last one on.*name the workers \(2, 1, 0\)"):
-        build("roundpipe", Plan.uniform(3))
+        build("roundpipe", pd.Plan.uniform(3))
     with pytest.raises(ScheduleError, match="without replicas; found plan 2-1"):
-        build("roundpipe", Plan.uniform(2, replicas=(2, 1)))
+        build("roundpipe", pd.Plan.uniform(2, replicas=(2, 1)))
     apart = replace(plan_of(3, 3), cluster=Cluster((Level(2, 1e9), Level(2, 1e8))))
     with pytest.raises(ScheduleError, match="memory of one machine, but workers 2 and 1 of the cluster are on diff"):
         build("roundpipe", apart)

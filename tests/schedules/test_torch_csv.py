@@ -24,15 +24,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules import (
-    LAYOUTS,
-    SCHEDULES,
-    build,
-    evaluation,
-    from_torch_csv,
-    to_torch_csv,
-    uniform,
-)
+from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, from_torch_csv, to_torch_csv, uniform
 from pipedream.schedules.kit.method import looped
 from pipedream.verifier import verify
 

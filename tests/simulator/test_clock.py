@@ -10,23 +10,21 @@ import pytest
 from drawn import runs
 from hypothesis import given
 
+import pipedream as pd
 from pipedream.core.errors import DeadlockError, ScheduleError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import SumLink
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Move, Program, RankProgram, advance_instruction
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.schedules import build
 from pipedream.simulator import Costs, costs, simulate
 from pipedream.verifier import verify
 
 
-def straight(stages: int, forward_s: float = 1.0, backward_s: float = 2.0, transfer_s: float = 0.0) -> Plan:
-    return Plan.uniform(stages, forward_s, backward_s, transfer_s)
+def straight(stages: int, forward_s: float = 1.0, backward_s: float = 2.0, transfer_s: float = 0.0) -> pd.Plan:
+    return pd.Plan.uniform(stages, forward_s, backward_s, transfer_s)
 
 
 def starts(timeline: Timeline, rank: int, kind: str) -> list[float]:
@@ -59,7 +57,7 @@ def test_picture_of_a_run() -> None:
 
 def test_one_stage_is_data_parallel_and_pays_its_sums() -> None:
     rows = (Stage(0, 1, 4, 1.0, 2.0, 0.25, parameter_bytes=1000),)
-    plan = Plan(rows, (1,), Cluster.flat(4, 1000.0), unit="microbatch")
+    plan = pd.Plan(rows, (1,), pd.Cluster.flat(4, 1000.0), unit="microbatch")
     timeline = simulate(lower(build("pipedream", plan)), costs(plan), 12)
     assert plan.costs.sync_s == (1.5,)
     assert timeline.makespan_s == pytest.approx(3 * (1.0 + 2.0 + 1.5 + 0.25))
@@ -116,7 +114,7 @@ def test_more_receives_than_are_posted_is_a_deadlock() -> None:
 
 
 def test_sum_without_all_replicas_is_a_deadlock() -> None:
-    plan = Plan.uniform(1, replicas=(2,))
+    plan = pd.Plan.uniform(1, replicas=(2,))
     program = once(lower(build("pipedream", plan)))
     with pytest.raises(DeadlockError, match="rank 1 waits at =0:1: the other replicas of stage 0"):
         simulate(broken(program, 0, {"=0:1 ": ""}), costs(plan), 4)
@@ -134,7 +132,7 @@ def test_message_out_of_turn_and_message_unread_are_errors() -> None:
 
 
 @given(runs())
-def test_one_works_at_a_time(run: tuple[Schedule, Costs, int]) -> None:
+def test_one_works_at_a_time(run: tuple[pd.Schedule, Costs, int]) -> None:
     schedule, seconds, total = run
     program = lower(schedule)
     shared, apart = simulate(program, seconds, total, in_turns=True), simulate(program, seconds, total)
@@ -152,11 +150,11 @@ LINK = SumLink(BYTES_PER_S, LATENCY_S)
 
 def tied_plan(
     stages: int = 3, holders: tuple[int, ...] = (0, 2), replicas: tuple[int, ...] = (), order: tuple[int, ...] = ()
-) -> Plan:
+) -> pd.Plan:
     """Equal stages whose messages cost nothing; 100 bytes are held by several."""
-    plan = Plan.uniform(stages, update_s=0.25, replicas=replicas or None, order=order)
+    plan = pd.Plan.uniform(stages, update_s=0.25, replicas=replicas or None, order=order)
     rows = tuple(replace(stage, output_bytes=0, parameter_bytes=0) for stage in plan.stages)
-    cluster = Cluster.flat(plan.workers, BYTES_PER_S, LATENCY_S)
+    cluster = pd.Cluster.flat(plan.workers, BYTES_PER_S, LATENCY_S)
     return replace(plan, stages=rows, cluster=cluster, tied_weights=(TiedWeights(("w",), holders, 100),))
 
 

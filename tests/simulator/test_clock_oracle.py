@@ -10,10 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
-from pipedream.core.hardware.cluster import Cluster
+import pipedream as pd
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, Site, SumLink
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.schedules import build
 from pipedream.simulator import Costs, costs, simulate
@@ -38,7 +37,7 @@ def check_same(actual: list[list[Span]], expected: list[list[Span]], kinds: str)
 
 @settings(max_examples=8)
 @given(runs())
-def test_equals_the_slow_clock(run: tuple[Schedule, Costs, int]) -> None:
+def test_equals_the_slow_clock(run: tuple[pd.Schedule, Costs, int]) -> None:
     schedule, seconds, total = run
     program = lower(schedule)
     expected = slow_clock(program, seconds, total, overlap=False)
@@ -46,7 +45,7 @@ def test_equals_the_slow_clock(run: tuple[Schedule, Costs, int]) -> None:
 
 
 @st.composite
-def summed(draw: st.DrawFn) -> Schedule:
+def summed(draw: st.DrawFn) -> pd.Schedule:
     """A schedule on a plan with gradients of zero to many buckets, and sums about as long as a backward."""
     schedule = draw(schedules())
     rows = tuple(
@@ -61,7 +60,7 @@ def summed(draw: st.DrawFn) -> Schedule:
         for stage in schedule.plan.stages
     )
     latency_s = draw(st.sampled_from([0.0, 0.01, 0.5]))
-    cluster = Cluster.flat(schedule.plan.workers, draw(st.floats(3e6, 3e8)), latency_s)
+    cluster = pd.Cluster.flat(schedule.plan.workers, draw(st.floats(3e6, 3e8)), latency_s)
     plan = replace(schedule.plan, stages=rows, cluster=cluster)
     splits = schedule.name not in ("pipedream", "pipedream_vertical_sync")
     return build(schedule.name, plan, schedule.microbatches if splits else None)
@@ -70,7 +69,7 @@ def summed(draw: st.DrawFn) -> Schedule:
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(summed(), st.integers(1, 15))
-def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) -> None:
+def test_buckets_one_by_one_are_the_closed_form(schedule: pd.Schedule, total: int) -> None:
     """Where no message is in their way, nor a sum of another stage of the worker."""
     assume(not schedule.plan.is_shared)
     program, seconds = lower(schedule), costs(schedule.plan)
@@ -81,7 +80,7 @@ def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) 
 
 @settings(max_examples=8)
 @given(summed(), st.integers(1, 15))
-def test_sums_and_messages_share_the_ports(schedule: Schedule, total: int) -> None:
+def test_sums_and_messages_share_the_ports(schedule: pd.Schedule, total: int) -> None:
     rows = tuple(replace(stage, output_bytes=5_000_000 * s) for s, stage in enumerate(schedule.plan.stages))
     seconds = costs(replace(schedule.plan, stages=rows))
     program = lower(schedule)

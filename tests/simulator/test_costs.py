@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
-from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.timeline import Timeline
 from pipedream.metrics import steady_metrics
 from pipedream.schedules import build
 from pipedream.simulator import Costs, Stragglers, costs, simulate
@@ -28,7 +25,7 @@ ROWS = (
     Stage(0, 1, 2, 4.0, 8.0, 1.0, output_bytes=400, parameter_bytes=1000),
     Stage(1, 2, 1, 2.0, 6.0, 0.5, output_bytes=40),
 )
-PLAN = Plan(ROWS, (2, 1), Cluster.flat(3, 100.0, 0.25))
+PLAN = pd.Plan(ROWS, (2, 1), Cluster.flat(3, 100.0, 0.25))
 
 
 def test_minibatches_are_divided_but_updates_and_sums_are_not() -> None:
@@ -110,12 +107,12 @@ def test_a_tree_moves_all_bytes_twice() -> None:
     assert costs(replace(PLAN, cluster=replace(PLAN.cluster, sums="tree"))).sum_bytes == (2000.0, 0.0)
 
 
-def seconds_of(timeline: Timeline, kind: str, rank: int = 0) -> list[float]:
+def seconds_of(timeline: pd.Timeline, kind: str, rank: int = 0) -> list[float]:
     return [span.end_s - span.start_s for span in timeline.of_rank(rank) if span.kind == kind]
 
 
 @given(runs(), st.integers(0, 9))
-def test_no_jitter_and_no_slow_rank_is_the_plain_run(run: tuple[Schedule, Costs, int], seed: int) -> None:
+def test_no_jitter_and_no_slow_rank_is_the_plain_run(run: tuple[pd.Schedule, Costs, int], seed: int) -> None:
     schedule, seconds, total = run
     program = lower(schedule)
     plain = simulate(program, seconds, total)
@@ -126,7 +123,7 @@ def test_no_jitter_and_no_slow_rank_is_the_plain_run(run: tuple[Schedule, Costs,
 @given(st.integers(1, 5), st.data(), st.floats(1.0, 4.0))
 def test_a_slow_rank_sets_the_pace(stages: int, data: st.DataObject, factor: float) -> None:
     slow = data.draw(st.integers(0, stages - 1))
-    plan = Plan.uniform(stages, 1.0, 2.0)
+    plan = pd.Plan.uniform(stages, 1.0, 2.0)
     timeline = pd.simulate(plan, minibatches=80, slow={slow: factor})
     assert steady_metrics(timeline, skip=2 * stages).throughput_per_s == pytest.approx(1 / (3.0 * factor))
     assert seconds_of(timeline, "F", slow) == pytest.approx([factor] * 80)
@@ -135,7 +132,7 @@ def test_a_slow_rank_sets_the_pace(stages: int, data: st.DataObject, factor: flo
 @pytest.mark.parametrize("variation", [0.05, 0.3, 1.0])
 def test_jitter_keeps_the_mean_and_has_the_variation_asked_for(variation: float) -> None:
     count = 5_000
-    seconds = seconds_of(pd.simulate(Plan.uniform(1, 3.0, 6.0), minibatches=count, jitter=variation, seed=7), "B")
+    seconds = seconds_of(pd.simulate(pd.Plan.uniform(1, 3.0, 6.0), minibatches=count, jitter=variation, seed=7), "B")
     # Five standard errors; the fourth moment of a lognormal is large, so its deviation is met less well.
     assert fmean(seconds) == pytest.approx(6.0, rel=5 * variation / sqrt(count))
     assert stdev(seconds) / fmean(seconds) == pytest.approx(variation, rel=0.1)
@@ -144,7 +141,7 @@ def test_jitter_keeps_the_mean_and_has_the_variation_asked_for(variation: float)
 
 @given(st.integers(0, 99))
 def test_a_backward_that_recomputes_never_ends_before_its_gradient_arrives(seed: int) -> None:
-    plan = Plan.uniform(3, 4.0, 1.0)
+    plan = pd.Plan.uniform(3, 4.0, 1.0)
     plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
     timeline = simulate(lower(build("1f1b", plan, 8)), costs(plan), 8, Stragglers(jitter=3.0, seed=seed))
     ends_s = {(span.stage, span.index): span.end_s for span in timeline.spans if span.kind == "B"}
@@ -152,13 +149,13 @@ def test_a_backward_that_recomputes_never_ends_before_its_gradient_arrives(seed:
 
 
 def test_jitter_by_kind_of_op() -> None:
-    timeline = pd.simulate(Plan.uniform(2, 1.0, 2.0), minibatches=50, jitter={"B": 0.2})
+    timeline = pd.simulate(pd.Plan.uniform(2, 1.0, 2.0), minibatches=50, jitter={"B": 0.2})
     assert seconds_of(timeline, "F") == pytest.approx([1.0] * 50)
     assert len(set(seconds_of(timeline, "B"))) == 50
 
 
 def test_the_same_seed_is_the_same_run_whatever_the_others_do() -> None:
-    plan = Plan.uniform(3, 1.0, 2.0, 0.25)
+    plan = pd.Plan.uniform(3, 1.0, 2.0, 0.25)
     first = pd.simulate(plan, minibatches=20, jitter=0.3, seed=1)
     assert pd.simulate(plan, minibatches=20, jitter=0.3, seed=1) == first
     assert pd.simulate(plan, minibatches=20, jitter=0.3, seed=2) != first
@@ -184,6 +181,6 @@ def test_nonsense_stragglers_are_refused(options: dict[str, object], message: st
 
 
 def test_a_rank_that_there_is_not_is_refused() -> None:
-    plan = Plan.uniform(2)
+    plan = pd.Plan.uniform(2)
     with pytest.raises(ValueError, match="slow rank 2 was asked for, the ranks are 0 to 1"):
         simulate(lower(build("pipedream", plan)), costs(plan), 4, Stragglers(slow={2: 2.0}))

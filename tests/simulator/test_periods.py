@@ -11,12 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import thinned
 
+import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.plan.depth import full, noam
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.timeline import Timeline
 from pipedream.metrics import steady_metrics
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate, time_updates
@@ -24,11 +23,11 @@ from pipedream.simulator import costs, simulate, time_updates
 SECONDS = st.floats(0.1, 10.0)
 
 
-def run(name: str, plan: Plan, microbatches: int | None, total: int, overlap: bool = True) -> Timeline:
+def run(name: str, plan: pd.Plan, microbatches: int | None, total: int, overlap: bool = True) -> pd.Timeline:
     return simulate(lower(build(name, plan, microbatches)), costs(plan, overlap=overlap), total)
 
 
-def period_s(timeline: Timeline, every: int, skip: int) -> float:
+def period_s(timeline: pd.Timeline, every: int, skip: int) -> float:
     """Returns the seconds a minibatch between ends of backwards of rank 0, `every` so many apart, before the drain."""
     spans = [span for span in timeline.of_rank(0) if span.kind == "B"]
     first, last = skip, skip + (len(spans) - 30 - skip) // every * every
@@ -44,7 +43,7 @@ def test_makespan_of_a_flushing_minibatch(
     # GPipe, section 2.3. A message as long as an op at most is hidden in the stream and counts once each way. Nothing
     # is recomputed between the backwards of a microbatch: each stage has done so when the gradient arrives.
     c = share * min(f, b) if name == "gpipe" else 0.0
-    plan = Plan.uniform(p, f, b, c)
+    plan = pd.Plan.uniform(p, f, b, c)
     plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
     expected_s = (m + p - 1) * (f + b) + 2 * c * (p - 1) + m * f * recompute
     assert run(name, plan, m, m).makespan_s == pytest.approx(expected_s)
@@ -54,7 +53,7 @@ def test_makespan_of_a_flushing_minibatch(
 @given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
 def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, share: float) -> None:
     c = share * min(f, b)  # longer ones meet at the ports of the stages between
-    timeline = run("pipedream", Plan.uniform(p, f, b, c), None, 20 * p + 60)
+    timeline = run("pipedream", pd.Plan.uniform(p, f, b, c), None, 20 * p + 60)
     assert period_s(timeline, p, 10 * p) == pytest.approx(f + b + 2 * c * (p - 1) / p)
 
 
@@ -65,7 +64,7 @@ def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, sha
     # queue in an unlucky order: of 3,000 random pipelines 47 took longer, by 0.2 % where neither op is four times the
     # other, by 7 % where a forward takes a sixteenth of the backward or the other way round.
     b = ratio * f
-    plan = Plan.uniform(p, f, b, share * (f + b) / 2).with_depth("full")
+    plan = pd.Plan.uniform(p, f, b, share * (f + b) / 2).with_depth("full")
     timeline = run("pipedream", plan, None, 200)
     assert period_s(timeline, 1, 120) == pytest.approx(f + b, rel=5e-3)
     assert min(steady_metrics(timeline, skip=120).busy_shares) == pytest.approx(1.0, abs=5e-3)
@@ -74,7 +73,7 @@ def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, sha
 @given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
 def test_updates_are_timed_until_they_repeat_themselves(p: int, f: float, b: float, share: float) -> None:
     c = share * min(f, b)
-    plan = Plan.uniform(p, f, b, c)
+    plan = pd.Plan.uniform(p, f, b, c)
     seconds, updates = time_updates(lower(build("pipedream", plan)), costs(plan), 20 * p + 60, 4 * p, 16 * p)
     assert seconds / updates == pytest.approx(f + b + 2 * c * (p - 1) / p)
     assert updates in (1, p), "a minibatch, or a round of what is in flight"
@@ -90,7 +89,7 @@ def test_updates_are_timed_as_in_a_long_run(rows: list[tuple[int, float, float]]
     """Whether or not they repeat themselves: with replicas, and with messages that meet at ports, some never do."""
     stages = tuple(Stage(s, s + 1, r, f, b, output_bytes=size) for s, (r, f, b) in enumerate(rows))
     replicas = tuple(r for r, _, _ in rows)
-    plan = Plan(stages, noam(replicas), Cluster.flat(sum(replicas), 1e6), unit="microbatch")
+    plan = pd.Plan(stages, noam(replicas), Cluster.flat(sum(replicas), 1e6), unit="microbatch")
     program = lower(build(name, plan, None if name == "pipedream" else 2 * lcm(*replicas)))
     per_update, total = program.updates.per_update[0], 120 * program.cycle
     first, last = (part * program.cycle // per_update for part in (40, 100))
@@ -101,10 +100,10 @@ def test_updates_are_timed_as_in_a_long_run(rows: list[tuple[int, float, float]]
     assert seconds / updates == pytest.approx((far[last] - far[first]) / (last - first), rel=0.02)
 
 
-def balanced(replicas: tuple[int, ...], forward_s: float = 1.0, backward_s: float = 2.0) -> Plan:
+def balanced(replicas: tuple[int, ...], forward_s: float = 1.0, backward_s: float = 2.0) -> pd.Plan:
     """Returns a plan whose stages take r_s times as long on r_s replicas: one period for all."""
     rows = tuple(Stage(s, s + 1, r, forward_s * r, backward_s * r) for s, r in enumerate(replicas))
-    return Plan(rows, noam(replicas), Cluster.flat(sum(replicas)), unit="microbatch")
+    return pd.Plan(rows, noam(replicas), Cluster.flat(sum(replicas)), unit="microbatch")
 
 
 AT_NOAM = {
@@ -174,7 +173,7 @@ def test_rings_are_as_deep_as_what_lies_between_replicas() -> None:
 
 
 @st.composite
-def replicated_plans(draw: st.DrawFn, levels: bool) -> Plan:
+def replicated_plans(draw: st.DrawFn, levels: bool) -> pd.Plan:
     """Unlike stages on replicas, with sums and with messages that may be the bottleneck, on unlike workers."""
     replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3 if levels else 4))
     eighths = st.integers(1, 24).map(lambda n: n / 8)
@@ -207,10 +206,10 @@ def replicated_plans(draw: st.DrawFn, levels: bool) -> Plan:
     order: tuple[int, ...] = ()
     if levels and draw(st.booleans()):
         order = tuple(draw(st.permutations(range(cluster.workers)))[: sum(replicas)])
-    return Plan(rows, noam(tuple(replicas)), cluster, unit="microbatch", worker_order=order).with_depth("full")
+    return pd.Plan(rows, noam(tuple(replicas)), cluster, unit="microbatch", worker_order=order).with_depth("full")
 
 
-def far_down_s(plan: Plan) -> float:
+def far_down_s(plan: pd.Plan) -> float:
     """Returns the simulated seconds a minibatch at the last stage, over whole rounds of all stages."""
     every = lcm(*plan.replicas)
     skip = max(240, 10 * max(plan.in_flight)) // every * every
@@ -219,7 +218,7 @@ def far_down_s(plan: Plan) -> float:
     return (ends[2 * skip - 1] - ends[skip - 1]) / skip
 
 
-def with_collisions_s(plan: Plan) -> float:
+def with_collisions_s(plan: pd.Plan) -> float:
     """Returns the period where each sum over replicas waits for all else that its ports carry in its round."""
     if max(plan.replicas) == 1:
         return plan.period_s
@@ -230,7 +229,7 @@ def with_collisions_s(plan: Plan) -> float:
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(replicated_plans(levels=False))
-def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
+def test_the_planners_period_is_the_simulated_one(plan: pd.Plan) -> None:
     assert plan.period_s == plan.slowest_stage_s
     # Stages almost as slow take long to fall into step.
     assert plan.slowest_stage_s * 0.98 <= far_down_s(plan) <= with_collisions_s(plan) * 1.02
@@ -239,7 +238,7 @@ def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
 @pytest.mark.slow
 @settings(max_examples=6)
 @given(replicated_plans(levels=True))
-def test_on_levels_too_with_what_machines_and_racks_carry(plan: Plan) -> None:
+def test_on_levels_too_with_what_machines_and_racks_carry(plan: pd.Plan) -> None:
     if not plan.worker_order:  # what stages know of a port is a bound from below, where they lie one beside the other
         assert plan.slowest_stage_s <= plan.period_s * (1 + 1e-9)
     assert plan.period_s * 0.97 <= far_down_s(plan) <= with_collisions_s(plan) * 1.03
@@ -248,7 +247,7 @@ def test_on_levels_too_with_what_machines_and_racks_carry(plan: Plan) -> None:
 def test_stages_of_a_machine_share_its_port() -> None:
     """Six stages on three machines of two: the middle one sends gradients to the left and activations to the right."""
     rows = tuple(Stage(s, s + 1, 1, 1.0, 1.0, output_bytes=12 * (s % 2)) for s in range(6))
-    plan = Plan(rows, (6, 5, 4, 3, 2, 1), Cluster((Level(2, 100.0), Level(3, 8.0))), unit="microbatch")
+    plan = pd.Plan(rows, (6, 5, 4, 3, 2, 1), Cluster((Level(2, 100.0), Level(3, 8.0))), unit="microbatch")
     assert (plan.slowest_stage_s, plan.period_s) == (2.0, 3.0)
     assert far_down_s(plan.with_depth("full")) == pytest.approx(3.0)
     alone = replace(plan, cluster=Cluster((Level(3, 100.0), Level(2, 8.0))))
@@ -269,7 +268,7 @@ def test_full_depth_fills_replicated_plans(replicas: list[int], times: tuple[int
     rows = tuple(
         Stage(s.first, s.last, s.replicas, s.forward_s, s.backward_s, output_bytes=int(size * 8)) for s in base.stages
     )
-    plan = Plan(rows, base.in_flight, Cluster.flat(sum(replicas), 8.0), unit="microbatch")
+    plan = pd.Plan(rows, base.in_flight, Cluster.flat(sum(replicas), 8.0), unit="microbatch")
     assert plan.slowest_stage_s == float(period)
     timeline = run("pipedream", plan.with_depth("full"), None, 400)
     # Messages that fill a port to the last byte, and share it with others on their way, would need more in flight.

@@ -14,23 +14,14 @@ from itertools import pairwise, product
 
 import pytest
 
+import pipedream as pd
 from pipedream.core.errors import ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.plan import depth
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.experimental.roundpipe import dispatched
-from pipedream.schedules import (
-    LAYOUTS,
-    SCHEDULES,
-    build,
-    from_torch_csv,
-    properties_of,
-    to_torch_csv,
-    uniform,
-)
+from pipedream.schedules import LAYOUTS, SCHEDULES, build, from_torch_csv, properties_of, to_torch_csv, uniform
 from pipedream.schedules.kit.method import looped, mirrored
 from pipedream.simulator import Costs, Stragglers, simulate
 from pipedream.verifier import verify
@@ -39,7 +30,7 @@ PROGRAMS = 10_000
 _TINY = 1e-9
 
 
-def drawn_plan(rng: random.Random, name: str) -> Plan:
+def drawn_plan(rng: random.Random, name: str) -> pd.Plan:
     """Returns a plan of any size for a method: stages that share workers where it has such, else replicas and lags."""
     layout = LAYOUTS.get(name)
     if layout is not None:
@@ -50,11 +41,11 @@ def drawn_plan(rng: random.Random, name: str) -> Plan:
     update_delay = (0,) * len(replicas) if name == "pipedream_2bw" else update_delay
     least = depth.noam(replicas, update_delay)
     in_flight = least if rng.random() < 0.5 else tuple(rng.randint(1, 4) for _ in replicas)
-    plan = Plan.uniform(len(replicas), replicas=replicas)
+    plan = pd.Plan.uniform(len(replicas), replicas=replicas)
     return replace(plan, in_flight=depth.raise_to_legal(in_flight, replicas, update_delay), update_delay=update_delay)
 
 
-def drawn_schedule(rng: random.Random, name: str) -> Schedule:
+def drawn_schedule(rng: random.Random, name: str) -> pd.Schedule:
     """Returns a method's schedule; now and then as it comes back from a file in PyTorch's notation."""
     while True:
         plan = drawn_plan(rng, name)
@@ -70,7 +61,7 @@ def drawn_schedule(rng: random.Random, name: str) -> Schedule:
         return schedule
 
 
-def drawn_costs(rng: random.Random, schedule: Schedule) -> Costs:
+def drawn_costs(rng: random.Random, schedule: pd.Schedule) -> Costs:
     """Returns seconds and bytes of any kind, and links on which a message may take longer than all else."""
     count, workers = len(schedule.plan.stages), schedule.placement.workers
 
@@ -92,7 +83,7 @@ def drawn_costs(rng: random.Random, schedule: Schedule) -> Costs:
     )
 
 
-def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
+def check(schedule: pd.Schedule, timeline: Timeline, total: int) -> None:
     """Checks each op of a simulated run: there once, on its rank, alone there, behind what it needs."""
     placement, weights, per_update = schedule.placement, schedule.weights, schedule.updates.per_update
     last, letters = placement.stages - 1, [kind.value for kind in schedule.kinds]
@@ -165,7 +156,7 @@ def endure(programs: int, seed: int) -> None:
 
 def test_a_depth_that_rests_on_a_lag() -> None:
     """Found by one of ten thousand: ZB-H2 doubles a depth that is legal only because a stage lags."""
-    plan = replace(Plan.uniform(4, replicas=(1, 1, 2, 1)), in_flight=(3, 2, 1, 2), update_delay=(0, 0, 1, 0))
+    plan = replace(pd.Plan.uniform(4, replicas=(1, 1, 2, 1)), in_flight=(3, 2, 1, 2), update_delay=(0, 0, 1, 0))
     for name in ("1f1b", "zb_h1", "zb_h2"):
         verify(lower(build(name, plan, 4)))
 
@@ -198,7 +189,7 @@ def test_all_replica_counts(name: str, depth: str, workers: int) -> None:
     properties, proved = properties_of(name), set()
     expected = {replicas for replicas in REPLICAS if sum(replicas) <= workers}
     for replicas in expected:
-        plan = Plan.uniform(3, replicas=replicas).with_depth(depth)
+        plan = pd.Plan.uniform(3, replicas=replicas).with_depth(depth)
         for m in (7, None) if properties.splits_minibatch else (None,):
             with suppress(ScheduleError):
                 verify(lower(build(name, plan, m)))

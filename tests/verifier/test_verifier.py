@@ -12,12 +12,11 @@ from drawn import STRAIGHT, Case, cases, laid_out
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import pipedream as pd
 from pipedream.core.errors import DeadlockError, PlanError, ScheduleError
 from pipedream.core.plan import depth
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, build, evaluation, uniform
 from pipedream.verifier import verify
 
@@ -25,7 +24,7 @@ ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 
 
 def program_of(name: str, *replicas: int, microbatches: int | None = None, in_flight: str = "noam") -> Program:
-    plan = Plan.uniform(len(replicas), replicas=replicas).with_depth(in_flight)
+    plan = pd.Plan.uniform(len(replicas), replicas=replicas).with_depth(in_flight)
     return lower(build(name, plan, microbatches))
 
 
@@ -63,7 +62,7 @@ def test_all_methods_pass(case: Case) -> None:
 
 
 @given(laid_out(most=6))
-def test_several_stages_a_worker_pass(schedule: Schedule) -> None:
+def test_several_stages_a_worker_pass(schedule: pd.Schedule) -> None:
     proof = verify(lower(schedule))
     p, m, claims = schedule.placement.workers, schedule.microbatches, schedule.claims
     assert claims.in_flight is not None
@@ -92,9 +91,9 @@ def test_one_lane_a_direction_never_deadlocks(case: Case) -> None:
     verify(case.program(), lanes=lambda channel: (channel.sender, channel.receiver))
 
 
-def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], update_delay: tuple[int, ...]) -> Plan:
+def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], update_delay: tuple[int, ...]) -> pd.Plan:
     """Returns a plan past the check that a depth is legal."""
-    plan = Plan.uniform(len(replicas), replicas=replicas)
+    plan = pd.Plan.uniform(len(replicas), replicas=replicas)
     object.__setattr__(plan, "in_flight", in_flight)
     object.__setattr__(plan, "update_delay", update_delay)
     return plan
@@ -139,7 +138,7 @@ def test_one_lane_a_pair_deadlocks(name: str) -> None:
 
 
 def test_evaluation_passes() -> None:
-    proof = verify(lower(evaluation(Plan.uniform(3, replicas=(2, 1, 1)))))
+    proof = verify(lower(evaluation(pd.Plan.uniform(3, replicas=(2, 1, 1)))))
     assert proof.peak_in_flight == (0, 0, 0, 0)
     assert proof.peak_versions == (1, 1, 1, 1)
 
@@ -369,7 +368,7 @@ def test_messages_without_a_channel_are_refused() -> None:
             program = edited(program, rank, without(word))
     with pytest.raises(ScheduleError, match=r"0B0: needs 1B0 of rank 1, but <1:0 is not before it"):
         verify(program)
-    forwards = lower(evaluation(Plan.uniform(2)))
+    forwards = lower(evaluation(pd.Plan.uniform(2)))
     for rank in (0, 1):
         forwards = edited(forwards, rank, lambda words: [word for word in words if word[1:] != "0:0"])
     renamed = replace(forwards.channels[0], carries="gradient")

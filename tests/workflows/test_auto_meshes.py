@@ -13,20 +13,16 @@ import torch
 from drawn import meshed_cluster, meshed_profile
 from torch import nn
 
-import pipedream
+import pipedream as pd
 from pipedream import cli
 from pipedream.core.errors import PlanError, ProfileError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
-from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
-from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
 from pipedream.workflows import meshes
 from pipedream.workflows.plan import plan, plan_and_compare
 
-LAYOUT = Layout("batch:data,d_ff:model", names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"})
+LAYOUT = pd.Layout("batch:data,d_ff:model", names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"})
 
 
 def model() -> nn.Sequential:
@@ -43,14 +39,14 @@ def one_of(meshes: tuple[str, ...], **sizes: float) -> Profile:
     """A profile with a rank of each mesh that exchanges nothing."""
     none: tuple[tuple[()], ...] = ((),) * int(sizes.get("layers", 2))
     ranks = tuple(
-        RankProfile(text, "d_ff:model", cut_in(Mesh(text).size, **sizes), none, none)  # type: ignore[arg-type]
+        RankProfile(text, "d_ff:model", cut_in(pd.Mesh(text).size, **sizes), none, none)  # type: ignore[arg-type]
         for text in meshes
     )
     return Profile.of_chain(cut_in(1, **sizes), batch=8, ranks=ranks)  # type: ignore[arg-type]
 
 
 def test_legal_meshes_are_measured() -> None:
-    profile = pipedream.profile(model(), torch.randn(5, 8), layout=LAYOUT, meshes="auto:2", runs=1)
+    profile = pd.profile(model(), torch.randn(5, 8), layout=LAYOUT, meshes="auto:2", runs=1)
     assert [(rank.mesh, rank.layout) for rank in profile.ranks] == [("model:2", "batch:data,d_ff:model")]
     (note,) = (note for note in profile.notes if note.startswith("not measured"))
     assert note == "not measured, a rank of data:2: a minibatch of 5 samples cannot be sharded over data:2"
@@ -69,13 +65,13 @@ def test_legal_meshes_are_measured() -> None:
 )
 def test_meshes_that_are_not_legal_are_left_out(layout: str, most: int, legal: list[str], why: str) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in model().named_parameters()}
-    candidates = Layout(layout, LAYOUT.names).candidates(shapes, 12, most)
+    candidates = pd.Layout(layout, LAYOUT.names).candidates(shapes, 12, most)
     assert [mesh.text for mesh, problem in candidates.items() if not problem] == legal
     assert any(why in problem for problem in candidates.values()) or not why
 
 
 def test_the_dimension_of_sharded_weights_counts_too() -> None:
-    candidates = Layout("batch:data", shard_weights="shard").candidates({"weight": (4, 4)}, 8, 4)
+    candidates = pd.Layout("batch:data", shard_weights="shard").candidates({"weight": (4, 4)}, 8, 4)
     assert [mesh.text for mesh, why in candidates.items() if not why] == [
         "data:2", "shard:2", "data:4", "shard:4", "data:2,shard:2",
     ]  # fmt: skip
@@ -96,7 +92,7 @@ def test_none_is_the_plan_without_meshes() -> None:
 def test_it_is_never_slower_than_a_mesh_by_hand(seed: int, schedule: str) -> None:
     """In simulation."""
     draw = random.Random(seed)
-    profile, cluster = meshed_profile(draw), Cluster.flat(4, draw.choice([4.0, 100.0]))
+    profile, cluster = meshed_profile(draw), pd.Cluster.flat(4, draw.choice([4.0, 100.0]))
     comparison = plan_and_compare(profile, PlanRequest(cluster, schedule=schedule, mesh="auto"))
     best_s = comparison.candidates[0].period_s
     assert best_s is not None
@@ -112,7 +108,7 @@ def test_plans_on_one_mesh_that_cannot_win_are_not_simulated(seed: int, monkeypa
     draw = random.Random(seed)
     profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=seed % 2 == 1, levels=1 + seed // 2 % 2)
 
-    def choose() -> Plan | str:
+    def choose() -> pd.Plan | str:
         try:
             return replace(plan(profile, cluster, mesh="auto"), note="")
         except PlanError as error:
@@ -131,7 +127,7 @@ def kinds_of(comparison: Comparison) -> dict[str, str]:
 @pytest.mark.slow
 def test_a_layer_that_no_rank_holds_is_planned() -> None:
     """And the plan says why it has meshes; so does its JSON."""
-    profile, cluster = one_of(("model:2", "model:4")), Cluster.flat(4, 1e9, memory_bytes=190)
+    profile, cluster = one_of(("model:2", "model:4")), pd.Cluster.flat(4, 1e9, memory_bytes=190)
     with pytest.raises(
         PlanError, match=r"a stage may also be sharded over several ranks: plan with mesh='auto' \(--mesh"
     ):
@@ -146,9 +142,9 @@ def test_a_layer_that_no_rank_holds_is_planned() -> None:
 
 def test_without_a_profile_of_meshes_the_refusal_says_how_to_get_one() -> None:
     with pytest.raises(PlanError, match=r"plan with mesh='auto' .*, from a profile with a layout and meshes='auto'"):
-        plan(one_of(()), Cluster.flat(4, 1e9, memory_bytes=190))
+        plan(one_of(()), pd.Cluster.flat(4, 1e9, memory_bytes=190))
     with pytest.raises(PlanError, match=r"smaller minibatches") as alone:
-        plan(one_of(()), Cluster.flat(1, 1e9, memory_bytes=190))
+        plan(one_of(()), pd.Cluster.flat(1, 1e9, memory_bytes=190))
     assert "auto" not in str(alone.value), "a mesh needs several ranks"
 
 
@@ -156,7 +152,7 @@ def test_when_nothing_fits_it_says_by_how_much_and_what_would() -> None:
     with pytest.raises(
         PlanError, match=r"no plan fits on any mesh; nearest are those .* more than a rank has"
     ) as short:
-        plan(one_of(("model:2",)), Cluster.flat(2, 1e9, memory_bytes=100), mesh="auto")
+        plan(one_of(("model:2",)), pd.Cluster.flat(2, 1e9, memory_bytes=100), mesh="auto")
     assert "would fit" in str(short.value)
 
 
@@ -170,7 +166,7 @@ def test_when_nothing_fits_it_says_by_how_much_and_what_would() -> None:
     ],
 )
 def test_each_kind_is_chosen_where_it_is_best(mesh: str, layers: int, weights: int, kind: str, config: str) -> None:
-    request = PlanRequest(Cluster.flat(4, 1e9), schedule="pipedream", mesh="auto")
+    request = PlanRequest(pd.Cluster.flat(4, 1e9), schedule="pipedream", mesh="auto")
     best = plan_and_compare(one_of((mesh,), layers=layers, weights=weights), request)
     assert (best.candidates[0].kind, best.plan.config) == (kind, config)
     assert kind != "tensor" or best.verdict.startswith("use one worker on the mesh model:4")
@@ -178,12 +174,12 @@ def test_each_kind_is_chosen_where_it_is_best(mesh: str, layers: int, weights: i
 
 def test_meshes_are_unknown(tmp_path: Path, refused: Callable[..., str]) -> None:
     with pytest.raises(PlanError, match=r"the profile has no measurement of a rank of any mesh; profile with a layout"):
-        plan(one_of(()), Cluster.flat(4), mesh="auto")
+        plan(one_of(()), pd.Cluster.flat(4), mesh="auto")
     with pytest.raises(ProfileError, match=r"meshes='auto:x' was given; give 'auto', 'auto:4'"):
-        pipedream.profile(model(), torch.randn(12, 8), layout=LAYOUT, meshes="auto:x")
-    bare = pipedream.profile(model(), torch.randn(12, 8), meshes="auto", runs=1)
+        pd.profile(model(), torch.randn(12, 8), layout=LAYOUT, meshes="auto:x")
+    bare = pd.profile(model(), torch.randn(12, 8), meshes="auto", runs=1)
     with pytest.raises(PlanError, match=r"not measured, a rank of any mesh: the layout has no rule"):
-        plan(bare, Cluster.flat(4), mesh="auto")
+        plan(bare, pd.Cluster.flat(4), mesh="auto")
     assert "--mesh auto was given with 1 other --mesh; give it alone" in refused(
         "profile", "recipe.py", "--mesh", "auto", "--mesh", "model:2"
     )
@@ -202,7 +198,7 @@ def test_the_command_prints_kinds(
     assert answer["kinds"]["pipeline"] is None
     assert answer["kinds"]["tensor"]["mesh"] == "model:4"
     assert [stage["mesh"] for stage in answer["stages"]] == ["model:2", "model:2"]
-    assert pipedream.Plan.load(tmp_path / "plan.json").ranks == 4
+    assert pd.Plan.load(tmp_path / "plan.json").ranks == 4
     assert cli.main(["plan", *options]) == 0
     out = capfd.readouterr().out
     assert "verdict: use the pipeline 1x2-1x2 on the mesh model:2" in out

@@ -137,11 +137,7 @@ def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., 
         (put([1, 3, 1], "in_flight"), (), "(5, 3, 1) would do"),
         (put([3, 2], "in_flight"), (), "give one count per stage"),
         (put(9, "stages", 2, "replicas"), (), "the stages take 12 workers, the cluster has 4"),
-        (
-            put(9, "stages", 2, "last"),
-            ("PROFILE",),
-            "the plan covers layers 0 to 8, the model has 6 layers",
-        ),
+        (put(9, "stages", 2, "last"), ("PROFILE",), "the plan covers layers 0 to 8, the model has 6 layers"),
         (
             put(["other"], "stages", 0, "names"),
             ("PROFILE",),

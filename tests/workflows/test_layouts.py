@@ -13,7 +13,6 @@ from pipedream import schedules
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.plan_request import PlanRequest
 from pipedream.schedules.kit.method import looped
@@ -37,7 +36,7 @@ def test_every_layout_is_planned_proved_and_simulated(name: str, workers: int, c
     assert plan.worker_order == layout.order(workers, chunks or layout.chunks or 1)
     verify(lower(schedules.build(plan.schedule, plan, plan.microbatches)))
     assert score(plan).period_s > 0
-    assert Plan.from_json(plan.to_json()) == plan
+    assert pd.Plan.from_json(plan.to_json()) == plan
     assert check_plan(plan, profile=profile).differences == ()
 
 
@@ -95,18 +94,18 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(PlanError, match="splits a minibatch into 32 microbatches, but one has 16 samples"):
         pd.plan(EVEN, Cluster.flat(8), schedule="interleaved_1f1b", chunks=1)
     with pytest.raises(ScheduleError, match="needs stage s on worker s mod p, without replicas; found plan 1-1-1"):
-        schedules.build("interleaved_1f1b", replace(Plan.uniform(3), worker_order=(0, 2, 1)))
+        schedules.build("interleaved_1f1b", replace(pd.Plan.uniform(3), worker_order=(0, 2, 1)))
     with pytest.raises(ScheduleError, match="plan for it alone"):
         planning.plan_and_compare(EVEN, PlanRequest(cluster, schedule="auto"), names=["chimera"])
 
 
 def test_the_plan_says_who_has_several_stages() -> None:
-    plan = Plan.uniform(4, order=(0, 1, 0, 1))
+    plan = pd.Plan.uniform(4, order=(0, 1, 0, 1))
     assert plan.workers == 2
     assert plan.is_shared
     assert plan.placement.ranks == ((0,), (1,), (0,), (1,))
-    assert not Plan.uniform(2, order=(1, 0)).is_shared
+    assert not pd.Plan.uniform(2, order=(1, 0)).is_shared
     with pytest.raises(ValueError, match="replicas of a stage are on workers of their own"):
-        Plan.uniform(2, replicas=(2, 1), order=(0, 0, 1))
+        pd.Plan.uniform(2, replicas=(2, 1), order=(0, 0, 1))
     with pytest.raises(ValueError, match="a worker for each of 2 replicas"):
-        Plan.uniform(2, order=(0, 1, 0))
+        pd.Plan.uniform(2, order=(0, 1, 0))

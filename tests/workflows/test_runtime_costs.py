@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.runtime.comm import process_group
@@ -43,14 +42,14 @@ def test_a_single_process_measures_itself_once() -> None:
     assert measure_runtime() is measured
     assert measured.costs.op_s + measured.costs.message_s + measured.costs.update_s > 0
     assert measured.costs.load_s == 0
-    cluster = measured.on_links(Cluster.local(2))
+    cluster = measured.on_links(pd.Cluster.local(2))
     assert cluster.link(0)[1] == 0.0
-    assert cluster.memory_bytes == Cluster.local(2).memory_bytes
+    assert cluster.memory_bytes == pd.Cluster.local(2).memory_bytes
 
 
 def measured() -> tuple[RuntimeCosts, tuple[float, float]]:
     runtime = measure_runtime()
-    return runtime.costs, runtime.on_links(Cluster.flat(2)).link(0)
+    return runtime.costs, runtime.on_links(pd.Cluster.flat(2)).link(0)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -64,7 +63,7 @@ def test_processes_measure_their_messages_and_agree(workers: int) -> None:
 
 
 def test_an_unknown_link_stays_as_it_was() -> None:
-    assert MeasuredRuntime(RuntimeCosts()).on_links(Cluster.flat(2, 5.0, 0.5)) == Cluster.flat(2, 5.0, 0.5)
+    assert MeasuredRuntime(RuntimeCosts()).on_links(pd.Cluster.flat(2, 5.0, 0.5)) == pd.Cluster.flat(2, 5.0, 0.5)
 
 
 @pytest.mark.slow
@@ -111,7 +110,7 @@ def test_what_was_measured_with_a_plan_is_not_measured_again(monkeypatch: pytest
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     data = [(torch.rand(8, 4), torch.rand(8, 1))]
     recipe = pd.Recipe(model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), data)
-    planned = pd.plan(pd.profile(model, data[0][0], runs=1), Cluster.flat(2))
+    planned = pd.plan(pd.profile(model, data[0][0], runs=1), pd.Cluster.flat(2))
     for costs, expected in ((RuntimeCosts(), measured), (RuntimeCosts(load_s=2e-5), RuntimeCosts(load_s=2e-5))):
         plan = replace(planned, runtime=costs)
         out = tmp_path / str(costs.load_s)

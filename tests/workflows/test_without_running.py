@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import pipedream
+import pipedream as pd
 from pipedream import cli
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import Device
-from pipedream.core.model.profile import Profile
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.recipe import load_recipe
 
@@ -35,11 +33,11 @@ print(json.dumps({"statuses": statuses, "cpu_s": usage.ru_utime + usage.ru_stime
 """
 
 
-def few_blocks(count: int, **options: str) -> Profile:
+def few_blocks(count: int, **options: str) -> pd.Profile:
     """Returns the profile of the example with so many blocks."""
     llama = load_recipe(str(LLAMA))
     model = llama.model[: 1 + count].append(llama.model[-2]).append(llama.model[-1])
-    return pipedream.profile(model, llama.train[0][0], device="meta", as_device="H100", **options)
+    return pd.profile(model, llama.train[0][0], device="meta", as_device="H100", **options)
 
 
 @pytest.mark.slow
@@ -76,15 +74,15 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
     # Versions of the weights for all that is in flight: too much, and the planner says by how much.
     assert "fits" in done.stderr
     assert "a worker has 80.0 GB" in done.stderr
-    profile = Profile.load(tmp_path / "llama.json")
+    profile = pd.Profile.load(tmp_path / "llama.json")
     assert profile.parameter_bytes == 2 * PARAMETERS
     assert profile.optimizer_bytes == 2 * 4 * PARAMETERS, "two moments in float32"
     assert profile.flops == pytest.approx(6 * PARAMETERS * 4096, rel=0.04)
-    plan = pipedream.Plan.load(tmp_path / "plan.json")
+    plan = pd.Plan.load(tmp_path / "plan.json")
     assert all(stage.peak_bytes <= 80e9 for stage in plan.stages)
     assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes
     # On 16 workers one after the other, under a flush: too much, unless each stage keeps its inputs alone.
-    space = SearchSpace.of(profile, Cluster.flat(16), versions=lambda in_flight, update_delay: 1)
+    space = SearchSpace.of(profile, pd.Cluster.flat(16), versions=lambda in_flight, update_delay: 1)
     stages = list(pairwise((0, *range(6, 81, 5), 83)))
     needs = {
         recompute: max(int(space.need_bytes(*stage, 16 - s, 0, recompute)) for s, stage in enumerate(stages))
@@ -99,7 +97,7 @@ def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.Capture
     Device("slow", 10**9, {"float32": 1e6}, 1e6).save(device)
     command = ["profile", str(EXAMPLES / "digits.py"), "--device", "meta", "--json"]
     assert cli.main([*command, "--as", str(device)]) == 0
-    slow = Profile.from_json(capfd.readouterr().out)
+    slow = pd.Profile.from_json(capfd.readouterr().out)
     assert slow.device == "slow"
     assert slow.forward_s > sum(layer.forward_flops for layer in slow.layers) / 1e6
 
@@ -125,7 +123,7 @@ def test_command_plans_for_unlike_devices(
     profile, out = str(tmp_path / "profile.json"), tmp_path / "plan.json"
     recipe = str(EXAMPLES / "char_gpt.py")
     assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "--dtype", "float16", "-o", profile]) == 0
-    printed, computed = capfd.readouterr().out, Profile.load(profile)
+    printed, computed = capfd.readouterr().out, pd.Profile.load(profile)
     assert "V100-16GB, not run" in printed
     assert "note: computed from flops and bytes" in printed
     assert (computed.dtype, computed.optimizer) == ("float16", "AdamW")
@@ -135,7 +133,7 @@ def test_command_plans_for_unlike_devices(
     told = capfd.readouterr().out
     assert " on\n" in told
     assert "V100-16GB" in told, "the plan says which stage is on which device"
-    first, second = pipedream.Plan.load(out).cluster.kinds
+    first, second = pd.Plan.load(out).cluster.kinds
     assert (first.count, first.device, first.speed, first.memory_bytes) == (2, "V100-16GB", 1.0, 16 * 10**9)
     assert (second.count, second.device, second.memory_bytes) == (1, "RTX-4090", 20 * 10**9)
     assert second.speed == pytest.approx(1008 / 900), "in float16 the bandwidths decide"
