@@ -48,16 +48,17 @@ class StopsAt(Callback):
             pipeline.should_stop = True
 
 
+def pipeline_of(animal: zoo.Animal, *counts: int, **options: Any) -> pd.Pipeline:
+    plan = zoo.plan_of(animal, len(counts) or 2, counts or None)
+    return pd.Pipeline(animal.model, plan, **{"loss": animal.loss, "optimizer": SGD} | options)
+
+
 def trained(
     counts: tuple[int, ...], callbacks: list[Callback], *, evaluate: bool = False, schedule: str = "pipedream"
 ) -> tuple[list[float], int, dict[str, torch.Tensor], bool]:
     """Returns the losses of a run of 8 epochs, its minibatches, its weights, and whether it was stopped."""
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(animal, len(counts), counts)
-    losses = []
-    with pd.Pipeline(
-        animal.model, plan, loss=animal.loss, optimizer=SGD, schedule=schedule, callbacks=callbacks
-    ) as pipeline:
+    animal, losses = zoo.make("mlp"), []
+    with pipeline_of(animal, *counts, schedule=schedule, callbacks=callbacks) as pipeline:
         for done in pipeline.train(animal.batches, epochs=8):
             losses.append(done.loss)
             if evaluate and done.ends_epoch:
@@ -68,9 +69,7 @@ def trained(
 def broken_off(counts: tuple[int, ...], number: int) -> dict[str, torch.Tensor]:
     """Returns the weights after a plain `break` at a minibatch."""
     animal = zoo.make("mlp")
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(animal, len(counts), counts), loss=animal.loss, optimizer=SGD, schedule="pipedream"
-    ) as pipeline:
+    with pipeline_of(animal, *counts, schedule="pipedream") as pipeline:
         for done in pipeline.train(animal.batches, epochs=8):
             if done.number == number:
                 break
@@ -79,9 +78,7 @@ def broken_off(counts: tuple[int, ...], number: int) -> dict[str, torch.Tensor]:
 
 def test_events_come_in_order_with_complete_checkpoints(tmp_path: Path) -> None:
     animal, events = zoo.make("mlp"), Events()
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(animal, 3), loss=animal.loss, optimizer=SGD, callbacks=[events]
-    ) as pipeline:
+    with pipeline_of(animal, 1, 1, 1, callbacks=[events]) as pipeline:
         heard = []
         for done in pipeline.train(animal.batches, epochs=2):
             heard.append(done.number)
@@ -114,14 +111,7 @@ def test_a_stop_ends_as_a_break_does(counts: tuple[int, ...]) -> None:
 def test_a_stop_in_the_last_minibatch_of_a_phase_ends_the_training() -> None:
     animal = zoo.make("mlp")
     count = len(animal.batches)
-    with pd.Pipeline(
-        animal.model,
-        zoo.plan_of(animal, 2),
-        loss=animal.loss,
-        optimizer=SGD,
-        phases="pipedream:2e,1f1b",
-        callbacks=[StopsAt(2 * count - 1)],
-    ) as pipeline:
+    with pipeline_of(animal, phases="pipedream:2e,1f1b", callbacks=[StopsAt(2 * count - 1)]) as pipeline:
         assert len(list(pipeline.train(animal.batches, epochs=4))) == 2 * count
         assert pipeline.should_stop
 
@@ -130,9 +120,7 @@ def test_the_loop_may_stop_and_train_on() -> None:
     animal = zoo.make("mlp")
     whole, *_ = trained((1, 1), [], schedule="1f1b")
     losses = []
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, schedule="1f1b"
-    ) as pipeline:
+    with pipeline_of(animal, schedule="1f1b") as pipeline:
         while len(losses) < len(whole):
             for done in pipeline.train(animal.batches, epochs=8 - pipeline.position[0]):
                 losses.append(done.loss)
@@ -172,9 +160,7 @@ def test_early_stopping(losses: list[float], options: dict[str, Any], evaluation
 def test_early_stopping_continues_from_a_checkpoint(tmp_path: Path) -> None:
     def run(first: int, stopping: list[EarlyStopping]) -> list[EarlyStopping]:
         animal = zoo.make("mlp")
-        with pd.Pipeline(
-            animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, callbacks=stopping
-        ) as pipeline:
+        with pipeline_of(animal, callbacks=stopping) as pipeline:
             if first:
                 pipeline.load(tmp_path)
             for done in pipeline.train(animal.batches, epochs=4 - first):
@@ -194,22 +180,20 @@ def test_early_stopping_continues_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(animal, 2)
-    with pytest.raises(pd.PipelineError, match="mode='up' was asked for; give 'min' or 'max'"):
-        EarlyStopping(mode="up")
-    with pytest.raises(pd.PipelineError, match=r"not a list of pipedream\.callbacks\.Callback objects"):
-        pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[print])  # type: ignore[list-item]
-    with pytest.raises(pd.PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
-        pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[EarlyStopping("accuracy")])
-
     class Keeps(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"weights": torch.zeros(1)}
 
+    animal = zoo.make("mlp")
+    with pytest.raises(pd.PipelineError, match="mode='up' was asked for; give 'min' or 'max'"):
+        EarlyStopping(mode="up")
+    with pytest.raises(pd.PipelineError, match=r"not a list of pipedream\.callbacks\.Callback objects"):
+        pipeline_of(animal, callbacks=[print])
+    with pytest.raises(pd.PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
+        pipeline_of(animal, callbacks=[EarlyStopping("accuracy")])
     with (
         pytest.raises(pd.PipelineError, match="Keeps/0 cannot be kept in a checkpoint"),
-        pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[Keeps()]) as pipeline,
+        pipeline_of(animal, callbacks=[Keeps()]) as pipeline,
     ):
         pipeline.save(tmp_path)
 
@@ -311,10 +295,7 @@ def evaluated(calls: str, *, epochs: int = 3, rate: float = 0.1, **rest: Any) ->
     """
     animal, results = zoo.make("mlp"), {letter: list[float]() for letter in calls}
     options = {"schedule": "1f1b", "ema": 0.9, "metrics": {"size": lambda output, _: output.abs().mean()}} | rest
-    optimizer = partial(torch.optim.SGD, lr=rate)
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=optimizer, **options
-    ) as pipeline:
+    with pipeline_of(animal, optimizer=partial(torch.optim.SGD, lr=rate), **options) as pipeline:
         for done in pipeline.train(animal.batches, epochs=epochs):
             for letter in calls if done.ends_epoch else "":
                 choice = {"A": {"ema": True}, "V": {"name": "val"}}.get(letter, {})
@@ -342,15 +323,7 @@ def test_early_stopping_fires_on_averaged_weights(monitor: str) -> None:
 def test_a_plateau_follows_the_average() -> None:
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0)
     animal, rates = zoo.make("mlp"), []
-    with pd.Pipeline(
-        animal.model,
-        zoo.plan_of(animal, 2),
-        loss=animal.loss,
-        optimizer=SGD,
-        schedule="1f1b",
-        ema=0.9,
-        scheduler=plateau,
-    ) as pipeline:
+    with pipeline_of(animal, schedule="1f1b", ema=0.9, scheduler=plateau) as pipeline:
         for _ in range(3):  # evaluated between two calls of `train`
             rates.append(list(pipeline.train(animal.batches))[-1].rate)
             pipeline.evaluate(animal.batches, ema=True)
@@ -359,9 +332,7 @@ def test_a_plateau_follows_the_average() -> None:
 
 def test_an_averaged_evaluation_is_in_the_checkpoint(tmp_path: Path) -> None:
     animal, heard = zoo.make("mlp"), Heard()
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, ema=0.9, callbacks=[heard]
-    ) as pipeline:
+    with pipeline_of(animal, ema=0.9, callbacks=[heard]) as pipeline:
         list(pipeline.train(animal.batches))
         pipeline.evaluate(animal.batches, ema=True)
         assert not pipeline.should_stop

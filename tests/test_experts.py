@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -173,21 +174,12 @@ def test_where_counts_cannot_be_read_all_slots_are_computed() -> None:
 
     layer, x = experts_of(), torch.randn(2, 8, 6, dtype=torch.float64)
     expected = trained(layer, x)
-    counts = trained(nn.Sequential(_As(Own), layer), x)
+    counts = trained(nn.Sequential(Built(lambda _, x: x.as_subclass(Own)), layer), x)
     for name in ("output", "x"):
         torch.testing.assert_close(counts[name].as_subclass(Tensor), expected[name], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(counts["1.up"].as_subclass(Tensor), expected["up"], rtol=1e-10, atol=1e-12)
     with torch.device("meta"):
         assert MixtureOfExperts(6, 10, 4)(torch.empty(2, 8, 6)).shape == (2, 8, 6)
-
-
-class _As(nn.Module):
-    def __init__(self, kind: type[Tensor]) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.as_subclass(self.kind)
 
 
 @pytest.mark.parametrize("form", ["sorted", "dense"])
@@ -265,18 +257,14 @@ def test_groups_must_divide_the_tokens() -> None:
 # -- in a pipeline ----------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.norm, self.experts = nn.LayerNorm(6), MixtureOfExperts(6, 10, 4, groups=2, capacity_factor=1.0, form=form)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.experts(self.norm(x))
+def block(form: str) -> nn.Module:
+    experts = MixtureOfExperts(6, 10, 4, groups=2, capacity_factor=1.0, form=form)
+    return Built(lambda module, x: x + module.experts(module.norm(x)), norm=nn.LayerNorm(6), experts=experts)
 
 
 def model_of(form: str = "sorted") -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 6), Block(form), nn.Linear(6, 6), Block(form), nn.Linear(6, 3)).double()
+    return nn.Sequential(nn.Linear(5, 6), block(form), nn.Linear(6, 6), block(form), nn.Linear(6, 3)).double()
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -289,16 +277,8 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 def through_a_pipeline(model: nn.Module, cuts: tuple[int, ...], schedule: str, **how: Any) -> dict[str, Tensor]:
     profile = pipedream.profile(model, next(batches())[0], warmup=0, runs=1)
     plan = pipedream.plan(profile, pipedream.Cluster.flat(len(cuts) + 1), cuts=cuts)
-    with pipedream.Pipeline(
-        model,
-        plan,
-        schedule=schedule,
-        loss=F.mse_loss,
-        optimizer=partial(torch.optim.SGD, lr=0.5),
-        seed=3,
-        check=False,
-        **how,
-    ) as pipeline:
+    how |= {"schedule": schedule, "optimizer": partial(torch.optim.SGD, lr=0.5), "seed": 3, "check": False}
+    with pipedream.Pipeline(model, plan, loss=F.mse_loss, **how) as pipeline:
         for _ in pipeline.train(list(batches()), epochs=2):
             pass
         return pipeline.state_dict()

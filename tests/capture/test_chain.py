@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -42,25 +43,13 @@ class Line(nn.Module):
         return x
 
 
-class Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
+def residual(inner: nn.Module) -> nn.Module:
+    return Built(lambda model, x: x + model.inner(x), inner=inner)
 
 
-class Glue(nn.Module):
-    """Two linear layers, a dropout, and the code that calls them."""
-
-    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
-        self.call = call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self, x)
+def glue(call: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """Returns two linear layers, a dropout, and the code that calls them."""
+    return Built(call, a=nn.Linear(4, 4), b=nn.Linear(4, 4), dropout=nn.Dropout(0.5))
 
 
 # Random nestings of Sequential, ordinary lines and residual blocks; with them the names of their layers.
@@ -72,7 +61,7 @@ def nests(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(
         groups.map(lambda makers: lambda: nn.Sequential(*(make() for make in makers))),
         groups.map(lambda makers: lambda: Line(*(make() for make in makers))),
-        children.map(lambda make: lambda: Residual(make())),
+        children.map(lambda make: lambda: residual(make())),
     )
 
 
@@ -110,25 +99,17 @@ def test_an_ordinary_class_with_several_inputs() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return x * y
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(3, 2)
-            self.mix = Mix()
-            self.unused = nn.Linear(9, 9)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.head(self.mix(x, y))
-
-    captured = capture(Model(), (torch.randn(2, 3), torch.randn(2, 3)))
+    parts = {"head": nn.Linear(3, 2), "mix": Mix(), "unused": nn.Linear(9, 9)}
+    model = Built(lambda model, x, y: model.head(model.mix(x, y)), **parts)
+    captured = capture(model, (torch.randn(2, 3), torch.randn(2, 3)))
     assert names(captured) == ["mix", "head"]
     assert [layer.kind for layer in captured.graph.layers] == ["Mix", "Linear"]
     assert captured.graph.layers[1].parameters == ("head.weight", "head.bias")
     assert captured.graph.edges == ((0, 1),)
 
 
-def between(glue: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    return lambda model, x: model.b(glue(model.a(x)))
+def between(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda model, x: model.b(function(model.a(x)))
 
 
 GLUE = (
@@ -147,8 +128,8 @@ GLUE = (
 
 @pytest.mark.parametrize("call", GLUE)
 def test_a_model_with_glue_around_its_modules_is_no_chain(call: Callable[[Any, Tensor], Tensor]) -> None:
-    assert find_chain(Glue(between(lambda h: h)), (torch.randn(2, 4),)) is not None
-    assert find_chain(Glue(call), (torch.randn(2, 4),)) is None
+    assert find_chain(glue(between(lambda h: h)), (torch.randn(2, 4),)) is not None
+    assert find_chain(glue(call), (torch.randn(2, 4),)) is None
 
 
 def within(context: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
@@ -168,8 +149,8 @@ def within(context: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
     ],
 )
 def test_a_frozen_or_checkpointed_part_is_not_taken_out_of_its_mode(call: Callable[[Any, Tensor], Tensor]) -> None:
-    assert find_chain(Glue(call), (torch.randn(2, 4),)) is None
-    assert names(find_chain(nn.Sequential(Glue(call), nn.Identity()), (torch.randn(2, 4),))) == ["0", "1"]
+    assert find_chain(glue(call), (torch.randn(2, 4),)) is None
+    assert names(find_chain(nn.Sequential(glue(call), nn.Identity()), (torch.randn(2, 4),))) == ["0", "1"]
 
 
 def test_modules_with_hooks_or_state_of_their_own_stay_one_layer() -> None:
@@ -188,48 +169,29 @@ def test_modules_with_hooks_or_state_of_their_own_stay_one_layer() -> None:
     watched = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     watched.register_forward_hook(lambda module, args, output: outputs.append(output))
     captured = find_chain(nn.Sequential(watched, nn.Linear(4, 4)), (torch.randn(2, 4),))
-    assert captured is not None
     assert len(captured.layers) == 2, "the layers inside would not call the hook"
     assert find_chain(scaled, (torch.randn(2, 4),)) is None
 
 
 def test_the_containers_of_torch_stay_one_layer() -> None:
-    class Last(nn.Module):
-        def forward(self, value: tuple[Tensor, Any]) -> Tensor:
-            return value[0][:, -1]
-
     model = nn.Sequential(
         nn.Embedding(10, 8),
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
         nn.LSTM(8, 6, batch_first=True),
-        Last(),
+        Built(lambda _, value: value[0][:, -1]),
         nn.Linear(6, 2),
     )
     captured = find_chain(model, (torch.randint(10, (3, 5)),))
     assert [layer.kind for layer in captured.graph.layers] == [
-        "Embedding", "TransformerEncoderLayer", "LSTM", "Last", "Linear",
+        "Embedding", "TransformerEncoderLayer", "LSTM", "Built", "Linear",
     ]  # fmt: skip
     assert "1.self_attn.in_proj_weight" in captured.graph.layers[1].parameters
 
 
 def test_an_output_that_is_splatted_makes_no_chain() -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x + 1, x + 2
-
-    class Add(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x + y
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.two, self.add = Two(), Add()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.add(*self.two(x))
-
-    assert find_chain(Model(), (torch.randn(2, 4),)) is None
+    two, add = Built(lambda _, x: (x + 1, x + 2)), Built(lambda _, x, y: x + y)
+    model = Built(lambda model, x: model.add(*model.two(x)), two=two, add=add)
+    assert find_chain(model, (torch.randn(2, 4),)) is None
 
 
 def test_a_model_that_is_one_leaf_is_one_layer() -> None:
@@ -276,19 +238,9 @@ def test_what_is_not_a_runnable_model_is_refused() -> None:
 
 
 def test_a_model_that_passes_things_on_beside_its_outputs_is_no_chain() -> None:
-    class Gate(nn.Module):
-        gate: Any = None
+    def forward(model: Any, x: Tensor) -> Tensor:
+        model.b.gate = x.mean()
+        return model.b(model.a(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x if self.gate is None else x * self.gate
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), Gate()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.b.gate = x.mean()
-            return self.b(self.a(x))
-
-    assert find_chain(Model(), (torch.randn(2, 4),)) is None
+    gate = Built(lambda module, x: x if module.gate is None else x * module.gate, gate=None)
+    assert find_chain(Built(forward, a=nn.Linear(4, 4), b=gate), (torch.randn(2, 4),)) is None

@@ -7,13 +7,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -207,7 +207,6 @@ def test_layers_that_are_dropped_are_refused_or_an_error() -> None:
     for seed in range(8):
         torch.manual_seed(seed)
         value: Any = torch.randn(4, 4)
-        torch.manual_seed(seed)
         try:
             for layer in part:
                 torch.manual_seed(seed)
@@ -295,28 +294,25 @@ def test_a_missing_input() -> None:
     has(text, "Masked (test_errors.py:", "reads the input 'mask'", "missing in this batch", "Give it in each batch")
 
 
-class WithLabels(nn.Module):
+def with_labels() -> nn.Module:
     """Computes its loss if it gets labels."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        for block in self.blocks:
+    def forward(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        for block in model.blocks:
             x = torch.tanh(block(x))
         return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
+
+    return Built(forward, blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
 
 
 @pytest.mark.parametrize("without", [{"x": X}, {"x": X, "labels": None}], ids=["missing", "None"])
 def test_a_model_predicts_without_labels(without: dict[str, Any]) -> None:
     torch.manual_seed(3)
-    model = WithLabels()
-    plan = pd.plan(
-        pd.profile(model, {"x": X, "labels": X}, runs=1), pd.Cluster.flat(3), shape="straight", schedule="1f1b"
-    )
+    model = with_labels()
+    profile = pd.profile(model, {"x": X, "labels": X}, runs=1)
+    plan = pd.plan(profile, pd.Cluster.flat(3), shape="straight", schedule="1f1b")
     expected = model(X)["x"].detach()
-    with pd.Pipeline(model, plan, loss=None, optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
+    with pd.Pipeline(model, plan, loss=None, optimizer=sgd) as pipeline:
         (output,) = pipeline.predict([without])
         assert output["loss"] is None
         torch.testing.assert_close(output["x"], expected)
@@ -366,19 +362,14 @@ class Boxes(Base):
         return super().ends(x.value)
 
 
-class BoxLeaf(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Box:
-        return Box(x * self.weight)
+def box_leaf() -> nn.Module:
+    return Built(lambda leaf, x: Box(x * leaf.weight), weight=nn.Parameter(torch.ones(4)))
 
 
 class BoxOfLeaf(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.leaf = BoxLeaf()
+        self.leaf = box_leaf()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.leaf(x).value)
@@ -408,7 +399,7 @@ def test_an_object_that_a_leaf_returns_cannot_travel() -> None:
     text = captured.refused["blocks.0.a"]
     has(
         text,
-        "the module 'leaf' (BoxLeaf, test_errors.py:",
+        "the module 'leaf' (Built, built.py:",
         "returns an object of the class Box, which cannot be sent",
         "tuple",
     )
@@ -588,12 +579,13 @@ def test_a_plan_of_another_model() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(self.more(x))
 
-    plan = make_plan(build_model(Base), X, ["blocks.1.a"])
-    with pytest.raises(PlanError, match=r"another model: Other has 'more\.(bias|weight)', .*plan again"):
-        pd.Pipeline(Other(), plan, loss=F.mse_loss, optimizer=sgd)
-    plan = make_plan(build_model(Other), X, ["blocks.1.a"])
-    with pytest.raises(PlanError, match=r"another model: it has a module 'more', which Base lacks; plan again"):
-        pd.Pipeline(Base(), plan, loss=F.mse_loss, optimizer=sgd)
+    for planned, model, words in (
+        (Base, Other, r"another model: Other has 'more\.(bias|weight)', .*plan again"),
+        (Other, Base, r"another model: it has a module 'more', which Base lacks; plan again"),
+    ):
+        plan = make_plan(build_model(planned), X, ["blocks.1.a"])
+        with pytest.raises(PlanError, match=words):
+            pd.Pipeline(model(), plan, loss=F.mse_loss, optimizer=sgd)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -739,34 +731,25 @@ def test_a_cut_through_the_use_of_kept_state_is_refused() -> None:
     has(captured.refused["blocks.1.b"], "LongMemory (test_errors.py:", "keeps a tensor of an earlier batch", "into one")
 
 
-class Extra(nn.Module):
+def extra() -> nn.Module:
     """Uses a module only where it is asked to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.extra, self.head = (nn.Linear(4, 4) for _ in range(4))
+    def forward(model: Any, x: Tensor, more: bool = False) -> Tensor:
+        x = model.b(model.a(x).tanh())
+        x = model.extra(x.relu()) if more else x
+        return model.head(x.tanh())
 
-    def forward(self, x: Tensor, more: bool = False) -> Tensor:
-        x = self.b(self.a(x).tanh())
-        x = self.extra(x.relu()) if more else x
-        return self.head(x.tanh())
+    return Built(forward, **{name: nn.Linear(4, 4) for name in ("a", "b", "extra", "head")})
 
 
 def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
     x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
-    profile = pd.profile(Extra(), {"x": x}, runs=1)
+    profile = pd.profile(extra(), {"x": x}, runs=1)
 
     def moved(cut: str) -> bool:
-        model = Extra()
+        model = extra()
         plan = pd.plan(profile, pd.Cluster.local(2), schedule="1f1b", microbatches=1, cuts=(cut,))
-        with pd.Pipeline(
-            model,
-            plan,
-            schedule="1f1b",
-            microbatches=1,
-            loss=lambda out, batch: nn.functional.cross_entropy(out, y),
-            optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1),
-        ) as pipeline:
+        with pd.Pipeline(model, plan, loss=lambda out, batch: F.cross_entropy(out, y), optimizer=sgd) as pipeline:
             before = model.extra.weight.detach().clone()
             list(pipeline.train([{"x": x, "more": True}]))
             return not torch.equal(pipeline.state_dict()["extra.weight"], before)
@@ -777,41 +760,37 @@ def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
 
 
 def test_python_and_numpy_numbers_are_the_same_on_all_stages() -> None:
-    class Mixes(Extra):
-        def forward(self, x: Tensor, more: bool = False) -> Tensor:
-            share = random.random() + float(np.random.rand()) + torch.rand(1).item()
-            return self.head(self.extra(self.a(x) * share)) * share
+    def forward(model: Any, x: Tensor) -> Tensor:
+        share = random.random() + float(np.random.rand()) + torch.rand(1).item()
+        return model.head(model.extra(model.a(x) * share)) * share
 
+    mixes = Built(forward, **{name: nn.Linear(4, 4) for name in ("a", "extra", "head")})
     state = random.getstate()
-    graph = pd.capture(Mixes(), torch.randn(2, 4)).graph
+    graph = capture(mixes, torch.randn(2, 4)).graph
     assert graph.draws_in_python
     assert [layer.name for layer in graph.layers] == ["a", "extra", "head"]
     assert random.getstate() == state, "the user's generator is left as it was"
 
 
-class CastsBack(nn.Module):
+def casts_back() -> nn.Module:
     """Undoes what autocast has done between two layers, as the experts of T5's kin."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.last = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        x = self.act(self.first(x))
-        x = self.last(x.to(self.last.weight.dtype))
+    def forward(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        x = torch.tanh(model.first(x))
+        x = model.last(x.to(model.last.weight.dtype))
         return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
+
+    return Built(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
 
 
 def test_other_inputs_where_a_cast_is_undone() -> None:
     torch.manual_seed(3)
-    model, sample = CastsBack(), {"x": X, "labels": X}
+    model, sample = casts_back(), {"x": X, "labels": X}
     profile = pd.profile(model, sample, runs=1, autocast=torch.bfloat16)
     plan = pd.plan(profile, pd.Cluster.flat(2), cuts=("last",), schedule="1f1b")
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(X)["x"].detach()
-    with pd.Pipeline(
-        model, plan, loss=None, optimizer=partial(torch.optim.SGD, lr=0.1), autocast=torch.bfloat16
-    ) as pipeline:
+    with pd.Pipeline(model, plan, loss=None, optimizer=sgd, autocast=torch.bfloat16) as pipeline:
         (output,) = pipeline.predict([{"x": X}])
         assert torch.equal(output["x"], expected)
         list(pipeline.train([sample]))
@@ -830,20 +809,11 @@ class _Reversible(torch.autograd.Function):
         return gradients[0] * float(ctx.module.factor), None
 
 
-class Reversible(nn.Module):
-    factor: float | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.last(_Reversible.apply(self.first(x), self)))
-
-
 def test_a_backward_that_reads_what_the_forward_has_set() -> None:
-    text = catch_text(lambda: capture(Reversible(), X), CaptureError)
-    has(text, "the backward of Reversible raised TypeError", "read what the forward has set on a module", "context")
+    parts = {"factor": None, "first": nn.Linear(4, 4), "last": nn.Linear(4, 4)}
+    model = Built(lambda model, x: torch.tanh(model.last(_Reversible.apply(model.first(x), model))), **parts)
+    text = catch_text(lambda: capture(model, X), CaptureError)
+    has(text, "the backward of Built raised TypeError", "read what the forward has set on a module", "context")
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -853,37 +823,27 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-class Transforming(nn.Module):
+def transforming(name: str, *, apart: bool) -> nn.Module:
     """Calls torch.func in its own forward, or in that of a module around it."""
 
-    def __init__(self, name: str, *, apart: bool) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = (nn.Linear(4, 4) for _ in range(3))
-        self.name = name
-        if apart:
-            self.inner = Transform(name)
+    def forward(model: Any, x: Tensor) -> Tensor:
+        x = model.before(x).tanh()
+        return model.after(model.inner(x) if apart else TRANSFORMS[name](model.inner, x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x).tanh()
-        x = self.inner(x) if isinstance(self.inner, Transform) else TRANSFORMS[self.name](self.inner, x)
-        return self.after(x)
+    inner = transform(name) if apart else nn.Linear(4, 4)
+    return Built(forward, before=nn.Linear(4, 4), inner=inner, after=nn.Linear(4, 4))
 
 
-class Transform(nn.Module):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.layer = name, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return TRANSFORMS[self.name](self.layer, x)
+def transform(name: str) -> nn.Module:
+    return Built(lambda module, x: TRANSFORMS[name](module.layer, x), layer=nn.Linear(4, 4))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_torch_func_in_the_models_own_forward_is_named(name: str) -> None:
-    refused = capture(Transforming(name, apart=False), (torch.randn(8, 4),)).refused["after"]
+    refused = capture(transforming(name, apart=False), (torch.randn(8, 4),)).refused["after"]
     assert re.match(r"test_errors\.py:\d+ in .*torch\.func\..* is inside a torch\.func transform", refused)
     for words in ("a stage that begins with 'after' would run again", "cut elsewhere than before 'after'"):
         assert words in refused
-    apart = capture(Transforming(name, apart=True), (torch.randn(8, 4),))
+    apart = capture(transforming(name, apart=True), (torch.randn(8, 4),))
     assert [layer.name for layer in apart.graph.layers] == ["before", "inner", "after"], "the advice helps"

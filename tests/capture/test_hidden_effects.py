@@ -61,8 +61,7 @@ def plan_of(model: nn.Module, cut: str | None, schedule: str = "1f1b", **options
     profile = pipedream.profile(model, batches()[0][0], warmup=0, runs=1)
     shape = options.pop("shape", (1,) if cut is None else (1, 1))
     options = {"microbatches": MICROBATCHES, "cuts": cut and (cut,), **options}
-    if shape is not None:
-        options["shape"] = shape
+    options |= {} if shape is None else {"shape": shape}
     return pipedream.plan(profile, pipedream.Cluster.flat(sum(shape or (1, 1))), schedule=schedule, **options)
 
 
@@ -147,36 +146,9 @@ def _item_from_layer(net: Net, x: Tensor) -> Tensor:
 
 
 WRITES = (
-    _scaled,
-    _scaled_view,
-    _set_item,
-    _relu_in_place,
-    _out,
-    _written_late,
-    _scaled_by_weight,
-    _view_scaled_by_weight,
-    _item_from_layer,
+    *(_scaled, _scaled_view, _set_item, _relu_in_place, _out, _written_late),
+    *(_scaled_by_weight, _view_scaled_by_weight, _item_from_layer),
 )
-
-
-@pytest.mark.parametrize("cut", [None, "b", "e"])
-@pytest.mark.parametrize("forward", WRITES)
-def test_an_input_written_in_place_trains_as_in_a_plain_loop(forward: Forward, cut: str | None) -> None:
-    model = make(forward)
-    check_same(train(model, plan_of(model, cut)), plain_loop(make(forward)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("forward", WRITES)
-@pytest.mark.parametrize(
-    ("schedule", "options"),
-    [("gpipe", {}), ("zb_h1", {}), ("1f1b", {"recompute": "always"}), ("1f1b", {"shape": (2, 1)})],
-)
-def test_an_input_written_in_place_trains_with_each_method(
-    forward: Forward, schedule: str, options: dict[str, Any]
-) -> None:
-    model = make(forward)
-    check_same(train(model, plan_of(model, "b", schedule, **options)), plain_loop(make(forward)))
 
 
 # -- hooks on tensors --------------------------------------------------------------------------------------
@@ -235,13 +207,6 @@ def _hook_on_written(net: Net, x: Tensor) -> Tensor:
 HOOKS = (_hook_on_glue, _hook_on_output, _two_hooks, _observing_hook, _retained, _hook_on_node, _hook_on_written)
 
 
-@pytest.mark.parametrize("cut", ["b", "c"])
-@pytest.mark.parametrize("forward", HOOKS)
-def test_a_hook_on_a_tensor_acts_where_the_tensor_is(forward: Forward, cut: str) -> None:
-    model = make(forward)
-    check_same(train(model, plan_of(model, cut)), plain_loop(make(forward)))
-
-
 def _hook_modules(net: Net) -> Net:
     for layer in (net.b, net.c, net.d):
         layer.register_forward_hook(lambda _, inputs, output: _on(output * 2))
@@ -257,17 +222,6 @@ def _hook_modules(net: Net) -> Net:
 def test_hooks_on_tensors_act_beside_those_on_modules(forward: Forward, schedule: str) -> None:
     model = _hook_modules(make(forward))
     check_same(train(model, plan_of(model, "c", schedule)), plain_loop(_hook_modules(make(forward))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("forward", HOOKS)
-@pytest.mark.parametrize(
-    ("schedule", "options"),
-    [("gpipe", {}), ("zb_h1", {}), ("1f1b", {"recompute": "always"}), ("1f1b", {"shape": (2, 1)})],
-)
-def test_a_hook_on_a_tensor_acts_with_each_method(forward: Forward, schedule: str, options: dict[str, Any]) -> None:
-    model = make(forward)
-    check_same(train(model, plan_of(model, "b", schedule, **options)), plain_loop(make(forward)))
 
 
 def _clipped(net: Net, x: Tensor) -> Tensor:
@@ -533,11 +487,29 @@ def _penalised(net: Net, x: Tensor) -> Tensor:
 LOOKS = (_look_at_first, _look_at_all, _penalised)
 
 
-@pytest.mark.parametrize("forward", LOOKS)
-def test_parameters_may_be_looked_at_on_any_stage(forward: Forward) -> None:
+# -- all of them as a plain loop -----------------------------------------------------------------------------
+
+
+METHODS = ({"schedule": "gpipe"}, {"schedule": "zb_h1"}, {"recompute": "always"}, {"shape": (2, 1)})
+
+
+@pytest.mark.parametrize(
+    ("forward", "cut", "options"),
+    [
+        *((forward, cut, {}) for forward in WRITES for cut in (None, "b", "e")),
+        *((forward, cut, {}) for forward in HOOKS for cut in ("b", "c")),
+        *((forward, "b", {}) for forward in LOOKS),
+        *(
+            pytest.param(forward, "b", options, marks=pytest.mark.slow)
+            for forward in (*WRITES, *HOOKS)
+            for options in METHODS
+        ),
+    ],
+)
+def test_it_trains_as_in_a_plain_loop(forward: Forward, cut: str | None, options: dict[str, Any]) -> None:
+    """Hooks act where the tensor is, and parameters may be looked at on any stage."""
     model = make(forward)
-    plan = plan_of(model, "b")
-    check_same(train(model, plan), plain_loop(make(forward)))
+    check_same(train(model, plan_of(model, cut, **options)), plain_loop(make(forward)))
 
 
 @pytest.mark.parametrize("forward", [_look_at_first, _look_at_all])

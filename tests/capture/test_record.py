@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -71,16 +72,11 @@ def test_buffers_that_are_written_or_replaced_are_known() -> None:
     _, recording = record_model()
     assert recording.moving == {"norm.num_batches_tracked"}
 
-    class Replaces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(()))
+    def forward(model: Any, x: Tensor) -> Tensor:
+        model.mean = model.mean * 0.9 + x.mean() * 0.1
+        return x - model.mean
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean = self.mean * 0.9 + x.mean() * 0.1
-            return x - self.mean
-
-    model = Replaces()
+    model = Built(forward, mean=nn.Buffer(torch.zeros(())))
     assert record(model, (torch.ones(2),), {}).moving == {"mean"}
     again = record(model, (torch.ones(2),), {}, frozenset({"mean"}))
     assert find_returned(again).depends, "what a moving buffer is used for belongs to its stage"
@@ -99,11 +95,7 @@ def test_buffers_that_are_written_or_replaced_are_known() -> None:
     ],
 )
 def test_random_numbers_belong_to_one_stage(draw: Any, depends: bool) -> None:
-    class Draws(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return draw(x)
-
-    recording = record(Draws(), (torch.ones(3),), {})
+    recording = record(Built(lambda _, x: draw(x)), (torch.ones(3),), {})
     assert find_returned(recording).depends is depends
     assert bool(recording.draws) is depends
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -95,17 +96,13 @@ def test_a_cut_is_refused_with_its_reason(step: Step, call: str, reason: str) ->
 
 
 def test_a_checkpointed_call_stays_whole() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    def forward(model: Any, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x
-
-    assert names(capture_graph(Model())) == ["blocks.0", "blocks.1", "blocks.2"]
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    assert names(capture_graph(Built(forward, blocks=blocks))) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_an_object_that_cannot_be_sent_keeps_its_call_and_the_next_together() -> None:
@@ -120,15 +117,9 @@ def test_an_object_that_cannot_be_sent_keeps_its_call_and_the_next_together() ->
         def forward(self, x: Tensor, options: Any) -> Tensor:
             return super().forward(x) * options.factor
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c, self.d = nn.Linear(4, 4), First(4, 4), Second(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.d(self.c(*self.b(F.relu(self.a(x)))))
-
-    graph, refused = split(Model(), X, (), True)
+    parts = {"a": nn.Linear(4, 4), "b": First(4, 4), "c": Second(4, 4), "d": nn.Linear(4, 4)}
+    model = Built(lambda model, x: model.d(model.c(*model.b(F.relu(model.a(x))))), **parts)
+    graph, refused = split(model, X, (), True)
     assert "b" in names(graph)
     assert "c" not in names(graph)
     assert "an object of the class Options, which cannot be sent" in refused["c"]

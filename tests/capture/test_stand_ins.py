@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from built import Built
+from torch import nn
 
 from pipedream.capture import capture, stand_ins
 from pipedream.core.errors import CaptureError
@@ -57,28 +58,15 @@ def test_dtype_of_floating_point_tensors_only() -> None:
 
 
 def test_plain_attributes_that_are_tensors() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mask = torch.ones(4, device="meta")
-            self.scales = {"all": torch.ones(4, device="meta")}
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.mask * self.scales["all"]
-
-    model = Masked()
-    mask = model.mask
+    mask, scales = torch.ones(4, device="meta"), {"all": torch.ones(4, device="meta")}
+    model = Built(lambda model, x: x * model.mask * model.scales["all"], mask=mask, scales=scales)
     with stand_ins(model, (torch.ones(2, 4),)) as (x,):
         assert model(x).device.type == "cpu"
     assert model.mask is mask
 
 
 def test_a_forward_that_needs_values_says_so() -> None:
-    class Branch(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if x.sum() > 0 else -x
-
-    model = nn.Sequential(Branch())
+    model = nn.Sequential(Built(lambda _, x: x if x.sum() > 0 else -x))
     with (
         stand_ins(model, (torch.ones(2),)) as inputs,
         pytest.raises(CaptureError, match=r"DataDependent.*a device that computes"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from models import HF
 from own_models import OWN
 from torch import Tensor, nn
@@ -54,37 +55,34 @@ def test_sizes_are_those_of_a_run(name: str) -> None:
     assert list_sizes(estimate(empty, inputs)) == expected
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+def residual() -> nn.Module:
+    def forward(model: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        y = x + model.a(x) if bool((lengths > 2).all()) else x
+        return y + model.b(y)
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        y = x + self.a(x) if bool((lengths > 2).all()) else x
-        return y + self.b(y)
+    return Built(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
 
 
 def test_numbers_of_integer_inputs_decide_the_path() -> None:
     layers = []
     for lengths in (torch.tensor([3, 4]), torch.tensor([1, 4])):
-        profile = estimate(Residual(), (torch.ones(2, 4), lengths))
+        profile = estimate(residual(), (torch.ones(2, 4), lengths))
         layers.append([layer.name for layer in profile.graph.layers])
-    assert layers == [["a", "b"], ["Residual"]]
+    assert layers == [["a", "b"], ["Built"]]
 
 
 def test_a_model_on_the_meta_device_is_captured() -> None:
     inputs = torch.ones(2, 4), torch.tensor([3, 4])
-    assert capture(Residual().to("meta"), inputs).graph == capture(Residual(), inputs).graph
+    assert capture(residual().to("meta"), inputs).graph == capture(residual(), inputs).graph
 
 
 def test_a_path_that_depends_on_weights_is_refused() -> None:
-    class Branch(Residual):
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            y = self.a(x)
-            return y if y.sum() > 0 else self.b(y)
+    def forward(model: Any, x: Tensor) -> Tensor:
+        y = model.a(x)
+        return y if y.sum() > 0 else model.b(y)
 
     with pytest.raises(CaptureError, match="profile it on a device that computes"):
-        estimate(Branch(), (torch.ones(2, 4), torch.ones(2)))
+        estimate(Built(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.ones(2, 4))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from marks import spread, thinned
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,27 +23,14 @@ from pipedream.layouts.tracing.trace import trace
 from tests.layouts.simulated_ranks import SimulatedRanks, find_whole
 
 
-class Calls(nn.Module):
-    """A function as a layer, of something that has a gradient."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self._function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._function(x * self.scale)
+def calls(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Returns a function as a layer, of something that has a gradient."""
+    return Built(lambda module, x: function(x * module.scale), scale=nn.Parameter(torch.tensor(1.5)))
 
 
-class First(nn.Module):
-    """The first result of a layer that has several."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]
+def first(inner: nn.Module) -> nn.Module:
+    """Returns a layer that gives the first result of one that has several."""
+    return Built(lambda module, x: module.inner(x)[0], inner=inner)
 
 
 _ROWS = torch.tensor([[0, 2, 1], [3, 0, 0]])
@@ -82,49 +70,49 @@ PICTURES: dict[str, nn.Module] = {
 }
 SEQUENCES: dict[str, nn.Module] = {
     "linear": nn.Linear(8, 6),
-    "bilinear": Calls(lambda x: F.bilinear(x, x.flip(-1), torch.ones(4, 8, 8, dtype=x.dtype))),
+    "bilinear": calls(lambda x: F.bilinear(x, x.flip(-1), torch.ones(4, 8, 8, dtype=x.dtype))),
     "conv1d": nn.Conv1d(4, 6, 3, padding=1),
     "layer norm": nn.LayerNorm(8),
     "rms norm": nn.RMSNorm(8),
-    "lstm": First(nn.LSTM(8, 4, batch_first=True)),
-    "lstm, both ways": First(nn.LSTM(8, 4, bidirectional=True, batch_first=True)),
-    "gru": First(nn.GRU(8, 4, batch_first=True)),
-    "rnn": First(nn.RNN(8, 4, batch_first=True)),
+    "lstm": first(nn.LSTM(8, 4, batch_first=True)),
+    "lstm, both ways": first(nn.LSTM(8, 4, bidirectional=True, batch_first=True)),
+    "gru": first(nn.GRU(8, 4, batch_first=True)),
+    "rnn": first(nn.RNN(8, 4, batch_first=True)),
     "encoder": nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-    "attention, causal": Calls(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
+    "attention, causal": calls(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
     "glu": nn.GLU(),
     "activations": nn.Sequential(nn.GELU(), nn.SiLU(), nn.ELU(), nn.Mish(), nn.Softplus(), nn.Hardswish(), nn.SELU()),
     "more activations": nn.Sequential(nn.LeakyReLU(), nn.ReLU6(), nn.Softsign(), nn.LogSigmoid(), nn.Hardtanh()),
     "softmax": nn.Softmax(-1),
     "log softmax": nn.LogSoftmax(1),
-    "tril": Calls(lambda x: x.tril(1)),
-    "triu": Calls(lambda x: x.triu(-1)),
-    "index": Calls(lambda x: x[_ROWS]),
-    "index, columns": Calls(lambda x: x[:, :, _COLUMNS]),
-    "index, apart": Calls(lambda x: x[_COLUMNS, :, _COLUMNS]),
-    "index, together": Calls(lambda x: x[:, _COLUMNS, _ROWS]),
-    "index put": Calls(lambda x: torch.zeros_like(x).index_put((_COLUMNS,), x[:3])),
-    "gather": Calls(lambda x: x.gather(1, _WORDS[:, :3, None].expand(8, 3, 5) % 4)),
-    "scatter": Calls(lambda x: torch.zeros_like(x).scatter_add(1, _WORDS[:, :, None].expand(8, 4, 8) % 4, x)),
-    "index select": Calls(lambda x: x.index_select(1, _COLUMNS)),
-    "roll": Calls(lambda x: x.roll(1, 1) + x.flip(0, 2)),
-    "cumulative sum": Calls(lambda x: x.cumsum(1) + x.logcumsumexp(1)),
-    "sorted": Calls(lambda x: x.sort(-1).values),
-    "largest": Calls(lambda x: x.topk(3).values),
-    "greatest": Calls(lambda x: x.max(1).values + x.amin(1) + x.max()),
-    "argmax": Calls(lambda x: x * (x.argmax(-1, keepdim=True) + x.argmin())),
-    "any": Calls(lambda x: torch.where((x > 0).any(1, keepdim=True), x, x.abs())),
-    "statistics": Calls(lambda x: x.std(1) + x.var(1, correction=0) + x.norm(dim=1) + x.logsumexp(1)),
-    "einsum": Calls(lambda x: torch.einsum("btc,bsc->bts", x, x)),
-    "outer": Calls(lambda x: x[:, 0, :, None] @ x[:, 1, None]),
-    "chunks": Calls(lambda x: torch.cat(x.chunk(2, -1)[::-1], -1)),
-    "joined with nothing": Calls(lambda x: torch.cat([torch.tensor([]).to(x), x], 1)),
-    "stacked": Calls(lambda x: torch.stack(x.unbind(1), 0)),
-    "repeated": Calls(lambda x: x.repeat(1, 2, 1) + x.repeat_interleave(2, 1)),
-    "parts replaced": Calls(lambda x: x.masked_fill(x > 1, 0.0).clamp(-1, 1)),
-    "diagonal": Calls(lambda x: x.diagonal(0, 1, 2)),
-    "cosine similarity": Calls(lambda x: F.cosine_similarity(x, x.flip(0), -1)),
-    "normalised": Calls(lambda x: F.normalize(x, dim=-1)),
+    "tril": calls(lambda x: x.tril(1)),
+    "triu": calls(lambda x: x.triu(-1)),
+    "index": calls(lambda x: x[_ROWS]),
+    "index, columns": calls(lambda x: x[:, :, _COLUMNS]),
+    "index, apart": calls(lambda x: x[_COLUMNS, :, _COLUMNS]),
+    "index, together": calls(lambda x: x[:, _COLUMNS, _ROWS]),
+    "index put": calls(lambda x: torch.zeros_like(x).index_put((_COLUMNS,), x[:3])),
+    "gather": calls(lambda x: x.gather(1, _WORDS[:, :3, None].expand(8, 3, 5) % 4)),
+    "scatter": calls(lambda x: torch.zeros_like(x).scatter_add(1, _WORDS[:, :, None].expand(8, 4, 8) % 4, x)),
+    "index select": calls(lambda x: x.index_select(1, _COLUMNS)),
+    "roll": calls(lambda x: x.roll(1, 1) + x.flip(0, 2)),
+    "cumulative sum": calls(lambda x: x.cumsum(1) + x.logcumsumexp(1)),
+    "sorted": calls(lambda x: x.sort(-1).values),
+    "largest": calls(lambda x: x.topk(3).values),
+    "greatest": calls(lambda x: x.max(1).values + x.amin(1) + x.max()),
+    "argmax": calls(lambda x: x * (x.argmax(-1, keepdim=True) + x.argmin())),
+    "any": calls(lambda x: torch.where((x > 0).any(1, keepdim=True), x, x.abs())),
+    "statistics": calls(lambda x: x.std(1) + x.var(1, correction=0) + x.norm(dim=1) + x.logsumexp(1)),
+    "einsum": calls(lambda x: torch.einsum("btc,bsc->bts", x, x)),
+    "outer": calls(lambda x: x[:, 0, :, None] @ x[:, 1, None]),
+    "chunks": calls(lambda x: torch.cat(x.chunk(2, -1)[::-1], -1)),
+    "joined with nothing": calls(lambda x: torch.cat([torch.tensor([]).to(x), x], 1)),
+    "stacked": calls(lambda x: torch.stack(x.unbind(1), 0)),
+    "repeated": calls(lambda x: x.repeat(1, 2, 1) + x.repeat_interleave(2, 1)),
+    "parts replaced": calls(lambda x: x.masked_fill(x > 1, 0.0).clamp(-1, 1)),
+    "diagonal": calls(lambda x: x.diagonal(0, 1, 2)),
+    "cosine similarity": calls(lambda x: F.cosine_similarity(x, x.flip(0), -1)),
+    "normalised": calls(lambda x: F.normalize(x, dim=-1)),
 }
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cross entropy": lambda y: F.cross_entropy(y, _WORDS[:, 0] % 6, label_smoothing=0.1),
@@ -167,10 +155,7 @@ def test_layers_are_described_and_compute_the_same(name: str) -> None:
     model, sample = copy.deepcopy(layer).double(), torch.randn(shape).double()
     step = trace(model, sample, loss=loss)
     for described in step.calls:
-        assert find_contradiction(described.call, described.description) == "", (
-            described.call.function,
-            described.step,
-        )
+        assert find_contradiction(described.call, described.description) == "", described
     values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
     values |= {step.buffers[key]: buffer.clone() for key, buffer in model.named_buffers()}
     values |= {step.inputs[0]: sample}
@@ -200,7 +185,7 @@ def _run_alone(model: nn.Module, sample: torch.Tensor, loss: Any, tangents: list
 
 @pytest.mark.usefixtures("_forget_added_operators")
 def test_a_description_of_ones_own_goes_before_a_decomposition() -> None:
-    layer, sample = Calls(lambda x: x.index_select(1, _COLUMNS)), torch.randn(4, 4)
+    layer, sample = calls(lambda x: x.index_select(1, _COLUMNS)), torch.randn(4, 4)
     assert "index_select" not in pipedream.operators(layer, sample).text
     pipedream.register_operator(torch.ops.aten.index_select, "out[a, :] = self[a, :] + index[:]")
     assert "index_select" in pipedream.operators(layer, sample).text
@@ -217,7 +202,7 @@ def test_a_description_of_ones_own_goes_before_a_decomposition() -> None:
 )
 def test_what_depends_on_numbers_is_refused(function: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
     with pytest.raises(PlanError, match=rf"{what}.* depends on the numbers of a tensor"):
-        pipedream.operators(Calls(function), torch.randn(4, 4))
+        pipedream.operators(calls(function), torch.randn(4, 4))
 
 
 @torch.library.custom_op("house::scaled", mutates_args=())
@@ -241,13 +226,9 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.complex64)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(8), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled(x.detach(), self.w)
+def scaled_layer() -> nn.Module:
+    weight = nn.Parameter(torch.ones(8), requires_grad=False)
+    return Built(lambda module, x: scaled(x.detach(), module.w), w=weight)
 
 
 @pytest.fixture
@@ -258,7 +239,7 @@ def _forget_added_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_forget_added_operators")
 def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
-    layer, x = Scaled(), torch.randn(4, 6, 8)
+    layer, x = scaled_layer(), torch.randn(4, 6, 8)
     with pytest.raises(PlanError, match=r"the model's own forward calls house\.scaled.*has no description"):
         pipedream.operators(layer, x)
     pipedream.register_operator(scaled, "out[a, :, c] = f(x[a, :, c], w[c])")
@@ -285,14 +266,14 @@ def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
 def test_a_reduction_of_ones_own_is_checked(text: str, message: str) -> None:
     pipedream.register_operator(torch.ops.aten.sum, text)
     with pytest.raises(PlanError, match=message):
-        pipedream.operators(Calls(lambda x: x.sum(1)), torch.randn(8, 4))
+        pipedream.operators(calls(lambda x: x.sum(1)), torch.randn(8, 4))
 
 
 @pytest.mark.usefixtures("_forget_added_operators")
 def test_the_imaginary_part_is_checked_too() -> None:
     pipedream.register_operator(rotated, "out[a, b] = f(x[a, b])")
     with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):
-        pipedream.operators(Calls(lambda x: rotated(x.detach()).real), torch.randn(4, 6))
+        pipedream.operators(calls(lambda x: rotated(x.detach()).real), torch.randn(4, 6))
 
 
 @pytest.mark.parametrize(
@@ -312,16 +293,11 @@ def test_what_is_no_description(operator: Any, text: str, message: str) -> None:
 
 
 def test_an_output_without_gradient_and_a_context_without_any() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.inner(x)
-            return y, y.argmax(1)
+    def forward(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = model.inner(x)
+        return y, y.argmax(1)
 
     with torch.no_grad():
-        step = trace(Both(), torch.randn(8, 4))
+        step = trace(Built(forward, inner=nn.Linear(4, 4)), torch.randn(8, 4))
     assert len(step.outputs) == 2
     assert partition(step.operators, 2).elements > 0

@@ -13,6 +13,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+from built import Built
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,23 +58,17 @@ class Block(nn.Module):
         return torch.relu(self.end(self.second(torch.relu(self.norm(self.first(x))))) + self.short(x))
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.inner = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
+def attention(width: int) -> nn.Module:
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        y = module.norm(x)
+        return x + module.inner(y, y, y, need_weights=False)[0]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.inner(y, y, y, need_weights=False)[0]
+    return Built(forward, norm=nn.LayerNorm(width), inner=nn.MultiheadAttention(width, 4, batch_first=True))
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.up, self.out = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(F.gelu(self.up(self.table(x)))).flatten(0, 1)
+def words() -> nn.Module:
+    parts = {"table": nn.Embedding(12, 8), "up": nn.Linear(8, 16), "out": nn.Linear(16, 12)}
+    return Built(lambda model, x: model.out(F.gelu(model.up(model.table(x)))).flatten(0, 1), **parts)
 
 
 def _make_pooled() -> nn.Module:
@@ -105,8 +100,8 @@ CASES = {
     "lstm": Case(partial(Unrolled, nn.LSTMCell, 3, 8), lambda: torch.randn(8, 3, 8), None),
     "gru": Case(partial(Unrolled, nn.GRUCell, 2, 8), lambda: torch.randn(8, 2, 8)),
     "wide_resnet": Case(partial(Block, 8, 16), lambda: torch.randn(8, 8, 8, 8), None),
-    "attention": Case(partial(Attention, 16), lambda: torch.randn(8, 6, 16)),
-    "words": Case(Words, lambda: torch.randint(0, 12, (4, 4)), _compute_entropy),
+    "attention": Case(partial(attention, 16), lambda: torch.randn(8, 6, 16)),
+    "words": Case(words, lambda: torch.randint(0, 12, (4, 4)), _compute_entropy),
     "pooled": Case(_make_pooled, lambda: torch.randn(8, 4, 8, 8)),
     "uneven": Case(lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)), lambda: torch.randn(6, 6)),
 }
@@ -325,19 +320,13 @@ def test_the_mask_of_a_dropout_is_computed_by_no_operator() -> None:
     assert torch.equal(whole, torch.empty(8, 4).double().bernoulli_(0.5))
 
 
-class Drawn(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.bernoulli(x.sigmoid())
-
-
 def test_what_cannot_be_described() -> None:
-    drawing = nn.Sequential(nn.Linear(4, 4), Drawn())
+    drawing = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: x * torch.bernoulli(x.sigmoid())))
     with pytest.raises(PlanError, match=r"the layer '1' calls .*draws random numbers"):
         pipedream.operators(drawing, torch.randn(2, 4))
+    lbfgs = lambda named: torch.optim.LBFGS([p for _, p in named])  # noqa: E731
     with pytest.raises(PlanError, match=r"the optimizer LBFGS needs whole weights"):
-        pipedream.operators(
-            nn.Linear(4, 4), torch.randn(2, 4), optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])
-        )
+        pipedream.operators(nn.Linear(4, 4), torch.randn(2, 4), optimizer=lbfgs)
 
 
 @pytest.mark.parametrize("name", [pytest.param("words", marks=pytest.mark.slow), "wide_resnet"])
@@ -367,38 +356,30 @@ def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[
     assert [partition(described, 2**cuts).elements for cuts in range(1, 1 + len(elements))] == elements
 
 
-class Rotated(nn.Module):
+def rotated() -> nn.Module:
     """Makes a tensor of its own, on the default device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * torch.arange(8).cos()
+    return Built(lambda model, x: model.inner(x) * torch.arange(8).cos(), inner=nn.Linear(8, 8))
 
 
 def test_a_model_on_meta_makes_its_own_tensors_there() -> None:
     with torch.device("meta"):
-        model, sample = Rotated(), torch.empty(4, 8)
-    assert pipedream.operators(model, sample).text == pipedream.operators(Rotated(), torch.empty(4, 8)).text
+        model, sample = rotated(), torch.empty(4, 8)
+    assert pipedream.operators(model, sample).text == pipedream.operators(rotated(), torch.empty(4, 8)).text
 
 
-class Stacked(nn.Module):
+def stacked(layers: int, width: int) -> nn.Module:
     """Layers of LSTM cells, each of which gives the next its states as they are."""
 
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         states = list(x.unbind(1))
-        for cell in self.cells:
+        for cell in model.cells:
             h = c = torch.zeros_like(states[0])
             for at, tensor in enumerate(states):
                 h, c = cell(tensor, (h, c))
                 states[at] = h
         return states[-1]
+
+    return Built(forward, cells=nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers)))
 
 
 @pytest.mark.slow
@@ -406,7 +387,7 @@ def test_time_steps_of_a_model_are_found_alike() -> None:
     """Autograd's `detach` of each weight once stood between it and the steps that use it: tables had 1e8 entries."""
     sizes = []
     for steps in (4, 8):
-        described = pipedream.operators(Stacked(2, 8), torch.randn(4, steps, 8), loss=_sum_squares)
+        described = pipedream.operators(stacked(2, 8), torch.randn(4, steps, 8), loss=_sum_squares)
         assert "detach" not in described.text
         sizes.append(Search(described, most_cells=1000))
     assert sizes[0].cells == sizes[1].cells <= 1000
@@ -423,15 +404,10 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0])
 
 
-class HalvedSum(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.pipedream_tests.halved_sum(x)
-
-
 def test_an_operator_of_the_users() -> None:
     mine = torch.ops.pipedream_tests.halved_sum
     halved_sum.register_autograd(lambda ctx, grad: (grad[:, None] / 2).expand(-1, 4))
-    model, sample = nn.Sequential(nn.Linear(4, 4), HalvedSum()), torch.randn(8, 4)
+    model, sample = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: mine(x))), torch.randn(8, 4)
     with pytest.raises(PlanError, match=r"the layer '1' calls .*halved_sum.*has no description; write one"):
         pipedream.operators(model, sample)
     pipedream.register_operator(mine, "out[i] = x[i, j]")
@@ -441,9 +417,7 @@ def test_an_operator_of_the_users() -> None:
     with pytest.raises(PlanError, match=r"parts along 'j' do not make the whole; write :"):
         pipedream.operators(model, sample)
     pipedream.register_operator(mine, "out[i] += x[i, j]")
-    assert (
-        "halved_sum[i] += addmm" in (text := pipedream.operators(model, sample).text) or "halved_sum[i] += add" in text
-    )
+    assert "halved_sum[i] += add" in pipedream.operators(model, sample).text  # of add or addmm
 
 
 def test_a_model_without_memory_is_described() -> None:

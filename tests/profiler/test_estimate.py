@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -27,15 +28,8 @@ TOY = Device("toy", 10**9, {"float32": 1e12, "float64": 1e11}, 1e11, launch_s=1e
 def estimated(model: nn.Module, *sample: Any, device: Device = TOY, **options: Any) -> pd.Profile:
     with stand_ins(model, sample) as inputs:
         captured = capture(model, inputs)
-        return estimate(
-            captured.layers,
-            captured.graph,
-            inputs,
-            model_name="Test",
-            preserve_state=preserve_state,
-            device=device,
-            **options,
-        )
+        options |= {"model_name": "Test", "preserve_state": preserve_state, "device": device}
+        return estimate(captured.layers, captured.graph, inputs, **options)
 
 
 def measured(model: nn.Module, *sample: Any, **options: Any) -> pd.Profile:
@@ -49,10 +43,9 @@ def sizes(profile: pd.Profile) -> list[tuple[int, ...]]:
     return [*rows, (profile.optimizer_bytes, profile.batch), *profile.input_shapes]
 
 
-class Attend(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+def attend(_: nn.Module, x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
 
 
 def convolutions() -> nn.Module:
@@ -61,7 +54,7 @@ def convolutions() -> nn.Module:
 
 
 def attention() -> nn.Module:
-    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), Attend(), nn.GELU(), nn.Linear(8, 11))
+    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), Built(attend), nn.GELU(), nn.Linear(8, 11))
 
 
 @pytest.mark.parametrize(
@@ -109,13 +102,9 @@ def test_work_of_dense_layers_by_hand(batch: int, widths: list[int], frozen: boo
 
 
 def test_views_cost_nothing_and_gathers_read_what_they_give() -> None:
-    class WeightPredictions(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.transpose(1, 2)[:, :2].unsqueeze(1).flatten(0, 1).expand(4, -1, -1)
-
-    profile = estimated(nn.Sequential(nn.Embedding(1000, 8), WeightPredictions()), torch.zeros(4, 5, dtype=torch.long))
-    table, predictions = profile.layers
-    assert predictions.forward_s == 0.0
+    view = Built(lambda _, x: x.transpose(1, 2)[:, :2].unsqueeze(1).flatten(0, 1).expand(4, -1, -1))
+    table, views = estimated(nn.Sequential(nn.Embedding(1000, 8), view), torch.zeros(4, 5, dtype=torch.long)).layers
+    assert views.forward_s == 0.0
     rows, tokens = 4 * 5 * 8 * 4, 4 * 5 * 8
     assert table.forward_s == pytest.approx(1e-6 + (2 * rows + tokens) / 1e11)
     assert table.forward_flops == 0
@@ -123,7 +112,7 @@ def test_views_cost_nothing_and_gathers_read_what_they_give() -> None:
 
 def test_attention_by_hand() -> None:
     batch, length, width = 3, 64, 32
-    profile = estimated(nn.Sequential(nn.LayerNorm(width), Attend()), torch.randn(batch, length, width))
+    profile = estimated(nn.Sequential(nn.LayerNorm(width), Built(attend)), torch.randn(batch, length, width))
     product = 2 * batch * length * length * width  # of both heads
     # Two products forward, five backward, half of each above the diagonal.
     assert profile.layers[1].forward_flops == 2 * product // 2
@@ -160,12 +149,9 @@ def test_products_of_rows_that_are_not_aligned_are_slow_on_a_gpu(width: int, sha
 
 
 def test_recurrent_kernels_are_told_and_counted_by_rule() -> None:
-    class Out(nn.Module):
-        def forward(self, value: Any) -> Tensor:
-            return value[0]
-
     def model() -> nn.Module:
-        return nn.Sequential(nn.Embedding(50, 32), nn.LSTM(32, 64, 2, batch_first=True), Out(), nn.Linear(64, 50))
+        lstm, first = nn.LSTM(32, 64, 2, batch_first=True), Built(lambda _, value: value[0])
+        return nn.Sequential(nn.Embedding(50, 32), lstm, first, nn.Linear(64, 50))
 
     tokens = torch.zeros(4, 16, dtype=torch.long)
     profile = estimated(model(), tokens)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,21 +41,19 @@ def profile_of(*modules: nn.Module, sample: Any, **options: Any) -> Profile:
     )
 
 
-class Attention(nn.Module):
+def attention(width: int) -> nn.Module:
     """Keeps its scores, as many as the square of the length."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
+    def forward(module: Any, x: Tensor) -> Tensor:
+        y = module.inner(x)
         return x + (y @ y.transpose(1, 2)).softmax(-1) @ y
+
+    return Built(forward, inner=nn.Linear(width, width))
 
 
 @pytest.mark.parametrize("length", [8, 24, 32, 48])
 def test_bytes_of_shorter_sequences_are_estimated(length: int) -> None:
-    modules = nn.Embedding(20, 6), Attention(6), Attention(6), nn.Linear(6, 20)
+    modules = nn.Embedding(20, 6), attention(6), attention(6), nn.Linear(6, 20)
     profile = profile_of(*modules, sample=(torch.randint(20, (4, 64)),))
     estimate, shorter = profile.of_length(length), profile_of(*modules, sample=(torch.randint(20, (4, length)),))
     assert (profile.length, estimate.length) == (64, length)
@@ -197,32 +196,20 @@ def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
 
     layers = (Layer("body.0", "Linear", ("body.0.weight", "body.0.bias")), Layer("body.1", "Linear"))
     graph = LayerGraph.chain((*layers, Layer("body.0@2", "Linear", layers[0].parameters)))
-    profile = measure(
-        [module, frozen, module],
-        graph,
-        (torch.randn(1, 2),),
-        model_name="T",
-        preserve_state=preserve_state,
-        optimizer=factory,
-        runs=1,
-    )
+    how = {"model_name": "T", "preserve_state": preserve_state, "optimizer": factory, "runs": 1}
+    profile = measure([module, frozen, module], graph, (torch.randn(1, 2),), **how)
     assert names == ["body.0.weight", "body.0.bias"]
     assert profile.layers[2].parameter_bytes == 0
 
 
 def test_a_layer_that_fails_between_updates_is_named() -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.calls = nn.Parameter(torch.ones(())), 0
+    def forward(module: Any, x: Tensor) -> Tensor:
+        module.calls += 1
+        if module.calls > 3:  # the first call is for the bytes
+            raise ValueError("worn out")
+        return x * module.weight
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls > 3:  # the first call is for the bytes
-                raise ValueError("worn out")
-            return x * self.weight
-
-    layers = [nn.Linear(2, 2), Fails()]
+    layers = [nn.Linear(2, 2), Built(forward, weight=nn.Parameter(torch.ones(())), calls=0)]
     graph = LayerGraph.chain((Layer("a", "Linear", ("a.weight", "a.bias")), Layer("b", "Fails", ("b.weight",))))
     optimizer = partial(torch.optim.SGD, lr=0.1)
     with pytest.raises(ProfileError, match=r"^the layer 'b' \(Fails\) should run .* raised ValueError: worn out"):
@@ -257,21 +244,19 @@ class Ticks(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class Slower(nn.Module):
+def slows(clock: Clock, step_s: float) -> nn.Module:
     """Takes a step longer each time; its backward twice as long."""
 
-    def __init__(self, clock: Clock, step_s: float) -> None:
-        super().__init__()
-        self.clock, self.step_s, self.calls = clock, step_s, 0
+    def forward(module: Any, x: Tensor) -> Tensor:
+        module.calls += 1
+        return Ticks.apply(x, clock, module.calls * step_s, 2 * module.calls * step_s)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return Ticks.apply(x, self.clock, self.calls * self.step_s, 2 * self.calls * self.step_s)
+    return Built(forward, calls=0)
 
 
 def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: Clock) -> None:
     profile = profile_of(
-        nn.Linear(4, 4), Slower(clock, 1.0), Slower(clock, 10.0), sample=(torch.randn(2, 4),), warmup=2, runs=7
+        nn.Linear(4, 4), slows(clock, 1.0), slows(clock, 10.0), sample=(torch.randn(2, 4),), warmup=2, runs=7
     )
     linear, *slower = profile.layers
     assert (linear.forward_s, linear.backward_s, linear.forward_spread_s) == (0.0, 0.0, 0.0)
@@ -283,11 +268,8 @@ def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: Clock) -> None
 
 
 def test_forward_backward_and_loss_stand_in_their_own_columns(clock: Clock) -> None:
-    class Wait(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Ticks.apply(x, clock, 3.0, 10.0)
-
-    first, wait = profile_of(nn.Linear(4, 4), Wait(), sample=(torch.randn(2, 4),), runs=3).layers
+    waits = Built(lambda _, x: Ticks.apply(x, clock, 3.0, 10.0))
+    first, wait = profile_of(nn.Linear(4, 4), waits, sample=(torch.randn(2, 4),), runs=3).layers
     assert (first.forward_s, first.backward_s) == (0.0, 0.0)
     assert (wait.forward_s, wait.backward_s) == (3.0, 10.0)
     profile = profile_of(
@@ -312,44 +294,27 @@ def test_the_first_layer_takes_no_gradient_for_the_data_and_a_frozen_one_has_no_
             calls.append("backward")
             return gradient
 
-    class Watch(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Watched.apply(x)
-
+    watch = Built(lambda _, x: Watched.apply(x))
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    profile_of(nn.Flatten(), frozen, Watch(), sample=(torch.randn(2, 4),))
+    profile_of(nn.Flatten(), frozen, watch, sample=(torch.randn(2, 4),))
     assert calls == []
-    profile_of(nn.Flatten(), nn.Linear(4, 4), Watch(), sample=(torch.randn(2, 4),), runs=2, warmup=1)
+    profile_of(nn.Flatten(), nn.Linear(4, 4), watch, sample=(torch.randn(2, 4),), runs=2, warmup=1)
     assert calls == ["backward"] * 8  # three runs, two watched for bytes, three of half of the sample
 
 
 def test_layers_that_work_in_place_really_run_backward() -> None:
     gradients: list[Tensor] = []
-
-    class Spy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-            self.weight.register_hook(gradients.append)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mul_(self.weight)
-
-    profile_of(nn.Linear(4, 4), Spy(), nn.ReLU(inplace=True), sample=(torch.randn(2, 4),))
+    spy = Built(lambda module, x: x.mul_(module.weight), weight=nn.Parameter(torch.ones(4)))
+    spy.weight.register_hook(gradients.append)
+    profile_of(nn.Linear(4, 4), spy, nn.ReLU(inplace=True), sample=(torch.randn(2, 4),))
     assert len(gradients) == 4
 
 
 def test_tuples_dicts_integers_and_recurrent_layers_pass_between_layers() -> None:
-    class Pick(nn.Module):
-        def forward(self, value: tuple[Tensor, Any]) -> dict[str, Any]:
-            return {"last": value[0][:, -1], "index": value[0].argmax(dim=-1), "name": "x"}
-
-    class Head(nn.Module):
-        def forward(self, value: dict[str, Any]) -> Tensor:
-            return value["last"] * (value["index"].sum() > 0)
-
+    pick = Built(lambda _, value: {"last": value[0][:, -1], "index": value[0].argmax(dim=-1), "name": "x"})
+    head = Built(lambda _, value: value["last"] * (value["index"].sum() > 0))
     profile = profile_of(
-        nn.Embedding(9, 4), nn.LSTM(4, 5, batch_first=True), Pick(), Head(), sample=(torch.randint(9, (3, 6)),)
+        nn.Embedding(9, 4), nn.LSTM(4, 5, batch_first=True), pick, head, sample=(torch.randint(9, (3, 6)),)
     )
     assert [layer.output_bytes for layer in profile.layers] == [
         3 * 6 * 4 * 4, (3 * 6 * 5 + 2 * 3 * 5) * 4, 3 * 5 * 4 + 3 * 6 * 8, 3 * 5 * 4,
@@ -412,37 +377,40 @@ def test_loss_device_dtype_and_versions_are_noted_and_survive_a_file() -> None:
     assert profile_of(nn.Linear(4, 2).double(), sample=(torch.randn(3, 4).double(),)).dtype == "float64"
 
 
-def test_each_failure_names_its_place() -> None:
-    good, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with pytest.raises(ProfileError, match=r"layer '1' \(Linear\).*shape \[2, 4\].*RuntimeError"):
-        profile_of(good, nn.Linear(5, 4), sample=(x,))
-    with pytest.raises(ProfileError, match=r"the loss.*one number, found shape \(2, 4\)"):
-        profile_of(good, sample=(x,), loss=lambda output: output)
-    with pytest.raises(ProfileError, match=r"optimizer step over 2 parameters.*TypeError"):
-        profile_of(good, sample=(x,), optimizer=partial(torch.optim.SGD, rate=1))
-    with pytest.raises(ProfileError, match=r"layer '0'.*meta.*to_empty"):
-        profile_of(nn.Linear(4, 4, device="meta"), sample=(x,))
-    with pytest.raises(ProfileError, match=r"measured on cuda, but is on cpu.*model.to\('cuda'\)"):
-        profile_of(good, sample=(x,), device="cuda")
-    with pytest.raises(ProfileError, match=r"write \(x,\)"):
-        profile_of(good, sample=x)
-    with pytest.raises(ProfileError, match="runs=0"):
-        profile_of(good, sample=(x,), runs=0)
+GOOD = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("modules", "options", "words"),
+    [
+        ((GOOD, nn.Linear(5, 4)), {}, r"layer '1' \(Linear\).*shape \[2, 4\].*RuntimeError"),
+        ((GOOD,), {"loss": lambda output: output}, r"the loss.*one number, found shape \(2, 4\)"),
+        ((GOOD,), {"optimizer": partial(torch.optim.SGD, rate=1)}, r"optimizer step over 2 parameters.*TypeError"),
+        ((nn.Linear(4, 4, device="meta"),), {}, r"layer '0'.*meta.*to_empty"),
+        ((GOOD,), {"device": "cuda"}, r"measured on cuda, but is on cpu.*model.to\('cuda'\)"),
+        ((GOOD,), {"sample": torch.randn(2, 4)}, r"write \(x,\)"),
+        ((GOOD,), {"runs": 0}, "runs=0"),
+    ],
+)
+def test_each_failure_names_its_place(modules: tuple[nn.Module, ...], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ProfileError, match=words):
+        profile_of(*modules, **{"sample": (torch.randn(2, 4),)} | options)
+
+
+def test_as_many_modules_as_layers() -> None:
     with pytest.raises(ProfileError, match="found 1 modules, 2 layers"):
-        measure([good], chain(good, good), (x,), model_name="T", preserve_state=preserve_state)
+        measure([GOOD], chain(GOOD, GOOD), (torch.randn(2, 4),), model_name="T", preserve_state=preserve_state)
 
 
 def test_a_mapping_is_passed_as_keyword_arguments() -> None:
-    class Sum(nn.Module):
-        def forward(self, x: Tensor, *, bias: Tensor) -> Tensor:
-            return x + bias
-
     sample = UserDict({"bias": torch.ones(4), "x": torch.randn(3, 4, requires_grad=True)})
 
     def part_of(value: Any, count: int, size: int) -> Any:
         return {**value, "x": value["x"][:size]}
 
-    profile = profile_of(Sum(), nn.Linear(4, 4), sample=sample, samples=3, part_of=part_of)
+    profile = profile_of(
+        Built(lambda _, x, *, bias: x + bias), nn.Linear(4, 4), sample=sample, samples=3, part_of=part_of
+    )
     assert (profile.batch, profile.input_shapes) == (3, ((4,), (3, 4)))
     assert [layer.output_bytes for layer in profile.layers] == [48, 48]
 
@@ -482,21 +450,18 @@ def test_what_cannot_be_halved_has_no_fixed_part() -> None:
     assert (halves[0].shape, halves[1].shape, halves[2]) == ((4, 8), (5, 2), 3)
 
 
-class Waits(nn.Module):
+def waits(clock: Clock, fixed_s: float, each_s: float) -> nn.Module:
     """Takes some time whatever the batch, and some for each sample."""
 
-    def __init__(self, clock: Clock, fixed_s: float, each_s: float) -> None:
-        super().__init__()
-        self.clock, self.fixed_s, self.each_s = clock, fixed_s, each_s
-        self.weight = nn.Parameter(torch.ones(1))
+    def forward(module: Any, x: Tensor) -> Tensor:
+        clock.now_s += fixed_s + each_s * x.shape[0]
+        return x * module.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.clock.now_s += self.fixed_s + self.each_s * x.shape[0]
-        return x * self.weight
+    return Built(forward, weight=nn.Parameter(torch.ones(1)))
 
 
 def test_a_layer_of_known_fixed_time_is_measured(clock: Clock) -> None:
-    model = nn.Sequential(Waits(clock, 4.0, 0.0), Waits(clock, 0.0, 1.0), Waits(clock, 2.0, 0.5))
+    model = nn.Sequential(waits(clock, 4.0, 0.0), waits(clock, 0.0, 1.0), waits(clock, 2.0, 0.5))
     profile = pd.profile(model, torch.ones(8, 2), warmup=1, runs=3)
     assert [layer.forward_s for layer in profile.layers] == [4.0, 8.0, 6.0]
     assert [layer.forward_fixed_s for layer in profile.layers] == [4.0, 0.0, 2.0]
@@ -542,22 +507,17 @@ def test_microbatches_that_cannot_be_measured(options: dict[str, Any], words: st
         pd.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(8, 2), **options)
 
 
-class Energy(nn.Module):
-    """Computes a force, the derivative of an energy by its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            x = x.detach().clone().requires_grad_()
-            (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
-        return force
+def force_of(model: Any, x: Tensor) -> Tensor:
+    """The derivative of an energy by its input."""
+    with torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
+        (force,) = torch.autograd.grad(model.energy(x).sum(), x, create_graph=True)
+    return force
 
 
 def test_a_forward_may_take_derivatives() -> None:
-    model, x = Energy().double(), torch.randn(8, 6, dtype=torch.float64)
+    energy = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    model, x = Built(force_of, energy=energy).double(), torch.randn(8, 6, dtype=torch.float64)
     plan = pd.plan(pd.profile(model, x, warmup=0, runs=1), pd.Cluster.flat(1), microbatches=2, schedule="1f1b")
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

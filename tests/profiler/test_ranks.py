@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from built import Built
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,14 +19,9 @@ from pipedream.core.model.collective import Collective
 D, BATCH = 16, 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = x + self.down(F.relu(self.up(x)))
-        return output
+def block() -> nn.Module:
+    parts = {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D)}
+    return Built(lambda module, x: x + module.down(F.relu(module.up(x))), **parts)
 
 
 NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d_model d_ff"}
@@ -34,7 +30,7 @@ NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d
 @cache
 def profiled(rules: str, mesh: str, shard_weights: str = "") -> pipedream.Profile:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(block(), block())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     profile = pipedream.profile(
         model,

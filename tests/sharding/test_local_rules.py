@@ -129,7 +129,6 @@ class TestNoHiddenGathers:
         output, gradient = F.linear(cut(0), weight), cut(0).detach()
         with NoHiddenGathers():
             within(lambda _: _engine_run_backward((output,), (gradient,), False, False, (), accumulate_grad=True), cut)
-        assert weight.grad is not None
         assert weight.grad.placements == (Partial(),)
 
 

@@ -15,6 +15,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from built import Built
 from torch import nn
 
 import pipedream
@@ -26,13 +27,8 @@ PIECE_BYTES = 512
 """In place of the size of a piece in a real run."""
 
 
-class Mean(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean(1)
-
-
 def _make_tied() -> tuple[nn.Sequential, Any]:
-    layers = nn.Sequential(nn.Embedding(13, D), Mlp(), Mean(), nn.Linear(D, 13, bias=False))
+    layers = nn.Sequential(nn.Embedding(13, D), Mlp(), Built(lambda _, x: x.mean(1)), nn.Linear(D, 13, bias=False))
     layers[3].weight = layers[0].weight
     return layers, lambda size: torch.randint(13, (size, 5))
 
@@ -121,6 +117,9 @@ def _make_adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=0.01)
 
 
+PIPEDREAM = ("mlp", "model:2", "d_ff:model", "pipedream", None)
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -128,15 +127,9 @@ def _make_adamw(named: Any) -> torch.optim.Optimizer:
     [
         pytest.param(Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4), marks=pytest.mark.long),
         Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
+        Case(*PIPEDREAM, options={"compensation": ("error_feedback", "gap_aware")}),
         Case(
-            "mlp", "model:2", "d_ff:model", "pipedream", None, options={"compensation": ("error_feedback", "gap_aware")}
-        ),
-        Case(
-            "mlp",
-            "model:2",
-            "d_ff:model",
-            "pipedream",
-            None,
+            *PIPEDREAM,
             options={
                 "compensation": "basis_rotation:2:one_sided",
                 "optimizer": partial(torch.optim.AdamW, lr=0.01, eps=0.1),

@@ -13,6 +13,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+from built import Built
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,13 +33,9 @@ CASES: dict[str, tuple[pipedream.Layout, str, dict[str, Any]]] = {
 Case = tuple[pipedream.Layout, pipedream.Plan, dict[str, Any]]
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+def _make_wide() -> nn.Module:
+    parts = {"norm": nn.LayerNorm(WIDTH), "up": nn.Linear(WIDTH, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH)}
+    return Built(lambda module, x: x + module.down(F.gelu(module.up(module.norm(x)))), **parts)
 
 
 class Fresh:
@@ -54,22 +51,14 @@ class Fresh:
 
 def _make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Wide() for _ in range(4)))
+    return nn.Sequential(*(_make_wide() for _ in range(4)))
 
 
 def _plan(layout: pipedream.Layout) -> list[Case]:
     x, y = next(iter(Fresh()))
     cases = [(mesh, how) for of, mesh, how in CASES.values() if of is layout]
-    profile = pipedream.profile(
-        _make_model(),
-        x,
-        layout=layout,
-        meshes=[mesh for mesh, _ in cases],
-        loss=lambda output: F.cross_entropy(output, y),
-        optimizer=SGD,
-        warmup=0,
-        runs=1,
-    )
+    options = {"layout": layout, "meshes": [mesh for mesh, _ in cases], "optimizer": SGD, "warmup": 0, "runs": 1}
+    profile = pipedream.profile(_make_model(), x, loss=lambda output: F.cross_entropy(output, y), **options)
     ranks = pipedream.Cluster.flat(4)
     return [(layout, pipedream.plan(profile, ranks, shape="1-1", mesh=mesh, **how), how) for mesh, how in cases]
 

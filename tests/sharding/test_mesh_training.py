@@ -20,6 +20,7 @@ import processes
 import pytest
 import strict
 import torch
+from built import Built
 from torch import nn
 from torch.distributed.tensor import _random
 from torch.nn import functional as F
@@ -61,9 +62,9 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).reshape(batch, length, D))
 
 
-class Noise(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand_like(x)
+def _make_outputs() -> nn.Module:
+    """Returns the outputs of a recurrent layer, in whose memory the length comes first."""
+    return Built(lambda module, x: module.layer(x)[0], layer=nn.LSTM(D, D, batch_first=True))
 
 
 class Convolution(nn.Module):
@@ -88,18 +89,6 @@ class Recurrent(nn.Module):
         output, state = self.layer(x.transpose(0, 1))
         last = state[0] if isinstance(state, tuple) else state
         return x + output.transpose(0, 1) + last[-1].unsqueeze(1)
-
-
-class Outputs(nn.Module):
-    """The outputs of a recurrent layer, in whose memory the length comes first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(D, D, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(x)[0]
-        return output
 
 
 def _draw_rows(size: int) -> torch.Tensor:
@@ -134,7 +123,10 @@ MODELS: dict[str, Callable[[], Model]] = {
         nn.Sequential(*(Convolution() for _ in range(3)), nn.Flatten(), nn.Linear(4 * 36, 4)),
         lambda size: torch.randn(size, 4, 6, 6),
     ),
-    "noise": lambda: (nn.Sequential(nn.Linear(D, D), Noise(), nn.Linear(D, 4)), _draw_rows),
+    "noise": lambda: (
+        nn.Sequential(nn.Linear(D, D), Built(lambda _, x: x + torch.rand_like(x)), nn.Linear(D, 4)),
+        _draw_rows,
+    ),
     # The boundary lies between two layers that both cut its second dimension.
     "halves": lambda: (nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), _draw_rows),
     "matrices": lambda: (
@@ -146,7 +138,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "rnn": partial(_make_recurrent, nn.RNN, nonlinearity="relu"),
     # A mask is drawn in the order of memory.
     "dropped": lambda: (
-        nn.Sequential(nn.Embedding(12, D), Outputs(), nn.Dropout(0.25), nn.Flatten(), nn.Linear(4 * D, 4)),
+        nn.Sequential(nn.Embedding(12, D), _make_outputs(), nn.Dropout(0.25), nn.Flatten(), nn.Linear(4 * D, 4)),
         lambda size: torch.randint(12, (size, 4)),
     ),
     "channels last": lambda: (
@@ -161,22 +153,14 @@ NAMES = {
     "*.up.weight": "d_ff d_model",
     "*.up.bias": "d_ff",
     "*.down.weight": "d_model d_ff",
-    "*.query.weight": "heads d_model",
-    "*.key.weight": "heads d_model",
-    "*.value.weight": "heads d_model",
-    "*.query.bias": "heads",
-    "*.key.bias": "heads",
-    "*.value.bias": "heads",
+    **{f"*.{part}.weight": "heads d_model" for part in ("query", "key", "value")},
+    **{f"*.{part}.bias": "heads" for part in ("query", "key", "value")},
     "*.out.weight": "d_model heads",
 }
 EMBEDDING = {"0.weight": "vocab d_model"}
 HALVES = {"0.weight": "d_ff d_model", "0.bias": "d_ff", "2.weight": "d_model d_ff", "1:out": "batch d_ff"}
-CONVOLUTION = {
-    "*.up.weight": "d_ff d_in high wide",
-    "*.up.bias": "d_ff",
-    "*.norm.*": "d_ff",
-    "*.down.weight": "d_in d_ff high wide",
-}
+CONVOLUTION = {"*.up.weight": "d_ff d_in high wide", "*.down.weight": "d_in d_ff high wide"}
+CONVOLUTION |= {"*.up.bias": "d_ff", "*.norm.*": "d_ff"}
 
 
 @dataclass(frozen=True)
@@ -231,30 +215,18 @@ def _make_pipeline(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     ]
     names = CONVOLUTION if case.model == "convolution" else {} if "parallelize" in case.options else NAMES
     parameter_names = {name for name, _ in model.named_parameters()}
-    layout = pipedream.Layout(
-        case.rules,
-        shard_weights=case.shard_weights,
-        names={
-            pattern: words
-            for pattern, words in names.items()
-            if any(fnmatchcase(parameter, pattern) for parameter in parameter_names)
-        }
-        | case.names,
-    )
+    names = {
+        pattern: words
+        for pattern, words in names.items()
+        if any(fnmatchcase(parameter, pattern) for parameter in parameter_names)
+    }
+    layout = pipedream.Layout(case.rules, shard_weights=case.shard_weights, names=names | case.names)
     if "cut1" in mesh:
         layout = _search_layout(model, *batches[0], meshes_of(mesh)[0].size)
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9), "loss": F.cross_entropy} | case.options
-    pipeline = pipedream.Pipeline(
-        model,
-        replace(plan, stages=tuple(stages)).with_mesh(mesh),
-        schedule=case.method,
-        microbatches=case.microbatches,
-        sample=batches[0][0],
-        seed=7,
-        layout=layout,
-        **options,
-    )
-    return pipeline, batches
+    options |= {"schedule": case.method, "microbatches": case.microbatches, "sample": batches[0][0], "seed": 7}
+    plan = replace(plan, stages=tuple(stages)).with_mesh(mesh)
+    return pipedream.Pipeline(model, plan, layout=layout, **options), batches
 
 
 def _search_layout(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ranks: int) -> pipedream.Layout:
@@ -264,6 +236,8 @@ def _search_layout(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ran
 
 
 CLIPPED = {"clip_grad_norm": 0.1}
+LOCAL = CLIPPED | {"clip": "local"}
+ATTENTION = "batch:data, heads:model, d_ff:model"
 
 CASES = (
     Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.AdamW, lr=0.01)}),
@@ -281,36 +255,17 @@ CASES = (
     Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), replicas=2),
     Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, options=CLIPPED),
     Case("attention", "data:2,model:2", "batch:data, heads:model, d_ff:model", "gpipe", stages=()),
+    Case("mlp", "data:2", "batch:data", "pipedream", None, shard_weights="data", options=LOCAL),
     Case(
-        "mlp",
-        "data:2",
-        "batch:data",
-        "pipedream",
-        None,
-        shard_weights="data",
-        options={"clip_grad_norm": 0.1, "clip": "local"},
-    ),
-    Case(
-        "attention",
-        "data:2,model:2",
-        "batch:data, heads:model, d_ff:model, vocab:model",
-        "gpipe",
-        stages=(),
-        shard_weights="data",
-        names=EMBEDDING,
+        *("attention", "data:2,model:2", f"{ATTENTION}, vocab:model", "gpipe"),
+        **{"stages": (), "shard_weights": "data", "names": EMBEDDING},
     ),
     Case("mlp", "data:2", "batch:data", "pipelined_backprop", None, shard_weights="data"),
     Case("attention", "data:2", "batch:data", "timeprest", 2, shard_weights="data"),
     Case("mlp", "model:2", "d_ff:model", "1f1b", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
     Case(
-        "matrices",
-        "data:2,model:2",
-        "batch:data, d_ff:model",
-        "pipedream_2bw",
-        None,
-        stages=(),
-        shard_weights="data",
-        names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"},
+        *("matrices", "data:2,model:2", "batch:data, d_ff:model", "pipedream_2bw", None),
+        **{"stages": (), "shard_weights": "data", "names": {name: HALVES[name] for name in ("0.weight", "2.weight")}},
         options={"optimizer": partial(torch.optim.Muon, lr=0.1), "ema": 0.9},
     ),
     Case("mlp", "model:2/-", "d_ff:model", options=CLIPPED),
@@ -341,7 +296,7 @@ LONGEST = (
 )
 # In every run of the tests; the others, on four ranks, take longer.
 TWO_RANKS = (
-    Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), options=CLIPPED | {"clip": "local"}),
+    Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), options=LOCAL),
     Case("mlp", "data:2", "batch:data", stages=(), shard_weights="data", options=CLIPPED),
     Case("mlp", "data:2", "batch:data", "gpipe", stages=(), options=CLIPPED),
     Case("mlp", "cut1:2", "", "pipelined_backprop", None, options={"ema": 0.9}),
@@ -457,31 +412,19 @@ def test_what_a_mesh_refuses(case: Case, words: str) -> None:
     check_refused(case, words)
 
 
-class Residual(nn.Module):
-    """Is no chain of modules."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(D, 8), nn.Dropout(p), nn.Linear(8, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.drop(torch.tanh(self.up(x))))
+def _make_residual(p: float) -> nn.Module:
+    """Returns what is no chain of modules."""
+    parts = {"up": nn.Linear(D, 8), "drop": nn.Dropout(p), "down": nn.Linear(8, D)}
+    return Built(lambda model, x: x + model.down(model.drop(torch.tanh(model.up(x)))), **parts)
 
 
 def _train_residual(mesh: str, p: float, shape: str) -> list[float]:
     torch.manual_seed(3)
-    model, x = Residual(p).double(), torch.randn(8, D).double()
+    model, x = _make_residual(p).double(), torch.randn(8, D).double()
     plan = pipedream.plan(pipedream.profile(model, x), pipedream.Cluster.flat(len(shape.split("-"))), shape=shape)
-    step = pipedream.operators(model, x, loss=torch.sum)
-    pipeline = pipedream.Pipeline(
-        model,
-        plan.with_mesh(mesh),
-        layout=pipedream.Layout.of(pipedream.partition(step, 2)),
-        optimizer=partial(torch.optim.SGD, lr=0.05),
-        loss=F.mse_loss,
-        sample=x,
-    )
-    with pipeline:
+    layout = pipedream.Layout.of(pipedream.partition(pipedream.operators(model, x, loss=torch.sum), 2))
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.05), "loss": F.mse_loss, "sample": x}
+    with pipedream.Pipeline(model, plan.with_mesh(mesh), layout=layout, **options) as pipeline:
         return [done.loss for done in pipeline.train([(x, x.tanh())] * 3)]
 
 
@@ -500,11 +443,8 @@ def test_a_model_that_is_no_chain_may_be_one_stage() -> None:
 def test_random_operators_on_gpus_draw_from_the_stages_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """DTensor's own tracker would be made by a broadcast to all ranks of the job, to which only this stage's come."""
     broadcasts: list[bool] = []
-    monkeypatch.setattr(
-        _random.OffsetBasedRNGTracker,
-        "__init__",
-        lambda self, mesh, run_state_sync=True: broadcasts.append(run_state_sync),
-    )
+    note = lambda self, mesh, run_state_sync=True: broadcasts.append(run_state_sync)  # noqa: E731
+    monkeypatch.setattr(_random.OffsetBasedRNGTracker, "__init__", note)
     monkeypatch.setattr(_random, "_rng_tracker", None)
     mesh: Any = SimpleNamespace(
         device_type="cuda", mesh_dim_names=("model",), size=lambda at: 2, get_coordinate=lambda: [0], ndim=1
@@ -544,17 +484,9 @@ def test_tied_weights_are_on_one_mesh() -> None:
 
 
 def test_a_worker_that_computes_with_weights_of_others_is_no_mesh() -> None:
-    model = nn.Sequential(*(Mlp() for _ in range(4)))
-    plan = pipedream.plan(
-        pipedream.profile(model, torch.randn(8, D)), pipedream.Cluster.flat(2), schedule="roundpipe[forwards=3]"
-    )
+    model, x = nn.Sequential(*(Mlp() for _ in range(4))), torch.randn(8, D)
+    method = {"schedule": "roundpipe[forwards=3]"}
+    plan = pipedream.plan(pipedream.profile(model, x), pipedream.Cluster.flat(2), **method).with_mesh("model:2")
+    options = {"layout": pipedream.Layout("d_ff:model"), "optimizer": torch.optim.SGD, "loss": F.mse_loss, "sample": x}
     with pytest.raises(ScheduleError, match=r"with the meshes of plan .* compute with weights of others"):
-        pipedream.Pipeline(
-            model,
-            plan.with_mesh("model:2"),
-            schedule="roundpipe[forwards=3]",
-            layout=pipedream.Layout("d_ff:model"),
-            optimizer=torch.optim.SGD,
-            loss=F.mse_loss,
-            sample=torch.randn(8, D),
-        )
+        pipedream.Pipeline(model, plan, **method, **options)

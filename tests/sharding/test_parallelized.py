@@ -66,10 +66,7 @@ def test_layers_cut_by_torchs_styles_train_as_single_ranks_do(case: Case) -> Non
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (
-            _call_fully_shard,
-            r"parallelize\('0', ...\) has called fully_shard, .* shard them by Layout\(shard_weights=...\)",
-        ),
+        (_call_fully_shard, r"parallelize\('0', ...\) has called fully_shard, .* by Layout\(shard_weights=...\)"),
         (_replace_parameter, r"parallelize\('0', ...\) has replaced the parameter 'weight'"),
     ],
 )
